@@ -21,7 +21,7 @@ from patch.logger import configure_logging, get_logger
 from patch.plan.describe import describe_length, start_lines
 from patch.plan.fits import fit_of
 from patch.plan.resolve import resolve_run
-from patch.preflight.cluster import Rendezvous, slurm_task
+from patch.preflight.cluster import slurm_task
 from patch.preflight.hub_names import fetch_from_hub, weights_here
 from patch.preflight.parse import Invocation, parse_args
 from patch.preflight.resume_guard import resume_notes
@@ -62,18 +62,6 @@ def start(argv: list[str]) -> int:
 
         refuse_what_cannot_fit(invocation.config, machine)
     return 0 if invocation.dry_run else _launch(invocation, machine)
-
-
-def resolve_for(config: RunConfig, num_machines: int) -> RunConfig:
-    """A run of --min-nodes on as many machines as there are now.
-
-    Args:
-        config: the run as its launcher has resolved it, on as many machines as it was given.
-        num_machines: those that have come.
-    """
-    machine = MachineFacts.probe()
-    config = replace(config, parallel=replace(config.parallel, nnodes=num_machines))
-    return _check(Invocation(config, dry_run=False, rendezvous=Rendezvous()), machine)[0].config
 
 
 def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:

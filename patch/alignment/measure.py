@@ -27,12 +27,12 @@ from patch.alignment.logits import (
 from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, load_ours, rebuild
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightComparison, compare_weights
-from patch.config.choices import HfAttention, Precision
+from patch.config.choices import Precision
 from patch.config.schema import ModelConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
-from patch.families import weight_rows
+from patch.families import HfAttention, weight_rows
 from patch.model import SOURCES, LlamaModel
 
 SINGLE_FORM = ("rope",)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from patch.alignment.measure import SINGLE_FORM, Measurement, measure
 from patch.alignment.verdict import Verdict, judge
-from patch.config.choices import HfAttention, Precision
+from patch.config.choices import Precision
+from patch.families import HfAttention
 from patch.storage.places import StrPath, local_path
 
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
-from patch.config.choices import HfAttention, Precision
+from patch.config.choices import Precision
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
-from patch.families import WEIGHT_FIELDS
+from patch.families import WEIGHT_FIELDS, HfAttention
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.preflight.stored_shape import is_hf_folder, read_hf_config, shape_at

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from patch.checks.model import divisors
-from patch.config.fields import FIELDS, scalar_of, value_of
-from patch.config.positions import refuse, where
+from patch.config.positions import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.storage.sizes import counted
@@ -68,17 +65,6 @@ def check_activation_choice(config: RunConfig, machine: MachineFacts) -> None:
         refuse("cpu_offloading", "true", expected, "--recompute-granularity auto chooses the layers itself")
 
 
-def activation_notes(config: RunConfig) -> Iterator[str]:
-    """Flags about recomputed and offloaded layers, where none are."""
-    training = config.training
-    if training.recompute_granularity != "full":
-        for field in ("recompute_method", "recompute_num_layers"):
-            if value_of(config, field) != FIELDS[field].default:
-                yield f"{where(field)} has no effect without AC=full"
-    if training.cpu_offloading_num_layers and not training.cpu_offloading:
-        yield f"{where('cpu_offloading_num_layers')} has no effect without {where('cpu_offloading')}"
-
-
 def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
     """The policy `auto` needs a device whose memory it can watch."""
     optimizer = config.optimizer
@@ -86,34 +72,3 @@ def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
     if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
         expected = "false, static, or auto with --simulated-device-memory BYTES"
         refuse("optimizer_offload_policy", "auto", expected, "there is no GPU whose memory could be watched")
-
-
-_PLANNED = ("simulated_device_memory",)
-"""Fields that the plan reads in any case: it warns of memory that is too small, and chooses for AC=auto."""
-
-
-def offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Flags of optimizer offload that have no effect with this policy, and a threshold above all memory."""
-    policy = config.optimizer.optimizer_offload_policy
-    policies_that_read = {
-        "optimizer_offload_fraction": ("static",),
-        "optimizer_offload_auto_threshold": ("auto",),
-        "optimizer_offload_chunk_size": ("static", "auto"),
-        "simulated_device_memory": () if machine.cuda_devices else ("static", "auto"),
-    }
-    for field, policies in policies_that_read.items():
-        if policy not in policies and value_of(config, field) != FIELDS[field].default:
-            word = scalar_of(config, "optimizer_offload_policy")
-            where_not = f"with {where('optimizer_offload_policy')} {word}" if policies else "beside a GPU"
-            what = "is only planned for" if policies and field in _PLANNED else "has no effect"
-            yield f"{where(field)} {what} {where_not}"
-
-    optimizer = config.optimizer
-    threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory
-    memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
-    if policy == "auto" and 0 < memory <= threshold:
-        device = "a GPU" if machine.cuda_devices else where("simulated_device_memory")
-        yield (
-            f"{where('optimizer_offload_auto_threshold')}: keeps {threshold} bytes free, which is all the "
-            f"{memory} of {device}: optimizer states never leave host memory"
-        )

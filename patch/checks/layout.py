@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 from patch.checks.model import divisors
 from patch.checks.run_length import global_batch_divides
 from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS, value_of
+from patch.config.fields import value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.device import MachineFacts
@@ -199,18 +198,6 @@ def counted_layers(config: RunConfig, number: int) -> str:
     return f"{number} layers" + (f" ({' and '.join(counted)} counted)" if counted else "")
 
 
-def pipeline_notes(config: RunConfig) -> Iterator[str]:
-    """Flags of a pipeline that have no effect in this run."""
-    if config.parallel.pipeline_model_parallel_size == 1:
-        for field in (_LAYOUT, *_ACCOUNTS):
-            if value_of(config, field):
-                yield f"{where(field)} has no effect at PP=1"
-    if config.virtual_pipeline_size == 1:
-        for field in (_OVERLAP, _FLUSH, _GROUP):
-            if value_of(config, field) != FIELDS[field].default:
-                yield f"{where(field)} has no effect without interleaved stages (MP_VP)"
-
-
 def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
     """The flags that choose what replicas share do not contradict each other."""
     parallel = config.parallel
@@ -246,30 +233,6 @@ def gradients_can_be_rounded(config: RunConfig, machine: MachineFacts) -> None:
         refuse("grad_reduce_in_bf16", "true", expected, "an all-reduce adds up in the type that travels")
 
 
-def layout_notes(config: RunConfig) -> Iterator[str]:
-    """Flags that have no effect without the axis that they are about."""
-    parallel = config.parallel
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield f"{where('sequence_parallel')} has no effect at TP=1"
-    if parallel.tp_comm_overlap is not None and parallel.tensor_model_parallel_size == 1:
-        yield f"{where('tp_comm_overlap')} has no effect at TP=1"
-    if parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
-        yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
-
-
-def context_parallel_notes(config: RunConfig) -> Iterator[str]:
-    """The way of messages has no effect without context parallelism."""
-    if config.parallel.cp_comm_type is not None and config.parallel.context_parallel_size == 1:
-        yield f"{where('cp_comm_type')} has no effect at CP=1"
-
-
-def sharding_notes(config: RunConfig) -> Iterator[str]:
-    """One line for each flag about replicas that has no effect in this run."""
-    for field in ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw"):
-        if getattr(config.optimizer, field) and config.num_weight_copies == 1:
-            yield f"{where(field)} has no effect with one replica"
-
-
 _SIZE_RULES = (
     processes_fit,
     global_batch_divides,
@@ -281,9 +244,7 @@ _SIZE_RULES = (
 
 def usable_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
     """The numbers of machines, from --min-nodes to --nnodes, that layout and global batch allow."""
-    parallel = config.parallel
-    fewer = range(parallel.min_nodes or parallel.nnodes, parallel.nnodes)
-    return [*(size for size in fewer if _obstacle(config, machine, size) is None), parallel.nnodes]
+    return sorted({*_fitting_sizes(config, machine), config.parallel.nnodes})
 
 
 def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
@@ -300,14 +261,19 @@ def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     parallel = config.parallel
     if parallel.min_nodes is None or not parallel.max_restarts:
         return config, []
-    sizes = range(parallel.nnodes, parallel.min_nodes - 1, -1)
-    size = next((size for size in sizes if _obstacle(config, machine, size) is None), parallel.nnodes)
+    size = max(_fitting_sizes(config, machine), default=parallel.nnodes)
     if size == parallel.nnodes:
         return config, []
     note = (
         f"{size} of {parallel.nnodes} machines train, more do not fit layout and global batch: the rest wait"
     )
     return replace(config, parallel=replace(parallel, nnodes=size)), [f"{note} as spares"]
+
+
+def _fitting_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
+    parallel = config.parallel
+    sizes = range(parallel.min_nodes or parallel.nnodes, parallel.nnodes + 1)
+    return [size for size in sizes if _obstacle(config, machine, size) is None]
 
 
 def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from patch.config.fields import scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -26,14 +25,6 @@ def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
         legal = divisors(model.num_attention_heads)
         why = f"{model.num_attention_heads} heads share the groups evenly"
         refuse("num_query_groups", model.num_query_groups, f"one of {legal}", why)
-
-
-def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
-    """A sliding window has tokens to the left only; a token must not attend to those it has to predict."""
-    window = config.model.window_size
-    if window is not None and window[1] != 0:
-        got = scalar_of(config, "window_size")
-        refuse("window_size", got, "none, or LEFT,0 such as 4095,0", "attention is causal")
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:

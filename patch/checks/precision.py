@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from patch.config.backends import FP8_MULTIPLE, no_transformer_engine
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
@@ -18,8 +16,6 @@ _FLAGS = (
     "disable_parameter_transpose_cache",
     "fp8_param_gather",
 )
-_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _FIRST_CAPABILITY = (8, 9)
 """Compute capability of GPUs that have 8-bit products (Ada, Hopper and later)."""
 
@@ -100,76 +96,12 @@ def _a_layer_is_left(config: RunConfig) -> None:
         refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)
 
 
-def precision_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """16 bits are no gain on a CPU without instructions for them."""
-    if config.training.precision != "fp32" and not machine.cuda_devices and not machine.multiplies_16_bits:
-        yield (
-            f"{where('precision')} {config.training.precision}: this CPU has no instructions for products in "
-            "16 bits, so a step may take 10 times as long as with fp32, and more"
-        )
-
-
-def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Flags that have no effect, and that a CPU gains nothing."""
-    if not config.training.first_last_layers_bf16:
-        for field in _COUNTS:
-            if value_of(config, field) != FIELDS[field].default:
-                yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
-    if config.training.precision == "fp8" and config.parallel.tp_comm_overlap:
-        yield f"{where('tp_comm_overlap')} has no effect on layers with 8-bit products"
-    if config.training.precision == "fp8" and config.optimizer.gradient_accumulation_fusion:
-        if config.model.transformer_impl == "local" or no_transformer_engine(config, machine):
-            flag = where("gradient_accumulation_fusion")
-            yield f"{flag} has no effect on our own layers with 8-bit products"
-    if config.training.disable_parameter_transpose_cache and config.num_micro_batches == 1:
-        flag = where("disable_parameter_transpose_cache")
-        yield f"{flag} has no effect with one micro-batch: 8-bit weights are not kept then"
-    if config.training.fp8_param_gather and config.sharding != "auto" and not config.gathers_8_bit_weights:
-        yield f"{where('fp8_param_gather')} has no effect: no replicas share optimizer states"
-    if config.training.precision == "fp8" and not machine.cuda_devices:
-        yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"
-
-
 def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:
     """The smallest scale of the loss is no larger than the first one."""
     first, smallest = config.optimizer.initial_loss_scale, config.optimizer.min_loss_scale
     if smallest > first:
         refuse(
             "min_loss_scale", smallest, f"at most {where('initial_loss_scale')} {first}", "it starts there"
-        )
-
-
-def loss_scale_notes(config: RunConfig) -> Iterator[str]:
-    """Flags about the scale of the loss that have no effect."""
-    given = [name for name in _LOSS_SCALE if value_of(config, name) != FIELDS[name].default]
-    if config.training.precision != "fp16":
-        yield from (f"{where(name)} has no effect without fp16 at {where('precision')}" for name in given)
-    elif config.optimizer.loss_scale is not None:
-        yield from (
-            f"{where(name)} has no effect with {where('loss_scale')}"
-            for name in given
-            if name != "loss_scale"
-        )
-
-
-def alignment_notes(config: RunConfig) -> Iterator[str]:
-    """What `--precision-align` cannot do in this run, and which flag has no effect with it."""
-    if config.model.precision_align is None:
-        return
-    tp_size = config.parallel.tensor_model_parallel_size
-    if tp_size > 1:
-        yield (
-            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
-            "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
-        )
-        if config.parallel.tp_comm_overlap:
-            yield f"{where('tp_comm_overlap')} has no effect with {where('precision_align')}"
-    if config.optimizer.gradient_accumulation_fusion:
-        yield f"{where('gradient_accumulation_fusion')} has no effect with {where('precision_align')}"
-    if config.data.packing:
-        yield (
-            f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
-            "but a product of a whole pack has other bits than that of one sequence"
         )
 
 
@@ -185,15 +117,3 @@ def backends_exist(config: RunConfig, machine: MachineFacts) -> None:
         obstacle = no_transformer_engine(config, machine)
         if obstacle:
             refuse("transformer_impl", "transformer_engine", "auto or local", obstacle)
-
-
-def backend_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """A kernel of attention that has no effect."""
-    wish, flag = config.model.attention_backend, where("attention_backend")
-    if not machine.cuda_devices and wish in ("flash", "unfused", "local"):
-        yield f"{flag} has no effect on the CPU: attention is torch's SDPA either way"
-    elif machine.cuda_devices and config.model.precision_align is not None and wish != "auto":
-        yield f"{flag} has no effect with {where('precision_align')}"
-    elif machine.cuda_devices and config.parallel.cp_comm_type == "p2p" and wish in ("fused", "unfused"):
-        if config.parallel.context_parallel_size > 1:
-            yield f"{flag} has no effect with {where('cp_comm_type')} p2p"

@@ -6,11 +6,11 @@ position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from patch.checks import activations, data, layout, model, precision, run_length
-from patch.config.fields import FIELDS, NOT_BUILT, Field, scalar_of, value_of
+from patch.checks import activations, layout, model, precision, run_length
+from patch.config.fields import FIELDS, Field, value_of
 from patch.config.positions import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -21,10 +21,13 @@ Rule = Callable[[RunConfig, MachineFacts], None]
 
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
     """No value needs a feature that is not built yet."""
-    for row in NOT_BUILT:
-        if row.asks(value_of(config, row.field)):
-            got = str(scalar_of(config, row.field)).lower()
-            refuse(row.field, got, row.instead, f"{row.feature} is not built yet")
+    recipe = config.training.fp8_recipe
+    if recipe in ("mxfp8", "blockwise"):
+        why = "a scale for each block of numbers is not built yet"
+        refuse("fp8_recipe", recipe, "tensorwise, rowwise or delayed", why)
+    if not config.checkpoint.distributed_checkpointing:
+        why = "a checkpoint written by one rank alone is not built yet"
+        refuse("distributed_checkpointing", "false", "true", why)
 
 
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
@@ -42,14 +45,13 @@ def check_range(field: Field, value: Any) -> None:
 RULES: tuple[Rule, ...] = (
     precision.gpus_can_be_used,
     only_what_is_built,
-    data.columns_are_pairs,
-    data.pretraining_reads_indexed_sets,
-    data.documents_are_pretraining,
-    data.packing_has_conversations,
+    run_length.columns_are_pairs,
+    run_length.pretraining_reads_indexed_sets,
+    run_length.documents_are_pretraining,
+    run_length.packing_has_conversations,
     numbers_are_in_range,
     activations.offload_is_possible,
     model.heads_fit,
-    model.window_is_causal,
     model.export_has_a_class,
     model.rope_scaling_is_asked_for,
     model.rope_scaling_is_ordered,
@@ -89,19 +91,3 @@ def is_legal(config: RunConfig, machine: MachineFacts) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """One line for each value that is legal but has no effect in this run."""
-    yield from layout.layout_notes(config)
-    yield from layout.pipeline_notes(config)
-    yield from activations.offload_notes(config, machine)
-    yield from precision.alignment_notes(config)
-    yield from layout.context_parallel_notes(config)
-    yield from precision.precision_notes(config, machine)
-    yield from precision.backend_notes(config, machine)
-    yield from precision.fp8_notes(config, machine)
-    yield from precision.loss_scale_notes(config)
-    yield from activations.activation_notes(config)
-    yield from layout.sharding_notes(config)
-    yield from data.data_notes(config)

@@ -21,11 +21,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from patch.config.choices import Precision, TransformerImpl
+from patch.config.choices import Precision
 from patch.config.execution import Execution
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
+from patch.families import TransformerImpl
 
 FP8_MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -133,7 +134,7 @@ def choose_backends(
     sdpa = tuple(kernel for kernel in order if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
     backends = Backends(impl, sdpa, has_fa3, is_fused, ())
-    rows = _aligned_rows() if is_aligned else _rows(backends, model, execution, machine, cp_size)
+    rows = _rows(backends, model, execution, machine, cp_size)
     return dataclasses.replace(backends, rows=tuple(rows))
 
 
@@ -203,7 +204,11 @@ def _sdpa_order(
 def _rows(
     backends: Backends, model: ModelConfig, execution: Execution, machine: MachineFacts, cp_size: int
 ) -> Iterator[Served]:
-    """The table of a run in the fast order of operations."""
+    """The table of a run."""
+    if model.precision_align is not None:
+        yield Served("all of a layer", "transformers' operations", "--precision-align")
+        yield Served("loss", "torch's, from logits")
+        return
     is_cuda, is_engine = bool(machine.cuda_devices), backends.transformer_impl == "transformer_engine"
     yield _attention(backends, model, execution, machine, cp_size)
     if is_cuda:
@@ -238,7 +243,7 @@ def _attention(
     if cp_size > 1 and execution.cp_comm_type == "p2p":
         order = tuple(kernel for kernel in order if kernel != "cudnn")
         reasons.append("cuDNN gives the ring no log-sum-exp")
-    if not _is_half(execution.precision):
+    if execution.precision == "fp32":
         order = tuple(kernel for kernel in order if kernel not in ("flash", "cudnn"))
         reasons.append("the others take no fp32")
     return Served("attention", ", else ".join(names[kernel] for kernel in order[:2]), ", ".join(reasons))
@@ -247,7 +252,7 @@ def _attention(
 def _packed_rows(backends: Backends, model: ModelConfig, precision: Precision) -> Served:
     """Rows of several sequences, and sliding windows."""
     operation = "packed rows and windows"
-    if model.attention_backend == "unfused" or not _is_half(precision):
+    if model.attention_backend == "unfused" or precision == "fp32":
         return Served(operation, "sequence by sequence", "the one kernel takes fp16 and bf16")
     flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
     return Served(operation, f"torch's varlen_attn by {flash}")
@@ -260,13 +265,3 @@ def _products(is_engine: bool, precision: Precision, machine: MachineFacts) -> S
     what = "torch's scaled products" if precision == "fp8" else "torch"
     is_missing = machine.cuda_devices and "transformer_engine" not in machine.libraries
     return Served("products", what, "Transformer Engine is not installed" if is_missing else "")
-
-
-def _aligned_rows() -> Iterator[Served]:
-    """The table of `--precision-align`."""
-    yield Served("all of a layer", "transformers' operations", "--precision-align")
-    yield Served("loss", "torch's, from logits")
-
-
-def _is_half(precision: Precision) -> bool:
-    return precision != "fp32"

@@ -22,15 +22,6 @@ Fp8Scaling = Literal["tensorwise", "rowwise", "delayed", "mxfp8", "blockwise"]
 GradientType = Literal["fp32", "bf16"]
 """Type in which gradients are added up and reduced."""
 
-AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
-"""The kernel of attention on CUDA: megatron-core's `AttnBackend`. See `patch.config.backends`."""
-
-TransformerImpl = Literal["transformer_engine", "local"]
-"""Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""
-
-HfAttention = Literal["eager", "sdpa"]
-"""An attention implementation of transformers, as its `attn_implementation` spells it."""
-
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
@@ -42,9 +33,6 @@ RecomputeMethod = Literal["uniform", "block"]
 
 ContextCommunication = Literal["p2p", "a2a"]
 """How context-parallel ranks exchange what attention needs: around a ring, or all-to-all over heads."""
-
-RopeScaling = Literal["llama3", "linear", "dynamic", "yarn"]
-"""How RoPE's frequencies are scaled for longer contexts: `rope_type` of transformers."""
 
 OffloadPolicy = Literal["static", "auto"]
 """Which optimizer states lie in host memory: a fixed share, or what does not fit on the device."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,12 +87,20 @@ def _cure(folder: Path, name: str, info: dict[str, Any]) -> str:
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-SPLITS = {
+_SPLITS = {
     "training": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
     "validation": re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])"),
     "test": re.compile(r"(?<![a-z])(test|testing|eval|evaluation)(?![a-z])"),
 }
 """The words for splits of a set in names of files and folders. Source: Hugging Face datasets."""
+
+
+def by_split(names: Collection[str]) -> dict[str, list[str]]:
+    """The splits (training, validation, test) that are among these files or folders, and their names."""
+    found = {
+        split: [name for name in names if words.search(name.lower())] for split, words in _SPLITS.items()
+    }
+    return {split: named for split, named in found.items() if named}
 
 
 class DataPart(NamedTuple):
@@ -114,8 +122,7 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         field: the field of the configuration that holds it, for messages.
 
     Raises:
-        DataError: there is no path, a weight is missing or not positive, paths are separated by commas, or a
-            quotation mark is not closed.
+        DataError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
     """
     if url := _URL.search(text):
         raise DataError(
@@ -125,7 +132,6 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
     if _names_files(text):
         return (DataPart(None, text),)
     words = _words(text, field)
-    _refuse_commas(text, words, field)
     if not words:
         raise DataError(f"got {text!r}, expected a path", field=field)
     if not _is_number(words[0]):
@@ -201,9 +207,10 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
             hint = nearest_set(path) or _nearest_file(path) or _shadow(path)
+            commas = " (sets are separated by blanks, not commas)" if "," in path else ""
             raise DataError(
-                f"{path} does not exist{hint}, expected a file, a folder or a glob (several paths: quote one "
-                "that has blanks)",
+                f"{path} does not exist{hint}{commas}, expected a file, a folder or a glob (several paths: "
+                "quote one that has blanks)",
                 field=field,
             )
         return [Path(path)]
@@ -258,21 +265,6 @@ def _names_files(text: str) -> bool:
     return has_magic(text) and next(iglob(text, recursive=True), None) is not None
 
 
-def _refuse_commas(text: str, words: list[str], field: str | None) -> None:
-    """Refuse a list with commas, as other programs have it."""
-    for word in words:
-        if "," not in word or _names_files(word):
-            continue
-        paths = [path for path in re.split(r"[\s,]+", text) if path and to_float(path) is None]
-        if any(_names_files(os.path.expanduser(path)) for path in word.split(",") if path):
-            raise DataError(
-                f"got {text!r}: no file has this name, and sets are separated by blanks: expected "
-                f"'{' '.join(paths)}' (all samples of each) or '{' '.join(f'1 {path}' for path in paths)}' "
-                "(shares)",
-                field=field,
-            )
-
-
 def _words(text: str, field: str | None) -> list[str]:
     """Split at blanks outside of quotation marks. A backslash is part of a name."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
@@ -316,18 +308,13 @@ def _walk(folder: str, field: str | None) -> Iterator[Path]:
 
 def _refuse_several_splits(folder: str, files: list[Path], field: str | None) -> None:
     """Refuse a folder that holds a training and a test set: it would be trained on both, silently."""
-    names = [file.relative_to(folder) for file in files]
-    found = {
-        split: next((name for name in names if words.search(str(name).lower())), None)
-        for split, words in SPLITS.items()
-    }
-    splits = {split: name for split, name in found.items() if name is not None}
+    splits = by_split([str(file.relative_to(folder)) for file in files])
     if len(splits) > 1:
-        listed = ", ".join(f"{split} ({name})" for split, name in splits.items())
-        split, name = next(iter(splits.items()))
+        listed = ", ".join(f"{split} ({names[0]})" for split, names in splits.items())
+        split, names = next(iter(splits.items()))
         raise DataError(
             f"{folder} holds several splits: {listed}; expected the files of one, by a folder below or a "
-            f"glob, such as '{folder}/{_place_of(name, SPLITS[split])}'",
+            f"glob, such as '{folder}/{_place_of(Path(names[0]), _SPLITS[split])}'",
             field=field,
         )
 
@@ -341,7 +328,7 @@ def _place_of(name: Path, words: re.Pattern[str]) -> str:
     return f"**/*{name.name[slice(*word.span())]}*" if word else str(name)
 
 
-def data_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
+def set_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
     """The files of one set: of one `DataPart` of `train_data_path` or `valid_data_path`.
 
     Raises:

@@ -13,52 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
-from patch.config.flag_field import Bounds
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
+from patch.flag_field import Bounds
 from patch.parse_numbers import to_float, to_int
-
-
-class NotBuilt(NamedTuple):
-    """Values of one field whose feature does not exist yet."""
-
-    field: str
-    asks: Callable[[Any], bool]
-    """Whether a value of the field needs the feature."""
-    values: str
-    """Those values in words, for `--help`."""
-    feature: str
-    instead: str
-    """What to give instead, for the message."""
-
-
-NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(
-        "fp8_recipe",
-        lambda v: v in ("mxfp8", "blockwise"),
-        "mxfp8, blockwise",
-        "a scale for each block of numbers",
-        "tensorwise, rowwise or delayed",
-    ),
-    NotBuilt(
-        "distributed_checkpointing",
-        lambda v: not v,
-        "false",
-        "a checkpoint written by one rank alone",
-        "true",
-    ),
-)
-
-
-def is_built(field: str, value: Any) -> bool:
-    """Whether the feature that this value of a field needs is built."""
-    return not any(row.field == field and row.asks(value) for row in NOT_BUILT)
-
-
-def refused_yet(field: str) -> str:
-    """The values of a field that are not supported yet, in words for `--help`; "" if there are none."""
-    return "; ".join(row.values for row in NOT_BUILT if row.field == field)
-
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 """Section name to its dataclass, in the order of config.yaml."""
@@ -74,7 +32,7 @@ class Field(NamedTuple):
     section: str
     name: str
     kind: type
-    """The type of the scalar: int, float, bool or str; tuple for a pair of numbers in one text."""
+    """The type of the scalar: int, float, bool or str; tuple for a window."""
     default: Any
     """dataclasses.MISSING if the value must be given or derived."""
     words: Mapping[str, Any]
@@ -181,11 +139,11 @@ def _to_str(value: object) -> str | None:
     return str(value) if isinstance(value, (str, int, float)) and value != "" else None
 
 
-def _to_pair(value: object) -> tuple[int, int] | None:
-    """Two numbers in text such as `4095,0`."""
-    match = re.fullmatch(r"(\d+),(\d+)", value) if isinstance(value, str) else None
-    left, right = (to_int(match[1]), to_int(match[2])) if match else (None, None)
-    return None if left is None or right is None else (left, right)
+def _to_window(value: object) -> tuple[int, int] | None:
+    """A causal window in text: `4095,0`."""
+    match = re.fullmatch(r"(\d+),0", value) if isinstance(value, str) else None
+    left = to_int(match[1]) if match else None
+    return None if left is None else (left, 0)
 
 
 _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
@@ -193,7 +151,7 @@ _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
     float: (to_float, "a finite number"),
     bool: (_to_bool, "true or false"),
     str: (_to_str, "a text that is not empty"),
-    tuple: (_to_pair, "none, or LEFT,0 such as 4095,0"),
+    tuple: (_to_window, "none, or LEFT,0 such as 4095,0"),
 }
 
 
@@ -215,27 +173,22 @@ def coerce(field: Field, scalar: object, origin: str) -> Any:
         raise ConfigError(f"{origin}: got {shown(scalar)}, expected {expected}")
     if field.words:
         assert isinstance(converted, str)
-        built = [word for word, value in field.words.items() if is_built(field.name, value)]
-        check_choice(converted, field.choices, origin, built)
+        check_choice(converted, field.choices, origin)
     return field.from_scalar(converted)
 
 
-def check_choice(
-    value: str, choices: tuple[str, ...], origin: str, offered: Sequence[str] | None = None
-) -> None:
+def check_choice(value: str, choices: Sequence[str], origin: str) -> None:
     """Refuse a value that is not among the choices; the message lists them and the nearest one.
 
     Args:
         value: what was given.
         choices: the legal values.
         origin: where the value was given, for the message.
-        offered: the choices that the message lists; None: all of them.
 
     Raises:
         ConfigError: the value is not among the choices.
     """
     if value not in choices:
-        offered = list(choices if offered is None else offered)
-        ending = [choice for choice in offered if choice.endswith(f"-{value}")]
-        hint = f"; {value} is there as {' and '.join(ending)}" if ending else nearest(value, offered)
-        raise ConfigError(f"{origin}: got {shown(value)}, expected one of {', '.join(offered)}{hint}")
+        ending = [choice for choice in choices if choice.endswith(f"-{value}")]
+        hint = f"; {value} is there as {' and '.join(ending)}" if ending else nearest(value, list(choices))
+        raise ConfigError(f"{origin}: got {shown(value)}, expected one of {', '.join(choices)}{hint}")

@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, SECTIONS, Field, coerce, refused_yet
+from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
-from patch.config.positions import POSITIONS, VARIABLES, built_words
+from patch.config.positions import POSITIONS, VARIABLES
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
 
@@ -35,18 +35,11 @@ class _Parser(argparse.ArgumentParser):
 def _positions_help() -> str:
     lines = ["The 25 positions (then named flags; or named flags alone):", ""]
     for index, position in enumerate(POSITIONS, 1):
+        lines.append(f"  {index:2}  {position.name:24}  {position.help}")
         if isinstance(position.kind, tuple):
-            built = built_words(position)
-            lines.append(f"  {index:2}  {position.name:24}  {position.help}")
-            refused = _refused(", ".join(word for word in position.kind if word not in built))
-            lines.append(f"  {'':30}{'|'.join(built)}{refused}")
-        else:
-            refused = _refused("; ".join(filter(None, map(refused_yet, position.fields))))
-            lines.append(f"  {index:2}  {position.name:24}  {position.help}{refused}")
+            lines.append(f"  {'':30}{'|'.join(position.kind)}")
     lines += ["", "Environment variables beside the positions:", ""]
-    lines += [
-        f"      {name:24}  {help}{_refused(refused_yet(field))}" for name, (field, help) in VARIABLES.items()
-    ]
+    lines += [f"      {name:24}  {help}" for name, (_, help) in VARIABLES.items()]
     lines += [
         f"      {'NPROC_PER_NODE':24}  processes on this machine (default: its GPUs, else TP x PP x CP)"
     ]
@@ -58,23 +51,14 @@ def _positions_help() -> str:
     return "\n".join(lines)
 
 
-def _refused(values: str) -> str:
-    """The note in `--help` about values that are not supported yet."""
-    return f" (refused yet: {values})" if values else ""
-
-
 def _help(field: Field) -> str:
-    if field.kind is bool:
-        marks = {"": "", "true": " (refused yet)", "false": f" (refused yet: {spellings(field)[1]})"}
-        text = field.help + marks[refused_yet(field.name)]
-    else:
-        default = "" if field.required else f" [{field.to_scalar(field.default)}]"
-        text = field.help + default + _refused(refused_yet(field.name))
-    return text.replace("%", "%%")
+    has_default = field.kind is not bool and not field.required
+    default = f" [{field.to_scalar(field.default)}]" if has_default else ""
+    return (field.help + default).replace("%", "%%")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags. Each value is a list of everything written for that flag, or absent."""
+    """The parser of all flags: of one that is given again the last one counts, others are absent."""
     parser = _Parser(
         prog="run_mcore_llama.sh",
         usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
@@ -83,9 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", action="append", help="a run as YAML, such as config.yaml"
-    )
+    parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as config.yaml")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -109,13 +91,13 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
 
 
 def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that were given by flags of `add_flags`; of a flag given again the last one counts.
+    """Those of the fields that were given by flags of `add_flags`.
 
     Raises:
         ConfigError: a wrong value.
     """
-    given = {name: values for name in names if (values := getattr(namespace, name, None)) is not None}
-    return {name: coerce(FIELDS[name], values[-1], FIELDS[name].flag) for name, values in given.items()}
+    given = {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
+    return {name: coerce(FIELDS[name], value, FIELDS[name].flag) for name, value in given.items()}
 
 
 def spellings(field: Field) -> list[str]:
@@ -140,10 +122,10 @@ def _add(group: argparse._ActionsContainer, field: Field) -> None:
         for flag, const, text in zip(
             spellings(field), (True, False), (_help(field), argparse.SUPPRESS), strict=True
         ):
-            group.add_argument(flag, dest=field.name, action="append_const", const=const, help=text)
+            group.add_argument(flag, dest=field.name, action="store_const", const=const, help=text)
     else:
         metavar = "|".join(field.choices) or {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}[field.kind]
-        group.add_argument(field.flag, dest=field.name, action="append", metavar=metavar, help=_help(field))
+        group.add_argument(field.flag, dest=field.name, metavar=metavar, help=_help(field))
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
@@ -160,9 +142,8 @@ def read_flags(argv: Sequence[str]) -> Flags:
         raise ConfigError(f"unknown arguments (--help lists the flags):{lines}")
     parser = build_parser()
     namespace = parser.parse_args(list(argv))
-    config = getattr(namespace, "config", [None])[-1]
     dry_run, force = (getattr(namespace, name, False) for name in ("dry_run", "force"))
-    return Flags(fields_of(namespace, FIELDS), config, dry_run, force)
+    return Flags(fields_of(namespace, FIELDS), getattr(namespace, "config", None), dry_run, force)
 
 
 def _unknown(argv: Sequence[str]) -> list[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, check_choice, coerce, is_built
-from patch.config.model_schema import MODEL_SIZES
+from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, PatchError, nearest, shown
+from patch.families import MODEL_SIZES
 from patch.parse_numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
@@ -180,19 +180,6 @@ def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
     return {name: FIELDS[name].from_scalar(value) for name in position.fields}
 
 
-def built_words(position: Position) -> list[str]:
-    """The legal words of a position, except those that are not supported yet."""
-    return [
-        word
-        for word in position.kind
-        if all(is_built(*pair) for pair in _fields_set_by(position, _word_or_bool(position, word)).items())
-    ]
-
-
-def _word_or_bool(position: Position, word: str) -> str | bool:
-    return word == "true" if position.kind == _BOOLS else word
-
-
 def _check_count(texts: Sequence[str]) -> None:
     if len(texts) == len(POSITIONS):
         return
@@ -219,8 +206,8 @@ def _parse(index: int, position: Position, text: str) -> Any:
     """The position's value: a number, a path or word as text, or a bool."""
     origin = f"position {index} {position.name}"
     if isinstance(position.kind, tuple):
-        check_choice(text, position.kind, origin, built_words(position))
-        return _word_or_bool(position, text)
+        check_choice(text, position.kind, origin)
+        return text == "true" if position.kind == _BOOLS else text
     may_be_none = position.kind == PATH and FIELDS[position.fields[0]].none is not None
     value = {INT: to_int, FLOAT: to_float, PATH: lambda path: path or None}[position.kind](text)
     if value is None or (may_be_none and text in ("None", "NONE", "null")):

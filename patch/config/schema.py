@@ -8,7 +8,7 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model, data and checkpoint are in `model_schema.py`, `data_schema.py`, `checkpoint_schema.py`.
+The fields of model are in `patch/families/shape.py`; those of data and checkpoint in `data_schema.py`.
 Imports neither torch nor megatron.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from patch.config.checkpoint_schema import CheckpointConfig
 from patch.config.choices import (
     ContextCommunication,
     Fp8Format,
@@ -31,10 +30,10 @@ from patch.config.choices import (
     Sharding,
     ZeroStage,
 )
-from patch.config.data_schema import DataConfig
+from patch.config.data_schema import CheckpointConfig, DataConfig
 from patch.config.execution import Execution, Fp8
-from patch.config.flag_field import flag
-from patch.config.model_schema import ModelConfig
+from patch.families import ModelConfig
+from patch.flag_field import flag
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
 from patch.storage.names import STOP_FILE
 
@@ -194,7 +193,8 @@ class TrainingConfig:
     )
     fp8_recipe: Fp8Scaling | None = flag(
         "fp8: scales for whole tensors; rowwise: for each row of what a product sums over (our own layers); "
-        "delayed: from the step before (Transformer Engine's layers); default: tensorwise",
+        "delayed: from the step before (Transformer Engine's layers); default: tensorwise (refused yet: "
+        "mxfp8, blockwise)",
         None,
         none="default",
     )

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from patch.config.model_schema import SHAPE_FIELDS
 from patch.config.schema import ModelConfig
 from patch.errors import ConfigError, ConversionError
-from patch.families import TYPE_FIELDS, Family, family_of
+from patch.families import SHAPE_FIELDS, TYPE_FIELDS, Family, family_of
 from patch.preflight.stored_shape import read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path

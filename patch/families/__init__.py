@@ -1,20 +1,28 @@
-"""The model families: all that depends on a `model_type` of transformers, one file each; see README.md.
+"""The model families: a model's shape, and all that depends on a `model_type` of transformers; see README.md.
 
-Imports neither torch nor megatron nor `patch.config`, which reads config.json and presets with this package.
+Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from patch.families.config_reader import ConfigReader
+from patch.families.config_json import ConfigReader
 from patch.families.family import Family
 from patch.families.llama import LLAMA
-from patch.families.mistral import MISTRAL
-from patch.families.qwen2 import QWEN2
-from patch.families.qwen3 import QWEN3
-from patch.families.shape import MOST_LAYERS, TYPE_FIELDS, WEIGHT_FIELDS, ModelShape, Traits, traits_of
-from patch.families.weights import Kind, WeightRow
+from patch.families.shape import (
+    SHAPE_FIELDS,
+    TYPE_FIELDS,
+    WEIGHT_FIELDS,
+    AttentionBackend,
+    HfAttention,
+    ModelConfig,
+    Traits,
+    TransformerImpl,
+    traits_of,
+)
+from patch.families.sliding import MISTRAL, QWEN2, QWEN3
+from patch.families.weights import Kind, WeightRow, weight_rows
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 """`model_type` -> family. If several families compute the same model, it is exported as the first of them."""
@@ -32,7 +40,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     return FAMILIES[model_type].read_config(config)
 
 
-def family_of(model: ModelShape, model_type: str | None = None) -> Family | None:
+def family_of(model: ModelConfig, model_type: str | None = None) -> Family | None:
     """The family whose class in transformers computes this model; None if transformers has no such class.
 
     Args:
@@ -44,25 +52,26 @@ def family_of(model: ModelShape, model_type: str | None = None) -> Family | None
     return next(preferred, matching[0] if matching else None)
 
 
-def weight_rows(model: ModelShape) -> tuple[WeightRow, ...]:
-    """The weight table of a model.
-
-    A combination of traits for which transformers has no class (biases on q, k, v together with norms of
-    their heads) can be trained but not exported. Its weights have LLaMA's names.
-    """
-    return (family_of(model) or LLAMA).weights(model)
-
-
+PRESETS: dict[str, dict[str, Any]] = {
+    size: dict(fields) for family in FAMILIES.values() for size, fields in family.presets.items()
+}
+"""MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
+MODEL_SIZES: tuple[str, ...] = (*PRESETS, "auto")
 __all__ = [
     "FAMILIES",
-    "MOST_LAYERS",
+    "MODEL_SIZES",
+    "PRESETS",
+    "SHAPE_FIELDS",
     "TYPE_FIELDS",
     "WEIGHT_FIELDS",
+    "AttentionBackend",
     "ConfigReader",
     "Family",
+    "HfAttention",
     "Kind",
-    "ModelShape",
+    "ModelConfig",
     "Traits",
+    "TransformerImpl",
     "WeightRow",
     "family_of",
     "read_config",

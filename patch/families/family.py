@@ -1,52 +1,115 @@
-"""The interface of a family: everything that depends on a `model_type` of transformers."""
+"""A family: everything that depends on a `model_type` of transformers, in both directions of config.json.
+
+LLaMA, Mistral and Qwen have the same layers up to a few traits, and a few keys of config.json of their own.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from patch.families.config_reader import ConfigReader
-from patch.families.shape import Fields, ModelShape, Traits, traits_of
-from patch.families.weights import WeightRow
+from patch.families.config_json import ROPE_FIELDS, ConfigReader, read_rope, write_rope
+from patch.families.shape import MOST_LAYERS, ModelConfig, Traits, Window, traits_of
+
+_SUPPORTED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+}
+"""Keys with their only supported value; all of them may be absent."""
+
+_KEYS: dict[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+"""ModelConfig's field -> config.json's key, for fields with the same value in both."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family(ABC):
-    """One `model_type`: its config.json in both directions, its layers, its weights, its public sizes."""
+class Family:
+    """One `model_type`: its traits, its keys of config.json, its public sizes."""
 
     model_type: str
     architecture: str
     """The name of the class in transformers, as in config.json's `architectures`."""
     traits: Traits
-    presets: Mapping[str, Fields] = field(default_factory=dict)
-    """MODEL_SIZE -> fields; a field that a size leaves out keeps its default."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """MODEL_SIZE -> ModelConfig's fields; a field that a size leaves out keeps its default."""
+    defaults: Mapping[str, Any]
+    """Defaults of the family's configuration class in transformers, if they differ from LlamaConfig's."""
+    slides: Callable[[ConfigReader], bool] | None
+    """Whether the layers use the window given by `sliding_window`; None: they never have a window."""
+    type_keys: Callable[[ModelConfig], dict[str, Any]]
+    """The keys for traits that only this family's config.json has."""
 
-    @property
-    @abstractmethod
-    def has_window(self) -> bool:
-        """Whether the layers of its models may have a sliding window."""
+    def computes(self, model: ModelConfig) -> bool:
+        """Whether the family's class in transformers computes this model."""
+        may_slide = self.slides is not None
+        return self.traits == traits_of(model) and (may_slide or model.window_size is None)
 
-    @abstractmethod
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """ModelConfig's fields from a config.json of this family.
 
         Raises:
             ConfigError: the model has something that is not supported; the message names the key.
         """
+        config = config.with_defaults(self.defaults)
+        config.accept_only(_SUPPORTED)
+        if quantised := config.values.get("quantization_config"):
+            expected = "none: the model that these quantised weights were made from, in bf16, fp16 or fp32"
+            config.refuse("quantization_config", quantised, expected)
+        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        if heads < 1:
+            config.refuse("num_attention_heads", heads, "at least 1")
+        return {
+            "num_layers": config.integer("num_hidden_layers", at_most=MOST_LAYERS),
+            "hidden_size": hidden,
+            "ffn_hidden_size": config.integer("intermediate_size"),
+            "num_attention_heads": heads,
+            "num_query_groups": config.integer("num_key_value_heads", heads),
+            "kv_channels": config.integer("head_dim", hidden // heads),
+            "vocab_size": config.integer("vocab_size"),
+            "max_position_embeddings": config.integer("max_position_embeddings"),
+            "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+            "untie_embeddings_and_output_weights": not config.boolean("tie_word_embeddings", False),
+            "add_qkv_bias": self.traits.add_qkv_bias,
+            "qk_layernorm": self.traits.qk_layernorm,
+            "window_size": self._window(config),
+            **read_rope(config),
+        }
 
-    @abstractmethod
-    def write_type(self, described: dict[str, Any], model: ModelShape) -> None:
+    def _window(self, config: ConfigReader) -> Window:
+        """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""
+        window = config.values.get("sliding_window")
+        if window is None or self.slides is None or not self.slides(config):
+            return None
+        if config.integer("sliding_window") < 1:
+            config.refuse("sliding_window", window, "at least 1")
+        return config.integer("sliding_window") - 1, 0
+
+    def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
         """Set the keys of config.json that state the family and the model's traits.
 
         Args:
             described: the contents of config.json, changed in place.
             model: the model to describe.
         """
+        described |= {"architectures": [self.architecture], "model_type": self.model_type}
+        described.pop("layer_types", None)  # transformers 5 derives it from the window
+        described |= self.type_keys(model)
 
-    @abstractmethod
-    def write_shape(self, described: dict[str, Any], model: ModelShape, fields: Set[str]) -> None:
+    def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json that depend on some fields of the model, except those of `write_type`.
 
         Args:
@@ -54,14 +117,8 @@ class Family(ABC):
             model: the model to describe.
             fields: names of the fields whose keys are set.
         """
-
-    @abstractmethod
-    def weights(self, model: ModelShape) -> tuple[WeightRow, ...]:
-        """Every parameter of the model, in the order in which Hugging Face stores them.
-
-        A tied output layer is included too, under the embedding's Hugging Face name.
-        """
-
-    def computes(self, model: ModelShape) -> bool:
-        """Whether the family's class in transformers computes this model."""
-        return self.traits == traits_of(model) and (self.has_window or model.window_size is None)
+        described |= {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
+        if "untie_embeddings_and_output_weights" in fields:
+            described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+        if fields & ROPE_FIELDS or "rope_parameters" in described:
+            write_rope(described, model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from patch.families.llama_like import LlamaLike
+from patch.families.family import Family
 from patch.families.shape import Traits
 
 
@@ -31,27 +31,19 @@ def _shape(size: _Size, vocab_size: int, max_position: int, norm_epsilon: float)
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
         "norm_epsilon": norm_epsilon,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "window_size": None,
     }
 
 
 def _llama3(size: _Size, factor: float, tied: bool) -> dict[str, Any]:
-    """LLaMA 3.1 and 3.2: RoPE scaling to 128 Ki tokens; the small 3.2 models have tied embeddings."""
+    """LLaMA 3.1 and 3.2: RoPE scaling to 128 Ki tokens; the small 3.2 models have tied embeddings.
+
+    The other fields of the scaling have ModelConfig's defaults, which are LLaMA 3.1's.
+    """
     return {
         **_shape(size, vocab_size=128256, max_position=131072, norm_epsilon=1e-5),
         "rotary_base": 500000.0,
         "use_rope_scaling": True,
-        "rope_scaling_type": "llama3",
         "rope_scaling_factor": factor,
-        "rope_low_freq_factor": 1.0,
-        "rope_high_freq_factor": 4.0,
-        "rope_original_max_position": 8192,
-        "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0,
-        "yarn_correction_range_round_to_int": True,
-        "yarn_attention_factor": None,
         "untie_embeddings_and_output_weights": not tied,
     }
 
@@ -60,7 +52,6 @@ def _llama12(size: _Size, max_position: int, norm_epsilon: float) -> dict[str, A
     return {
         **_shape(size, vocab_size=32000, max_position=max_position, norm_epsilon=norm_epsilon),
         "rotary_base": 10000.0,
-        "use_rope_scaling": False,
         "untie_embeddings_and_output_weights": True,
     }
 
@@ -82,7 +73,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "llama1-65B": _llama12(_Size(80, 8192, 22016, 64, 64), max_position=2048, norm_epsilon=1e-5),
 }
 
-LLAMA = LlamaLike(
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     traits=Traits(),

@@ -1,74 +1,114 @@
-"""What a family knows of a model: the fields of ModelConfig that it reads, and the traits of its layers."""
-# ruff: noqa: D102  the fields are explained in patch/config/schema.py
+"""The shape of a model, each field a flag of a run; the traits of its layers; what the fields decide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Literal
 
-Fields = Mapping[str, Any]
-"""ModelConfig's fields -> values. `window_size` is megatron-core's: (tokens to the left, 0), or None."""
+from patch.flag_field import flag
+
+RopeScaling = Literal["llama3", "linear", "dynamic", "yarn"]
+"""How RoPE's frequencies are scaled for longer contexts: `rope_type` of transformers."""
+
+HfAttention = Literal["eager", "sdpa"]
+"""An attention implementation of transformers, as its `attn_implementation` spells it."""
+
+AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
+"""The kernel of attention on CUDA: megatron-core's `AttnBackend`. See `patch.config.backends`."""
+
+TransformerImpl = Literal["transformer_engine", "local"]
+"""Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""
 
 Window = tuple[int, int] | None
 """How many tokens to its left and to its right a token attends to; None: all tokens before it."""
-
 
 MOST_LAYERS = 10_000
 """The most layers of a model. The plan, the weight table and a pipeline have something for each layer."""
 
 
-class ModelShape(Protocol):
-    """The part of ModelConfig that families read; this package must not import `patch.config`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The shape of a LLaMA-family model. Source of the names: Megatron-LM's arguments."""
+
+    model_size: str = flag("a preset's name, or auto: the shape is read from --load's config.json", "auto")
+    num_layers: int = flag("transformer layers", at_least=1, at_most=MOST_LAYERS)
+    hidden_size: int = flag("width of the residual stream", at_least=1)
+    ffn_hidden_size: int = flag("width of the gated MLP", at_least=1)
+    num_attention_heads: int = flag("query heads", at_least=1)
+    num_query_groups: int = flag("key/value heads (GQA); equal to the query heads without GQA", at_least=1)
+    kv_channels: int = flag("size of one head", at_least=1, multiple_of=2)
+    vocab_size: int = flag("rows of the embedding before padding", at_least=1)
+    make_vocab_size_divisible_by: int = flag(
+        "the vocabulary is padded to a multiple of this", 128, at_least=1
+    )
+    seq_length: int = flag("tokens of one training sequence", at_least=1)
+    max_position_embeddings: int = flag("longest sequence the model claims to handle", at_least=1)
+    rotary_base: float = flag(
+        "RoPE theta, as --load's model has it (1e4 in LLaMA 1 and 2, 5e5 in LLaMA 3)", above=0
+    )
+    use_rope_scaling: bool = flag("scale the RoPE frequencies for a longer context", False)
+    rope_scaling_type: RopeScaling = flag(
+        "how: as LLaMA 3.1, linear, dynamic NTK (for --seq-length above the model's longest), YaRN", "llama3"
+    )
+    rope_scaling_factor: float = flag("scaled RoPE: how many times the context is extended", 8.0, above=0)
+    rope_low_freq_factor: float = flag(
+        "llama3 RoPE: wavelengths above original/this are divided", 1.0, above=0
+    )
+    rope_high_freq_factor: float = flag("llama3 RoPE: wavelengths below original/this are kept", 4.0, above=0)
+    rope_original_max_position: int = flag(
+        "llama3 and YaRN RoPE: context length before the extension", 8192, at_least=1
+    )
+    yarn_beta_fast: float = flag(
+        "YaRN: channels that turn more often within the original context are kept", 32.0, above=0
+    )
+    yarn_beta_slow: float = flag(
+        "YaRN: channels that turn less often are divided by the factor", 1.0, above=0
+    )
+    yarn_correction_range_round_to_int: bool = flag("YaRN: the two borders are whole channels", True)
+    yarn_attention_factor: float | None = flag(
+        "YaRN: factor of RoPE's cosines and sines; 0: 0.1 ln(factor) + 1", None, none=0, at_least=0
+    )
+    norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5, above=0)
+    add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
+    qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
+    window_size: Window = flag(
+        "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
+        None,
+        none="none",
+    )
+    untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
+    init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
+    transformer_impl: TransformerImpl | None = flag(
+        "layers of transformer_engine, or local: our own; auto: the former if it is installed and possible",
+        None,
+        none="auto",
+    )
+    attention_backend: AttentionBackend = flag(
+        "attention on CUDA: auto (the fastest), flash (FlashAttention-3; without it as auto), fused (cuDNN "
+        "first), unfused (all scores), local (kernels of torch alone); CPU has one",
+        "auto",
+    )
+    precision_align: HfAttention | None = flag(
+        "Hugging Face's order of operations, with this attention of transformers; none: the fastest kernels",
+        None,
+        none="none",
+    )
 
     @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def ffn_hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_query_groups(self) -> int: ...
-    @property
-    def kv_channels(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def norm_epsilon(self) -> float: ...
-    @property
-    def rotary_base(self) -> float: ...
-    @property
-    def use_rope_scaling(self) -> bool: ...
-    @property
-    def rope_scaling_type(self) -> str: ...
-    @property
-    def rope_scaling_factor(self) -> float: ...
-    @property
-    def rope_low_freq_factor(self) -> float: ...
-    @property
-    def rope_high_freq_factor(self) -> float: ...
-    @property
-    def rope_original_max_position(self) -> int: ...
-    @property
-    def yarn_beta_fast(self) -> float: ...
-    @property
-    def yarn_beta_slow(self) -> float: ...
-    @property
-    def yarn_correction_range_round_to_int(self) -> bool: ...
-    @property
-    def yarn_attention_factor(self) -> float | None: ...
-    @property
-    def add_qkv_bias(self) -> bool: ...
-    @property
-    def qk_layernorm(self) -> bool: ...
-    @property
-    def window_size(self) -> Window: ...
-    @property
-    def untie_embeddings_and_output_weights(self) -> bool: ...
+    def longest_sequence(self) -> int:
+        """Tokens that RoPE serves: linear and dynamic scaling extend `max_position_embeddings`.
+
+        The other types have the extended length there.
+        """
+        extends = self.use_rope_scaling and self.rope_scaling_type in ("linear", "dynamic")
+        return int(self.max_position_embeddings * max(self.rope_scaling_factor if extends else 1.0, 1.0))
+
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Rows of the embedding, padded so that this TP size divides them."""
+        multiple = self.make_vocab_size_divisible_by
+        if multiple % tp_size:
+            multiple *= tp_size
+        return -(-self.vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +133,16 @@ class Traits:
     position_embedding_type: Literal["rope"] = "rope"
 
 
-def traits_of(model: ModelShape) -> Traits:
+def traits_of(model: ModelConfig) -> Traits:
     """The traits that a model's fields set. A new trait gets a field in ModelConfig and is read here."""
     return Traits(add_qkv_bias=model.add_qkv_bias, qk_layernorm=model.qk_layernorm)
 
+
+SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
+    *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
+    *("transformer_impl", "attention_backend", "precision_align"),
+}
+"""All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
 
 WEIGHT_FIELDS: frozenset[str] = frozenset(
     {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,6 +43,11 @@ def disk_root(config: RunConfig) -> Path:
     return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
 
 
+def _roots(config: RunConfig) -> Iterable[AnyPath]:
+    """Where this run's checkpoints may be, the store first."""
+    return dict.fromkeys((checkpoint_root(config), disk_root(config)))
+
+
 def was_begun(root: AnyPath) -> bool:
     """Whether a run has saved checkpoints there."""
     return (root / TRACKER).is_file() or bool(complete_iterations(root))
@@ -55,8 +60,7 @@ def begun_root(config: RunConfig) -> AnyPath | None:
         ConfigError: the store does not answer.
     """
     with store_errors("save"):
-        roots = dict.fromkeys((checkpoint_root(config), disk_root(config)))
-        return next((root for root in roots if was_begun(root)), None)
+        return next((root for root in _roots(config) if was_begun(root)), None)
 
 
 def newest_saved(config: RunConfig) -> tuple[AnyPath, int] | None:
@@ -65,16 +69,10 @@ def newest_saved(config: RunConfig) -> tuple[AnyPath, int] | None:
     Raises:
         ConfigError: the store does not answer.
     """
-    found: list[tuple[int, AnyPath]] = []
     with store_errors("save"):
-        for root in dict.fromkeys((checkpoint_root(config), disk_root(config))):
-            newest = newest_of(root, complete_iterations(root))
-            if newest is not None:
-                found.append((newest, root))
-    if not found:
-        return None
-    iteration, root = max(found, key=lambda one: one[0])
-    return root, iteration
+        newest = [(root, newest_of(root, complete_iterations(root))) for root in _roots(config)]
+    found = [(root, iteration) for root, iteration in newest if iteration is not None]
+    return max(found, key=lambda one: one[1], default=None)
 
 
 def record_home(config: RunConfig) -> AnyPath:

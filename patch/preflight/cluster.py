@@ -63,13 +63,18 @@ def _torchrun(environ: Mapping[str, str]) -> Cluster:
 
 def _dlc(environ: Mapping[str, str]) -> Cluster:
     nnodes = _number(environ, "WORLD_SIZE", "with ENV=dlc the number of machines", least=1)
-    rendezvous = Rendezvous(
-        _number(environ, "RANK", "with ENV=dlc this machine's index"),
-        _text(environ, "MASTER_ADDR", "with ENV=dlc the first machine's address"),
-        _number(environ, "MASTER_PORT", "with ENV=dlc a free port of the first machine", least=1),
-    )
+    rendezvous = _rendezvous(environ, "RANK", "with ENV=dlc")
     gpus = _optional(environ, "KUBERNETES_CONTAINER_RESOURCE_GPU", "the GPUs of this machine")
     return Cluster(nnodes, gpus, rendezvous)
+
+
+def _rendezvous(environ: Mapping[str, str], rank: str, when: str) -> Rendezvous:
+    """The meeting that this variable of the machine's index and MASTER_ADDR and MASTER_PORT name."""
+    return Rendezvous(
+        _number(environ, rank, f"{when} this machine's index"),
+        _text(environ, "MASTER_ADDR", f"{when} the first machine's address"),
+        _number(environ, "MASTER_PORT", f"{when} a free port of the first machine", least=1),
+    )
 
 
 def _first_host(nodelist: str) -> str:
@@ -165,22 +170,13 @@ def read_cluster(env: str, environ: Mapping[str, str], nnodes: int | None = None
     if env in _READERS:
         cluster = _READERS[env](environ)
     elif nnodes is not None and nnodes > 1:
-        cluster = _by_hand(environ, nnodes)
+        cluster = Cluster(nnodes, None, _rendezvous(environ, "NODE_RANK", f"with --nnodes {nnodes}"))
     else:
         cluster = Cluster()
     nproc_per_node = _optional(environ, "NPROC_PER_NODE", "processes on this machine")
     return cluster._replace(
         nnodes=nnodes or cluster.nnodes, nproc_per_node=nproc_per_node or cluster.nproc_per_node
     )
-
-
-def _by_hand(environ: Mapping[str, str], nnodes: int) -> Cluster:
-    rendezvous = Rendezvous(
-        _number(environ, "NODE_RANK", f"with --nnodes {nnodes} this machine's index"),
-        _text(environ, "MASTER_ADDR", f"with --nnodes {nnodes} the first machine's address"),
-        _number(environ, "MASTER_PORT", f"with --nnodes {nnodes} a free port of the first machine", least=1),
-    )
-    return Cluster(nnodes, None, rendezvous)
 
 
 def default_nproc_per_node(cluster: Cluster, machine: MachineFacts, replica: int) -> int:

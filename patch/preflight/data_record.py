@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
 from patch.config.choices import BuiltInTemplate
-from patch.config.data_spec import data_files, parse_data
+from patch.config.data_spec import parse_data, set_files
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError, ConfigError
 from patch.storage.atomic import write_atomically
@@ -125,7 +125,7 @@ def _files_hash(config: RunConfig) -> str:
     parts = parse_data(config.data.train_data_path, "train_data_path")
     total = sum(part.weight or 0 for part in parts)
     for part in parts:
-        files = data_files(config.data, part.path, "train_data_path")
+        files = set_files(config.data, part.path, "train_data_path")
         share = "" if part.weight is None else f"{part.weight / total:.6g}"
         digest.update(f"{share} {len(files)}\n".encode())
         for name in files:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-from patch.config.data_spec import SPLITS, format_data, parse_data
+from patch.config.data_spec import by_split, format_data, parse_data
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, DataError, nearest, shown
 from patch.preflight.checkpoint_places import begun_root
@@ -56,7 +57,11 @@ def take_models(merged: dict[str, Any]) -> None:
     """
     _refuse_what_is_no_path(merged)
     output = merged.get("output_path")
-    for field, fetch in (("load", _without_weights), ("tokenizer_name_or_path", fetch_tokenizer)):
+    fetchers: dict[str, Callable[..., Path]] = {
+        "load": partial(fetch_model, weights=False),
+        "tokenizer_name_or_path": fetch_tokenizer,
+    }
+    for field, fetch in fetchers.items():
         text = merged.get(field)
         if text is None:
             continue
@@ -132,10 +137,6 @@ def fetch_sets(text: str, field: str, output: str | None = None) -> str:
     )
 
 
-def _without_weights(name: HubName, *, field: str) -> Path:
-    return fetch_model(name, weights=False, field=field)
-
-
 def _pinned(name: HubName, output: str | None) -> HubName:
     """The revision that the run in this folder began with, if it used this name."""
     file = Path(output or "") / CONFIG_FILE
@@ -175,10 +176,8 @@ def _set_of(name: HubName, field: str) -> str:
     if name.inside:
         return escape(str(folder)) + name.inside
     sets = _sets(folder, data_files(folder))
-    splits = {split: {text for text in sets if words.search(text.lower())} for split, words in SPLITS.items()}
-    meant = next((splits[split] for split in _SPLITS_OF[field] if splits[split]), set())
-    if not any(splits.values()):
-        meant = set(sets)
+    splits = by_split(sets)
+    meant = next((splits[split] for split in _SPLITS_OF[field] if split in splits), [] if splits else [*sets])
     if len(meant) != 1:
         found = "several sets" if meant else f"no {' or '.join(_SPLITS_OF[field])} set"
         raise DataError(
@@ -186,7 +185,7 @@ def _set_of(name: HubName, field: str) -> str:
             f"'{folder}/{min(meant or sets)}'",
             field=field,
         )
-    return f"{escape(str(folder))}/{meant.pop()}"
+    return f"{escape(str(folder))}/{meant[0]}"
 
 
 def _sets(folder: Path, files: list[Path]) -> dict[str, list[Path]]:

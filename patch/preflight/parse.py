@@ -10,6 +10,7 @@ has absolute paths only, so that its config.yaml can be used from any directory.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,12 @@ from typing import Any, NamedTuple
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, is_flag, read_flags
-from patch.config.model_schema import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
 from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.families import MODEL_SIZES, PRESETS, SHAPE_FIELDS
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
@@ -38,6 +39,8 @@ from patch.storage.remote import is_url
 
 _PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
 _DATA = ("train_data_path", "valid_data_path")
+_REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
+"""Fields that the user must give if neither a preset nor a config.json sets them."""
 
 
 class Invocation(NamedTuple):
@@ -93,7 +96,6 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     _take_tokenizer(merged)
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
-    _refuse_urls(merged)
     _make_absolute(merged)
     return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force, notes)
 
@@ -144,7 +146,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return PRESETS[size]
     if (found := shape_at(load)) is not None:
         return found.fields
-    if merged.keys() >= REQUIRED_SHAPE - {"vocab_size"}:
+    if merged.keys() >= _REQUIRED_SHAPE:
         folder = merged.get("tokenizer_name_or_path") or load
         return {} if folder is None else vocabulary_at(folder)
     if not {"model_size", "load"} & merged.keys():
@@ -184,16 +186,6 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
 
 
-def _refuse_urls(merged: Mapping[str, Any]) -> None:
-    cures = {
-        "output_path": "a folder on a disk, for logs and the like, and --save URL for the checkpoints",
-        "tokenizer_name_or_path": "a folder on a disk, or a name of the hub (org/name)",
-    }
-    for name, cure in cures.items():
-        if is_url(merged.get(name)):
-            raise ConfigError(f"got {merged[name]}, expected {cure}", field=name)
-
-
 def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
         if merged.get(name) is not None and not is_url(merged[name]):
@@ -214,10 +206,8 @@ def _absolute_data(path: str, merged: Mapping[str, Any]) -> str:
 
 def _replica(merged: Mapping[str, Any]) -> int:
     """Processes of one model replica: TP x PP x CP."""
-    size = 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        size *= merged.get(name, FIELDS[name].default)
-    return size
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return math.prod(merged.get(name, FIELDS[name].default) for name in axes)
 
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from patch.config.data_spec import parse_columns
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.flags import spellings
-from patch.config.model_schema import SHAPE_FIELDS
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
+from patch.families import SHAPE_FIELDS
 from patch.preflight.checkpoint_places import begun_root, record_home, refuse_left_checkpoints
 from patch.preflight.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.preflight.stored_shape import STORED_SHAPE
@@ -31,24 +31,21 @@ class _Reason(NamedTuple):
 
     why: str
     instead: str
-    may_change: bool = False
-    """Whether `--resume-with-changed-data` allows it."""
+    """_CHANGE where `--resume-with-changed-data` allows another value."""
 
 
 _SHAPE = _Reason("has a run with another model shape", _ANEW)
 _TOKENIZER = _Reason("has a run with another tokenizer", _ANEW)
 _TASK = _Reason("has a run of the other kind (pre-training, fine-tuning)", _FROM_WEIGHTS)
-_DATA = _Reason("has a run on other data", _CHANGE, may_change=True)
-_SAMPLES = _Reason("has a run that makes other samples of its data", _CHANGE, may_change=True)
+_DATA = _Reason("has a run on other data", _CHANGE)
+_SAMPLES = _Reason("has a run that makes other samples of its data", _CHANGE)
 _ORDER = _Reason(
     "has a run that reads its data in another order, so its position in the data would be lost",
     _CHANGE,
-    may_change=True,
 )
 _LENGTH = _Reason(
     "has a pre-training run of another length, which decides the order of its samples",
     _CHANGE,
-    may_change=True,
 )
 _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
 _FIXED: dict[str, _Reason] = {
@@ -149,7 +146,7 @@ def _same(before: Any, now: Any) -> bool:
 
 def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> None:
     """Raise the error about a value that changed, unless the user allows the change."""
-    if reason.may_change and config.checkpoint.resume_with_changed_data:
+    if reason.instead == _CHANGE and config.checkpoint.resume_with_changed_data:
         return
     got, expected, again = now, before, f"{before} again"
     if isinstance(before, bool):

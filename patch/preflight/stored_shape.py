@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patch.config.model_schema import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.families import ConfigReader, read_config
+from patch.families import SHAPE_FIELDS, ConfigReader, read_config
 from patch.preflight.checkpoint_places import store_errors, was_begun
 from patch.storage.names import CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
 from patch.storage.places import AnyPath, any_path
@@ -102,8 +101,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read or is malformed; the model is none of `families.FAMILIES`; or it
             has something that is not supported (the message names the key): biases of the attention's output
-            or the MLP, another activation, a RoPE type other than those of `families/rope.py`, a sliding
-            window in only some layers.
+            or the MLP, another activation, a RoPE type other than those of `families/config_json.py`, a
+            sliding window in only some layers.
     """
     file = Path(folder) / "config.json"
     if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):

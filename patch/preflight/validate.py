@@ -14,17 +14,17 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from patch.checks.layout import fewer_machines_suffice
-from patch.checks.rules import RULES, Rule, notes
+from patch.checks.notes import notes
+from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
 from patch.config.choices import BuiltInTemplate
-from patch.config.data_spec import data_files, nearest_set, parse_data
+from patch.config.data_spec import nearest_set, parse_data, set_files
 from patch.config.fields import FIELDS
-from patch.config.model_schema import PRESETS
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.errors import DataError, nearest
-from patch.families import WEIGHT_FIELDS
+from patch.errors import ConfigError, DataError, nearest
+from patch.families import PRESETS, SHAPE_FIELDS, WEIGHT_FIELDS
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
@@ -51,27 +51,29 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     if load is None or is_hf_folder(load):
         return
     with store_errors("load"):
-        _check_weights(load)
+        found = _lack_of_weights(load)
+    if found:
+        either = "a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
+        refuse("load", load, f"none, {either}", found)
 
 
-def _check_weights(load: str) -> None:
+def _lack_of_weights(load: str) -> str:
+    """What is there instead of a checkpoint; "" if one is there."""
     folder = any_path(load)
     root = find_checkpoint_root(folder)
     released = is_released(root) and is_complete(root / RELEASE)
     if complete_iterations(root) or released or is_complete(folder):
-        return
-    found = "a folder without either" if folder.is_dir() else "no such folder"
-    if isinstance(folder, RemotePath) and (folder / "config.json").is_file():
-        found = "a Hugging Face folder in a store: copy it to a disk, or give its name on the hub (org/name)"
+        return ""
     if is_legacy(root):
-        found = (
+        return (
             "a checkpoint of Megatron-LM's old format (mp_rank_*), which the converter reads: "
             "llama-patch convert mcore2hf"
         )
-    elif (root / TRACKER).is_file():
-        found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
-    expected = "none, a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
-    refuse("load", load, expected, found)
+    if (root / TRACKER).is_file():
+        return f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
+    if isinstance(folder, RemotePath) and (folder / "config.json").is_file():
+        return "a Hugging Face folder in a store: copy it to a disk, or give its name on the hub (org/name)"
+    return "a folder without either" if folder.is_dir() else "no such folder"
 
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
@@ -80,7 +82,8 @@ def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
         if field not in _STRUCTURE:
             continue
         size = config.model.model_size
-        if PRESETS.get(size, {}).get(field) == getattr(config.model, field):
+        is_of_size = field in SHAPE_FIELDS and size in PRESETS
+        if is_of_size and PRESETS[size].get(field, FIELDS[field].default) == getattr(config.model, field):
             why = f"{file} has {FIELDS[field].flag} {theirs}, {size} has {ours}"
             refuse("model_size", size, "auto, or the size of these weights", why)
         refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
@@ -116,27 +119,25 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
         refuse("tokenizer_name_or_path", folder, expected, found)
 
 
-def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
-    """The tokenizer folder of position 22, and the tokenizer files in which the one in use differs from it.
-
-    None if the run uses that folder itself, or there is nothing to compare.
-    """
+def _other_tokenizer(config: RunConfig) -> tuple[str, str]:
+    """A remark if the tokenizer is not that of position 22, which has one; the files in which they differ."""
     load, used = config.checkpoint.load, config.tokenizer_folder
     if load is None or used is None:
-        return None
+        return "", ""
     run = None if has_hf_config(load) else run_behind(load)
     own = load if run is None else run.tokenizer_folder
     if own is None:
-        return None
+        return "", ""
     theirs, ours = ([Path(folder) / name for name in TOKENIZER_FILES] for folder in (own, used))
     if not any(file.is_file() for file in theirs) or os.path.realpath(own) == os.path.realpath(used):
-        return None
+        return "", ""
     differing = [
         one.name
         for one, other in zip(theirs, ours, strict=True)
         if one.is_file() != other.is_file() or (one.is_file() and not cmp(one, other, shallow=False))
     ]
-    return own, differing
+    remark = f"{where('tokenizer_name_or_path')}: {used} is used, not the tokenizer in {own}"
+    return remark, " and ".join(differing)
 
 
 def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -155,28 +156,16 @@ def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
 
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:
     """One line if the tokenizer is read from another folder than position 22, but has the same files."""
-    comparison = _differing_files(config)
-    if comparison is None:
-        return
-    own, differing = comparison
-    if not differing:
-        yield f"{_other_tokenizer(config, own)}, which has the same files"
+    remark, differing = _other_tokenizer(config)
+    if remark and not differing:
+        yield f"{remark}, which has the same files"
 
 
 def run_warnings(config: RunConfig) -> list[str]:
     """One line if the tokenizer differs from that of position 22."""
-    comparison = _differing_files(config)
-    if comparison is None:
-        return []
-    own, differing = comparison
-    if not differing:
-        return []
-    files = " and ".join(differing)
-    return [f"{_other_tokenizer(config, own)}, whose {files} differs: the weights were trained with that one"]
-
-
-def _other_tokenizer(config: RunConfig, own: str) -> str:
-    return f"{where('tokenizer_name_or_path')}: {config.tokenizer_folder} is used, not the tokenizer in {own}"
+    remark, differing = _other_tokenizer(config)
+    text = f"{remark}, whose {differing} differs: the weights were trained with that one"
+    return [text] if differing else []
 
 
 def store_is_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -208,7 +197,10 @@ def _may_exist(bucket: RemotePath) -> bool:
 
 
 def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
-    """OUTPUT_BASEPATH is a folder that can be written or created."""
+    """OUTPUT_BASEPATH is a folder on a disk that can be written or created."""
+    if is_url(config.checkpoint.output_path):
+        cure = "a folder on a disk, for logs and the like, and --save URL for the checkpoints"
+        raise ConfigError(f"got {config.checkpoint.output_path}, expected {cure}", field="output_path")
     path = Path(config.checkpoint.output_path).absolute()
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
@@ -261,7 +253,7 @@ def check_data(config: RunConfig) -> None:
         for part in parse_data(text, field) if text is not None else ():
             if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
                 continue  # fetched and checked by `fetch_from_hub`
-            for file in data_files(data, part.path, field):
+            for file in set_files(data, part.path, field):
                 _check_file(field, part.path, file)
 
 

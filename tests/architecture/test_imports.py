@@ -14,6 +14,7 @@ ROWS = {
     "patch.errors": 0,
     "patch.logger": 0,
     "patch.parse_numbers": 0,
+    "patch.flag_field": 0,
     "patch.device": 0,
     "patch.eight_bits": 0,
     "patch.progress": 1,

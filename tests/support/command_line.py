@@ -1,14 +1,17 @@
 """A complete command line over real (tiny) files, that tests change in one place at a time."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from patch.config import RunConfig, to_yaml
 from patch.config.positions import POSITIONS
 from patch.device import MachineFacts
+from patch.preflight.data_record import SetRecord
 from patch.preflight.parse import Invocation, parse_args
+from patch.preflight.resume_guard import remember_data
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 
@@ -71,20 +74,22 @@ class Command:
         return str(folder)
 
 
-@pytest.fixture
-def run_folder() -> Callable[[Path, str], Path]:
-    """Makes the folder of a run whose first checkpoint is complete, by the names of its files."""
+def make_run(folder: Path, config_yaml: str) -> Path:
+    """The folder of a run whose first checkpoint is complete, by the names of its files."""
+    iteration = folder / "checkpoint" / "iter_0000010"
+    iteration.mkdir(parents=True)
+    for name in (".metadata", "common.pt", "metadata.json"):
+        (iteration / name).touch()
+    (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("10")
+    (folder / "config.yaml").write_text(config_yaml)
+    return folder
 
-    def make(folder: Path, config_yaml: str) -> Path:
-        iteration = folder / "checkpoint" / "iter_0000010"
-        iteration.mkdir(parents=True)
-        for name in (".metadata", "common.pt", "metadata.json"):
-            (iteration / name).touch()
-        (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("10")
-        (folder / "config.yaml").write_text(config_yaml)
-        return folder
 
-    return make
+def begin(config: RunConfig, sets: Sequence[SetRecord] = ()) -> RunConfig:
+    """Put a run with a checkpoint at its OUTPUT_BASEPATH."""
+    remember_data(config, sets)
+    make_run(Path(config.checkpoint.output_path), to_yaml(config))
+    return config
 
 
 @pytest.fixture

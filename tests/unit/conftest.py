@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.command_line import command, run_folder  # noqa: F401  (fixtures)
+from support.command_line import command  # noqa: F401  (fixtures)
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from patch.config.choices import TransformerImpl
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.distributed.launch import worker_environment
+from patch.families import TransformerImpl
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama_8b, run_config

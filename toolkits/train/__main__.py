@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # a worker, which has no other way to the packages
@@ -26,6 +27,7 @@ from patch.distributed.worker_process import (  # noqa: E402
 begin()  # before anything that takes time or starts threads
 
 from patch.config import RunConfig, read_run, user_message  # noqa: E402
+from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
@@ -34,13 +36,18 @@ _logger = get_logger(__name__)
 
 
 def _resolved_run(file: Path) -> RunConfig:
-    """The run that the launcher has resolved; with --min-nodes on as many machines as there are now."""
+    """The run that the launcher has resolved; with --min-nodes on as many machines as there are now.
+
+    The launcher starts workers only on numbers of machines that the rules allow (`usable_sizes`).
+    """
     config = read_run(file)
     if config.parallel.min_nodes is None:
         return config
-    from toolkits._start import resolve_for
+    from patch.plan.resolve import resolve_run
 
-    return resolve_for(config, int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]))
+    num_machines = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    config = replace(config, parallel=replace(config.parallel, nnodes=num_machines))
+    return resolve_run(config, MachineFacts.probe())[0]
 
 
 def main(argv: list[str]) -> int:

@@ -1,30 +1,17 @@
 """--train-epochs: beats position 23, becomes steps when the set is known, and a resume keeps it."""
 
-import dataclasses
 
 import pytest
 import yaml
+from command_line import make_run
 from refusals import refused
 
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config import to_yaml
 from patch.errors import ConfigError
 from patch.plan.describe import describe_plan
-from patch.plan.resolve import resolve_sharding
 from patch.preflight.parse import parse_args
-from patch.preflight.resume_guard import remember_data, resume_notes
 from patch.preflight.validate import validate_run
-
-
-def test_epochs_beat_position_23_and_one_line_says_so(command):
-    found = command.parse("--train-epochs=2")
-    config = found.config
-    assert (config.training.train_iters, config.training.train_epochs) == (0, 2.0)
-    note = "--train-iters (position 23 TRAIN_TOKENS_OR_ITERS) has no effect with --train-epochs 2"
-    assert note in found.notes
-    validate_run(config, command.machine)
-    resolved, _ = resolve_sharding(config, command.machine)
-    assert "run         2 epochs" in describe_plan(resolved, command.machine)
 
 
 def test_epochs_alone_are_a_length(command, tmp_path):
@@ -38,36 +25,12 @@ def test_epochs_alone_are_a_length(command, tmp_path):
         parse_args(flags, {}, command.machine)
 
 
-def test_later_layer_decides_the_length(command, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("training: {train_epochs: 2}\n")
-    by_position = command.parse(f"--config={file}").config.training
-    assert (by_position.train_iters, by_position.train_epochs) == (20, None)
-    file.write_text("training: {train_iters: 30}\n")
-    by_flag = command.parse(f"--config={file}", "--train-epochs=2").config.training
-    assert (by_flag.train_iters, by_flag.train_epochs) == (0, 2.0)
-
-
 def test_config_yaml_with_the_resolved_steps_repeats_the_run(command, tmp_path):
     config = with_samples(command.parse("--train-epochs=2").config, 80)
     assert config.training.train_iters == 10
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     again = parse_args([f"--config={tmp_path / 'config.yaml'}"], {}, command.machine).config
     assert with_samples(again, 80) == config
-
-
-@pytest.mark.parametrize("positions", [{}, dict(TRAIN_TOKENS_OR_ITERS="0")])
-def test_a_run_without_steps_is_refused(command, positions):
-    config = command.parse(**positions).config
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=0))
-    with refused(ConfigError, match="position 23 .*: got 0, expected at least 1, or --train-epochs"):
-        validate_run(config, command.machine)
-
-
-def test_tokens_of_less_than_a_step_do_not_matter_with_epochs(command):
-    positions = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="0", WARMUP_TOKENS_OR_ITERS="0")
-    command.environ["MP_DATASET_TYPE"] = "idxmap"
-    assert command.parse("--train-epochs=1", **positions).config.training.train_epochs == 1.0
 
 
 @pytest.mark.parametrize(
@@ -114,40 +77,6 @@ def test_warmup_is_compared_with_the_steps_once_they_are_known(command):
         with_samples(config, 40)
 
 
-@pytest.fixture
-def begun(command, run_folder):
-    """Puts a run of 2 epochs, which are 10 steps, at the command's OUTPUT_BASEPATH."""
-    config = command.parse("--train-epochs=2").config
-    remember_data(config, [])
-    run_folder(command.folder / "out", to_yaml(with_samples(config, 80)))
-
-
-def test_resume_of_the_same_epochs_changes_nothing(command, begun):
-    assert resume_notes(command.parse("--train-epochs=2").config) == []
-
-
-def test_resume_for_more_epochs_is_said(command, begun):
-    assert resume_notes(command.parse("--train-epochs=3").config) == [
-        "--train-epochs: 2.0 before, 3.0 from here on"
-    ]
-
-
-def test_pretraining_of_other_epochs_is_refused(command, run_folder):
-    command.environ["MP_DATASET_TYPE"] = "idxmap"
-    positions = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="0", WARMUP_TOKENS_OR_ITERS="0")
-    positions |= dict(DATASET_PATH=str(command.folder / "set"))
-    for ending in (".bin", ".idx"):
-        (command.folder / f"set{ending}").touch()
-    config = command.parse("--train-epochs=2", **positions).config
-    remember_data(config, [])
-    run_folder(command.folder / "out", to_yaml(with_samples(config, 80)))
-    assert resume_notes(command.parse("--train-epochs=2", **positions).config) == []
-    with refused(ConfigError, match="got 3 epochs, expected 2 epochs: .* run of another length"):
-        resume_notes(command.parse("--train-epochs=3", **positions).config)
-    same_steps = command.parse(**positions | dict(TRAIN_TOKENS_OR_ITERS=str(10 * 8 * 64))).config
-    assert [note.split(":")[0] for note in resume_notes(same_steps)] == ["--train-epochs"]
-
-
 def test_plan_says_that_rows_are_packed(command):
     assert "\npacking " not in describe_plan(command.parse().config, command.machine)
     command.environ["MP_SFT_PACKING"] = "true"
@@ -156,10 +85,10 @@ def test_plan_says_that_rows_are_packed(command):
     )
 
 
-def test_plan_says_where_a_run_goes_on(command, run_folder):
+def test_plan_says_where_a_run_goes_on(command):
     config = command.parse().config
     assert "\nresume " not in describe_plan(config, command.machine)
-    run_folder(command.folder / "out", "")
+    make_run(command.folder / "out", "")
     root = command.folder / "out" / "checkpoint"
     line = f"\nresume      after step 10 of {config.training.train_iters}, from {root}"
     assert line in describe_plan(config, command.machine)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from patch.config import resolve_transformer_impl, user_message
+from patch.config import resolve_transformer_impl
 from patch.config.backends import Backends, backends_of, choose_backends
 from patch.device import GPU_LIBRARIES, MachineFacts, installed_libraries
 from patch.errors import ConfigError
@@ -59,11 +59,6 @@ def test_a_kernel_that_does_not_work_is_not_in_the_order_nor_in_the_table(comman
     assert found.sdpa == ("flash", *LAST) and "cuDNN" not in found.line
 
 
-def test_the_position_chooses_between_flash_and_fused(command):
-    wishes = [command.parse(FL=value).config.model.attention_backend for value in ("true", "false")]
-    assert wishes == ["flash", "fused"]
-
-
 def test_flash_attention_3_needs_hopper_and_its_package(command):
     assert backends(command, FA3).has_flash_attention_3
     assert not backends(command, GPUS).has_flash_attention_3
@@ -104,48 +99,6 @@ def test_the_plan_says_what_serves_what_and_why_not_another(command, machine, fl
     assert "kernels" not in describe_plan(config, command.machine)
 
 
-def test_layers_are_local_without_a_gpu_or_the_library(command):
-    config = command.parse(PR="bf16").config
-    for machine in (command.machine, GPUS):
-        resolved, lines = resolve_transformer_impl(config, machine)
-        assert resolved.model.transformer_impl == "local" and lines == []
-        assert resolve_transformer_impl(resolved, ALL) == (resolved, [])
-
-
-ENGINE_NOT = [
-    (dict(PR="fp32"), [], "multiplies float32 in TF32"),
-    (dict(PR="bf16", TP="2"), ["--tp-comm-overlap"], "Transformer Engine's need user buffers"),
-    (dict(PR="fp8"), ["--fp8-recipe=rowwise"], "are of our own layers"),
-    (dict(PR="fp8"), ["--fp8-param-gather"], "is of our own layers"),
-    (dict(PR="fp8", AC="offload"), [], "its 8-bit weights would travel"),
-    (dict(PR="fp8", AC="auto"), [], "its 8-bit weights would travel"),
-    (
-        dict(PR="fp8", SEQ_LEN="40", PAD_LEN="40", BATCH_SIZE="1", GLOBAL_BATCH_SIZE="8"),
-        [],
-        "a rank has 40 tokens of a micro-batch",
-    ),
-    (
-        dict(PR="fp8", PP="2"),
-        ["--num-layers=8", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16=5"],
-        "at most 4 of the first and of the last layers",
-    ),
-]
-
-
-@pytest.mark.parametrize("positions,flags,part", ENGINE_NOT, ids=lambda v: v if isinstance(v, str) else "")
-def test_what_transformer_engine_does_not_go_with(command, positions, flags, part):
-    positions = {"FL": "true", **positions}
-    config = command.parse(*flags, **positions).config
-    resolved, (line,) = resolve_transformer_impl(config, ALL)
-    assert resolved.model.transformer_impl == "local"
-    assert line.startswith("--transformer-impl auto: local, because ") and part in line
-    asked = command.parse("--transformer-impl=transformer_engine", *flags, **positions).config
-    with pytest.raises(ConfigError) as caught:
-        validate_run(asked, ALL)
-    message = user_message(caught.value)
-    assert "--transformer-impl: got transformer_engine, expected auto or local" in message and part in message
-
-
 def test_transformer_engine_is_taken_where_it_is_installed(command):
     for precision, flags in (("bf16", []), ("fp8", []), ("fp8", ["--fp8-recipe=delayed"])):
         config = command.parse(*flags, PR=precision, FL="true").config
@@ -156,17 +109,6 @@ def test_transformer_engine_is_taken_where_it_is_installed(command):
     mixed = command.parse("--fp8-recipe=delayed", "--first-last-layers-bf16", PR="fp8", FL="true").config
     with pytest.raises(ConfigError, match="delayed scaling has no layers in bf16"):
         validate_run(mixed, ALL)
-
-
-@pytest.mark.parametrize(("precision", "is_said"), [("bf16", True), ("fp32", False)])
-def test_a_cpu_that_emulates_products_in_16_bits_is_noted(command, precision, is_said):
-    config = command.parse(PR=precision).config
-    for emulates in (True, False):
-        machine = dataclasses.replace(command.machine, multiplies_16_bits=not emulates)
-        noted = any(
-            "no instructions for products in 16 bits" in note for note in validate_run(config, machine)
-        )
-        assert noted is (is_said and emulates)
 
 
 def test_libraries_are_found_without_importing_them(tmp_path, monkeypatch):

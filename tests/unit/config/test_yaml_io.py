@@ -9,6 +9,7 @@ import yaml
 from patch.config import to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+from patch.plan.resolve import resolve_run
 from patch.preflight.cluster import Rendezvous
 from patch.preflight.parse import Invocation, parse_args
 from toolkits import _start
@@ -55,45 +56,14 @@ def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(co
     assert _start._launch(Invocation(config, False, Rendezvous()), command.machine) == 0
     ((again, others, folder),) = seen
     assert again == config and others == 0 and not folder.exists()
-    elastic = dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
-    )
+    parallel = dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
+    elastic, _ = resolve_run(dataclasses.replace(config, parallel=parallel), command.machine)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(_start, "_check", lambda invocation, machine: (invocation, []))
     _start._launch(Invocation(elastic, False, Rendezvous()), command.machine)
     assert seen[1][0] == dataclasses.replace(
-        elastic, parallel=dataclasses.replace(elastic.parallel, nnodes=1)
+        elastic, parallel=dataclasses.replace(parallel, nnodes=1)
     )
-
-
-def test_a_config_of_before_loads_with_what_is_gone_at_its_default(command):
-    config = command.parse().config
-    old = to_yaml(config).replace("model:", "model:\n  cuda_graph_impl: none")
-    old = old.replace("\noptimizer:", "\noptimizer:\n  use_nccl_ub: false")
-    assert parse_args(["--config", _write(command, old)], {}, command.machine).config == config
-    with pytest.raises(ConfigError, match="unknown key optimizer.use_nccl_ub"):
-        parse_args(["--config", _write(command, old.replace("ub: false", "ub: true"))], {}, command.machine)
-
-
-def test_layers_have_their_order(command):
-    file = _write(
-        command, "training: {seed: 1, train_iters: 2}\noptimizer: {clip_grad: 3, adam_beta1: 0.5}\n"
-    )
-    config = command.parse("--config", file, "--clip-grad=4", TRAIN_TOKENS_OR_ITERS="20").config
-    assert config.training.seed == 1  # the file beats the default
-    assert config.training.train_iters == 20  # positions beat the file
-    assert config.optimizer.clip_grad == 4  # flags beat the file
-    assert config.optimizer.adam_beta1 == 0.5
-
-
-def test_model_size_of_a_higher_layer_replaces_the_whole_shape(command):
-    file = _write(
-        command, "model: {model_size: llama2-7B, num_layers: 3, rotary_base: 7, init_method_std: 0.5}\n"
-    )
-    model = command.parse("--config", file, "--num-query-groups=4", MODEL_SIZE="1B").config.model
-    assert (model.num_layers, model.rotary_base, model.num_query_groups) == (16, 500000.0, 4)
-    assert model.init_method_std == 0.5  # no part of the shape
 
 
 def test_shape_beside_model_size_in_one_layer_wins(command):
@@ -102,16 +72,6 @@ def test_shape_beside_model_size_in_one_layer_wins(command):
     argv += " --train-data-path a --output-path b"
     model = parse_args(argv.split(), {}, command.machine).config.model
     assert (model.num_layers, model.hidden_size) == (3, 2048)
-
-
-def test_yaml_scalars_are_read_as_flags_are(command):
-    file = _write(
-        command,
-        "optimizer: {adam_eps: 1e-7, optimizer_offload_policy: false}\n"
-        "checkpoint: {save_interval: 1e2}\nmodel: {rotary_base: 10000}\n",
-    )
-    config = command.parse("--config", file, "--save-interval=1e2").config
-    assert (config.optimizer.adam_eps, config.optimizer.optimizer_offload_policy) == (1e-7, None)
 
 
 def test_words_for_absent_values_are_none_inside_and_words_outside(command):
@@ -127,6 +87,17 @@ def test_words_for_absent_values_are_none_inside_and_words_outside(command):
     for section, values in yaml.safe_load(ABSENT).items():
         for name, word in values.items():
             assert written[section][name] == ("false" if word is False else word)
+
+
+def test_variables_count_without_positions_too(command):
+    lines = to_yaml(command.parse().config).splitlines(keepends=True)
+    kept = [line for line in lines if "tokenizer_name_or_path" not in line and "dataset_type" not in line]
+    assert len(kept) == len(lines) - 2
+    file = command.folder / "run.yaml"
+    file.write_text("".join(kept))
+    config = parse_args(["--config", str(file)], command.environ, command.machine).config
+    assert config.data.tokenizer_name_or_path == str(command.tokenizer)
+    assert config.data.dataset_type == "raw"
 
 
 _LEVELS = range(1, 7)
@@ -176,14 +147,3 @@ def test_wrong_file_is_explained(command, text, message):
         command.parse("--config", _write(command, text))
     assert message in str(caught.value) and "run.yaml" in str(caught.value)
     assert len(str(caught.value)) < 2000
-
-
-def test_malformed_yaml_names_the_line(command):
-    with pytest.raises(ConfigError, match="line 2"):
-        command.parse("--config", _write(command, "model:\n  a: b: c\n"))
-
-
-def test_yaml_holds_plain_values_only(command):
-    sections = yaml.safe_load(to_yaml(command.parse().config))
-    kinds = {type(value) for section in sections.values() for value in section.values()}
-    assert kinds == {int, float, str, bool}

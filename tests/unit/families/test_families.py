@@ -1,4 +1,4 @@
-"""Families against transformers: classes, layers, and the names and shapes of all weights."""
+"""Families against transformers: classes, layers, all weights; public sizes against what is published."""
 
 import dataclasses
 
@@ -10,8 +10,7 @@ from small_runs import small_run
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from patch.config.model_schema import SHAPE_FIELDS
-from patch.families import FAMILIES, TYPE_FIELDS, WEIGHT_FIELDS, ModelShape, family_of, weight_rows
+from patch.families import FAMILIES, PRESETS, SHAPE_FIELDS, WEIGHT_FIELDS, family_of, weight_rows
 
 
 def _hf_model(model_type: str):
@@ -74,12 +73,6 @@ def test_named_family_that_does_not_compute_the_model_is_passed_over():
     assert slid is FAMILIES["mistral"]
 
 
-def test_a_family_may_read_what_describes_a_shape():
-    found = {name for name, member in vars(ModelShape).items() if isinstance(member, property)}
-    assert found == SHAPE_FIELDS
-    assert WEIGHT_FIELDS < SHAPE_FIELDS and TYPE_FIELDS < SHAPE_FIELDS
-
-
 @pytest.mark.parametrize("field", sorted(SHAPE_FIELDS - {"num_layers"}))
 def test_weights_change_with_the_fields_that_are_said_to_decide_them(field):
     model = small_run().model
@@ -88,3 +81,47 @@ def test_weights_change_with_the_fields_that_are_said_to_decide_them(field):
     changed = absent.get(field, not value if isinstance(value, bool) else value and 2 * value)
     other = dataclasses.replace(model, **{field: changed})
     assert (weight_rows(other) != weight_rows(model)) == (field in WEIGHT_FIELDS)
+
+
+# total parameters as the model cards and papers give them, in billions
+PUBLIC_BILLIONS = {
+    "1B": 1.24,
+    "3B": 3.21,
+    "8B": 8.03,
+    "70B": 70.6,
+    "405B": 405.9,
+    "llama2-7B": 6.74,
+    "llama2-13B": 13.0,
+    "llama2-70B": 68.98,
+    "llama1-7B": 6.74,
+    "llama1-13B": 13.0,
+    "llama1-30B": 32.5,
+    "llama1-65B": 65.2,
+}
+
+
+@pytest.mark.parametrize(("size", "billions"), PUBLIC_BILLIONS.items())
+def test_preset_has_the_public_number_of_parameters(size, billions):
+    shape = PRESETS[size]
+    hidden, groups = shape["hidden_size"], shape["num_query_groups"] * shape["kv_channels"]
+    query = shape["num_attention_heads"] * shape["kv_channels"]
+    layer = 2 * hidden * (query + groups) + 3 * hidden * shape["ffn_hidden_size"] + 2 * hidden
+    tables = 2 if shape["untie_embeddings_and_output_weights"] else 1
+    total = shape["num_layers"] * layer + (tables * shape["vocab_size"] + 1) * hidden
+    assert total / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_llama3_presets_agree_with_metas_package():
+    sku_list = pytest.importorskip("llama_models.sku_list")
+    ours = {"Llama3.1-8B": "8B", "Llama3.1-70B": "70B", "Llama3.2-1B": "1B", "Llama3.2-3B": "3B"}
+    found = {m.descriptor(): m.arch_args for m in sku_list.all_registered_models() if m.descriptor() in ours}
+    assert found.keys() == ours.keys()
+    for name, theirs in found.items():
+        shape = PRESETS[ours[name]]
+        assert shape["hidden_size"] == theirs["dim"]
+        assert shape["num_layers"] == theirs["n_layers"]
+        assert shape["num_attention_heads"] == theirs["n_heads"]
+        assert shape["num_query_groups"] == theirs["n_kv_heads"]
+        assert shape["vocab_size"] == theirs["vocab_size"]
+        assert shape["norm_epsilon"] == theirs["norm_eps"]
+        assert shape["rotary_base"] == theirs["rope_theta"]

@@ -7,9 +7,9 @@ from megatron.core import parallel_state
 from training_runs import CPU
 
 from patch.config import RunConfig
-from patch.config.model_schema import PRESETS
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
+from patch.families import PRESETS
 from patch.model import build_llama_model
 from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan

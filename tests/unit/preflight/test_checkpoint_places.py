@@ -9,7 +9,6 @@ from refusals import refused
 from patch.config import to_yaml
 from patch.errors import ConfigError
 from patch.preflight.checkpoint_places import checkpoint_root, newest_saved, record_home
-from patch.preflight.parse import parse_args
 from patch.preflight.resume_guard import remember_data, resume_notes
 from patch.preflight.stored_shape import run_behind, shape_at
 from patch.preflight.validate import store_is_there, validate_run
@@ -30,30 +29,6 @@ def fill(root, iteration: int) -> None:
     for name in FILES:
         (folder / name).write_bytes(b"")
     (root / "latest_checkpointed_iteration.txt").write_bytes(f"{iteration}".encode())
-
-
-@pytest.mark.parametrize(
-    ("flags", "positions", "said"),
-    [
-        (["--save=/checkpoints"], {}, "--save: got /checkpoints, expected the URL .*symbolic link"),
-        (["--save=file:///checkpoints"], {}, "--save: got file:///checkpoints, expected the URL of a store"),
-        (["--save=memory://run"], {}, "--save: got memory://run, expected a store that stays"),
-        (["--save=gs://bucket/run"], {}, "--save: gs://bucket/run: gs:// needs a driver .*gcsfs"),
-        (["--save=nosuch://bucket/run"], {}, "--save: .*Protocol not known: nosuch"),
-        (["--save-retry-seconds=-1"], {}, "--save-retry-seconds: got -1.0, expected at least 0"),
-        ([], dict(OUTPUT_BASEPATH="s3://b/run"), r"position 25 .*: got s3://b/run, expected .* --save URL"),
-        (["--tokenizer-name-or-path=s3://b/t"], {}, "got s3://b/t, expected a folder on a disk, or a name"),
-        ([], dict(PRETRAIN_CHECKPOINT_PATH="memory://nothing"), "position 22 .*: got .*no such folder"),
-    ],
-)  # fmt: skip
-def test_refused(command, flags, positions, said) -> None:
-    with refused(ConfigError, match=said):
-        validate_run(command.parse(*flags, **positions).config, command.machine)
-
-
-def test_a_folder_that_is_not_there_is_named_also_without_a_size(command) -> None:
-    with refused(ConfigError, match="--load .*got '/nowhere', no such folder, expected a folder, or a name"):
-        parse_args(["--load=/nowhere", "--seq-length=8"], {}, command.machine)
 
 
 def test_store_that_does_not_answer_is_refused_before_a_process_starts(command) -> None:

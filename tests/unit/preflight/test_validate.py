@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from command_line import make_run
 from refusals import refused
 
 from patch.config import to_yaml
@@ -32,15 +33,8 @@ def test_any_number_of_micro_batches_from_pp_on_can_be_interleaved(command):
         assert (config.virtual_pipeline_size, config.stage_layers) == (2, [1, 1, 1, 1])
 
 
-def test_folder_without_weights_or_checkpoint_is_refused(command):
-    (command.folder / "empty").mkdir()
-    config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(command.folder / "empty")).config
-    with refused(ConfigError, match=r"position 22.*config\.json.*checkpoint/: a folder without either"):
-        validate_run(config, command.machine)
-
-
-def test_checkpoint_without_a_complete_iteration_is_refused(command, run_folder):
-    folder = run_folder(command.folder / "run", to_yaml(command.parse().config))
+def test_checkpoint_without_a_complete_iteration_is_refused(command):
+    folder = make_run(command.folder / "run", to_yaml(command.parse().config))
     (folder / "checkpoint" / "iter_0000010" / ".metadata").unlink()
     for load in (folder, folder / "checkpoint"):
         config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(load)).config
@@ -51,10 +45,10 @@ def test_checkpoint_without_a_complete_iteration_is_refused(command, run_folder)
 @pytest.mark.parametrize(
     "below", ["", "checkpoint", "checkpoint/../", "checkpoint/iter_0000010", "checkpoint/last"]
 )
-def test_another_run_gives_shape_tokenizer_and_weights(command, run_folder, below):
+def test_another_run_gives_shape_tokenizer_and_weights(command, below):
     shape = ["--num-layers=4", "--make-vocab-size-divisible-by=32", "--rotary-base=7"]
     other = command.parse(*shape).config
-    folder = run_folder(command.folder / "run", to_yaml(other))
+    folder = make_run(command.folder / "run", to_yaml(other))
     (folder / "checkpoint" / "last").symlink_to("iter_0000010")
     command.environ.pop("TOKENIZER_PATH")
     positions = dict(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=os.path.join(folder, below))
@@ -65,15 +59,8 @@ def test_another_run_gives_shape_tokenizer_and_weights(command, run_folder, belo
     assert command.parse("--num-layers=3", **positions).config.model.num_layers == 3
 
 
-def test_another_run_of_another_shape_is_refused(command, run_folder):
-    folder = run_folder(command.folder / "run", to_yaml(command.parse("--num-layers=4").config))
-    config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config
-    with refused(ConfigError, match=r"MODEL_SIZE\): got tiny, expected auto, .*yaml has --num-layers 4"):
-        validate_run(config, command.machine)
-
-
-def test_checkpoint_alone_is_taken_with_a_tokenizer_of_its_own(command, run_folder):
-    folder = run_folder(command.folder / "run", "")
+def test_checkpoint_alone_is_taken_with_a_tokenizer_of_its_own(command):
+    folder = make_run(command.folder / "run", "")
     (folder / "config.yaml").unlink()
     validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
     with refused(ConfigError, match="position 2 MODEL_SIZE.*: auto reads .* their config.yaml"):
@@ -83,17 +70,11 @@ def test_checkpoint_alone_is_taken_with_a_tokenizer_of_its_own(command, run_fold
         validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
 
 
-def test_folder_that_only_describes_a_tokenizer_is_refused(command):
-    (command.tokenizer / "tokenizer.json").rename(command.tokenizer / "tokenizer_config.json")
-    with refused(ConfigError, match=r"with one of tokenizer\.json, tokenizer\.model: none of them"):
-        validate_run(command.parse().config, command.machine)
-
-
-def test_another_runs_folder_is_read_from_anywhere(command, run_folder, monkeypatch):
+def test_another_runs_folder_is_read_from_anywhere(command, monkeypatch):
     monkeypatch.chdir(command.folder)
     command.environ["TOKENIZER_PATH"] = "tokenizer"
     first = command.parse(DATASET_PATH="rows.json", OUTPUT_BASEPATH="a", VALID_DATASET_PATH="none").config
-    folder = run_folder(command.folder / "a", to_yaml(first))
+    folder = make_run(command.folder / "a", to_yaml(first))
     (command.folder / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     del command.environ["TOKENIZER_PATH"]
@@ -106,19 +87,6 @@ def test_another_runs_folder_is_read_from_anywhere(command, run_folder, monkeypa
     validate_run(again, command.machine)
 
 
-def test_weights_of_another_shape_are_refused_before_anything_starts(command):
-    config = command.parse(MODEL_SIZE="tiny", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
-    message = (
-        r"position 2 MODEL_SIZE\): got tiny, expected auto, .*: .*config\.json has --vocab-size 600, tiny"
-    )
-    with refused(ConfigError, match=message):
-        validate_run(config, command.machine)
-    load = {"MODEL_SIZE": "auto", "PRETRAIN_CHECKPOINT_PATH": command.hf_folder()}
-    config = command.parse("--vocab-size=601", **load).config
-    with refused(ConfigError, match=r"--vocab-size: got 601, expected 600: .*config\.json says so"):
-        validate_run(config, command.machine)
-
-
 def test_stop_file_that_was_left_is_refused(command):
     config = command.parse("--stop-file", str(command.data)).config
     with refused(ConfigError, match=r"--stop-file: got .*rows\.json, expected no file there: .* remove it"):
@@ -127,21 +95,6 @@ def test_stop_file_that_was_left_is_refused(command):
     (command.folder / "out" / "STOP").touch()
     with refused(ConfigError, match=r"--stop-file: got .*/out/STOP, expected no file there"):
         validate_run(command.parse().config, command.machine)
-
-
-def test_missing_data_is_a_data_error_after_the_configuration(command):
-    lost = dict(DATASET_PATH="/no/rows.json")
-    with pytest.raises(ConfigError):
-        validate_run(command.parse(TP="3", **lost).config, command.machine)
-    with refused(DataError, match=r"position 20 DATASET_PATH.*/no/rows\.json does not exist") as caught:
-        validate_run(command.parse(**lost).config, command.machine)
-    assert caught.value.exit_code == 3
-
-
-def test_folder_without_data_is_named(command):
-    with refused(DataError, match="position 20.*/empty is a folder without data: it is empty; expected"):
-        (command.folder / "empty").mkdir()
-        validate_run(command.parse(DATASET_PATH=str(command.folder / "empty")).config, command.machine)
 
 
 def test_every_file_of_a_glob_is_checked(command):
@@ -162,30 +115,6 @@ def test_pipe_or_device_as_data_is_refused_before_it_is_read(command):
         for field in ("DATASET_PATH", "VALID_DATASET_PATH"):
             with refused(DataError, match=f"{field}.*: {path} is a pipe or a device, expected a file"):
                 validate_run(command.parse(**{field: path}).config, command.machine)
-
-
-def test_indexed_data_needs_both_files(command):
-    prefix = command.folder / "text_document"
-    command.environ["MP_DATASET_TYPE"] = "idxmap"
-    tokens = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0")
-    prefix.with_suffix(".bin").touch()
-    with pytest.raises(
-        DataError, match=r"text_document\.idx does not exist, expected the path of \.bin and \.idx"
-    ):
-        validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
-    with refused(DataError, match=r"without the ending, that is .*text_document$"):
-        validate_run(command.parse(DATASET_PATH=f"{prefix}.bin", **tokens).config, command.machine)
-    for rows in ("docs.jsonl", "docs.json"):
-        (command.folder / rows).write_text('{"text": "words"}')
-        with pytest.raises(
-            DataError,
-            match=rf"{rows}, which is a file itself.* llama-patch preprocess writes",
-        ):
-            validate_run(command.parse(DATASET_PATH=str(command.folder / rows), **tokens).config, GPUS)
-    prefix.with_suffix(".idx").touch()
-    validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
-    with refused(DataError, match=r"without the ending, did you mean .*/text_document\?"):
-        validate_run(command.parse(DATASET_PATH=str(command.folder / "text"), **tokens).config, GPUS)
 
 
 @pytest.mark.parametrize(

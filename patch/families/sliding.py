@@ -1,15 +1,20 @@
-"""Qwen 2 and 2.5, dense models: LLaMA's layers with biases on queries, keys and values."""
+"""Mistral, Qwen 2, 2.5 and 3, dense models: LLaMA's layers, which may have a sliding window."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from patch.families.config_reader import ConfigReader
-from patch.families.llama_like import LlamaLike, window_length
-from patch.families.shape import ModelShape, Traits
+from patch.families.config_json import ConfigReader
+from patch.families.family import Family
+from patch.families.shape import ModelConfig, Traits
 
 
-def slides(config: ConfigReader) -> bool:
+def _window_length(model: ModelConfig) -> int | None:
+    """The value of config.json's `sliding_window`, which counts the token itself."""
+    return None if model.window_size is None else model.window_size[0] + 1
+
+
+def _slides(config: ConfigReader) -> bool:
     """Whether the layers have a sliding window; without `use_sliding_window` none has.
 
     Raises:
@@ -31,9 +36,9 @@ def slides(config: ConfigReader) -> bool:
     return kinds[0] == "sliding_attention"
 
 
-def window_keys(model: ModelShape) -> dict[str, Any]:
+def _window_keys(model: ModelConfig) -> dict[str, Any]:
     """The keys of the window; the layers from number `max_window_layers` on have it."""
-    window = window_length(model)
+    window = _window_length(model)
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -41,11 +46,32 @@ def window_keys(model: ModelShape) -> dict[str, Any]:
     }
 
 
-QWEN2 = LlamaLike(
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    traits=Traits(),
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    slides=lambda config: True,
+    type_keys=lambda model: {"sliding_window": _window_length(model)},
+)
+"""In version 0.1 all layers have the window."""
+
+QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     traits=Traits(add_qkv_bias=True),
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-    slides=slides,
-    type_keys=window_keys,
+    slides=_slides,
+    type_keys=_window_keys,
 )
+"""Biases on queries, keys and values."""
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    traits=Traits(qk_layernorm=True),
+    defaults={**QWEN2.defaults, "head_dim": 128},
+    slides=_slides,
+    type_keys=_window_keys,
+)
+"""An RMSNorm of each query and key head; the other keys of config.json are those of Qwen 2."""

@@ -1,0 +1,143 @@
+"""What is said of a run that the rules let pass: values without effect, and what may surprise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from patch.config.backends import no_transformer_engine
+from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.positions import where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+
+_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_INTERLEAVING = (
+    "overlap_p2p_communication",
+    "overlap_p2p_communication_warmup_flush",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
+_STAGES = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """One line for each value that is legal but has no effect in this run, or not the usual one."""
+    for is_idle, fields, why in (*_idle_layout(config), *_idle_kernels(config, machine), *_idle_data(config)):
+        for field in fields if is_idle else ():
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect{why}"
+    yield from _offload_remarks(config, machine)
+    yield from _numerics_remarks(config, machine)
+
+
+def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """Whether fields about layout and memory are idle, those fields, and where they have no effect."""
+    parallel, training, policy = config.parallel, config.training, config.optimizer.optimizer_offload_policy
+    sharded_by_none = config.sharding != "auto" and not config.gathers_8_bit_weights
+    with_policy = f" with {where('optimizer_offload_policy')} {scalar_of(config, 'optimizer_offload_policy')}"
+    has_one_stage = config.virtual_pipeline_size == 1
+    yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
+    yield has_one_stage, ("num_layers_per_virtual_pipeline_stage",), ": a process has no more layers"
+    yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"
+    yield has_one_stage, _INTERLEAVING, " without interleaved stages (MP_VP)"
+    yield parallel.context_parallel_size == 1, ("cp_comm_type",), " at CP=1"
+    of_replicas = ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw")
+    yield config.num_weight_copies == 1, of_replicas, " with one replica"
+    yield sharded_by_none, ("fp8_param_gather",), ": no replicas share optimizer states"
+    yield policy != "static", ("optimizer_offload_fraction",), with_policy
+    yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
+    yield policy is None, ("optimizer_offload_chunk_size",), with_policy
+    of_full = ("recompute_method", "recompute_num_layers")
+    yield training.recompute_granularity != "full", of_full, " without AC=full"
+    offloading = f" without {where('cpu_offloading')}"
+    yield not training.cpu_offloading, ("cpu_offloading_num_layers",), offloading
+
+
+def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """The same for fields about precision and kernels."""
+    parallel, training, optimizer, model = config.parallel, config.training, config.optimizer, config.model
+    is_cuda, wish = bool(machine.cuda_devices), model.attention_backend
+    is_aligned, precision = model.precision_align is not None, training.precision
+    aligned = f" with {where('precision_align')}"
+    on_cpu = " on the CPU: attention is torch's SDPA either way"
+    rings = parallel.cp_comm_type == "p2p" and parallel.context_parallel_size > 1 and not is_aligned
+    yield not is_cuda and wish in ("flash", "unfused", "local"), ("attention_backend",), on_cpu
+    yield is_cuda and is_aligned, ("attention_backend",), aligned
+    ring = f" with {where('cp_comm_type')} p2p"
+    yield is_cuda and rings and wish in ("fused", "unfused"), ("attention_backend",), ring
+    overlaps = bool(parallel.tp_comm_overlap)
+    yield overlaps and is_aligned and parallel.tensor_model_parallel_size > 1, ("tp_comm_overlap",), aligned
+    yield overlaps and precision == "fp8", ("tp_comm_overlap",), " on layers with 8-bit products"
+    fuses, fusion = bool(optimizer.gradient_accumulation_fusion), ("gradient_accumulation_fusion",)
+    is_own = model.transformer_impl == "local" or bool(no_transformer_engine(config, machine))
+    yield fuses and is_aligned, fusion, aligned
+    yield fuses and precision == "fp8" and is_own, fusion, " on our own layers with 8-bit products"
+    of_ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    without_ends = f" without {where('first_last_layers_bf16')}"
+    yield not training.first_last_layers_bf16, of_ends, without_ends
+    once = " with one micro-batch: 8-bit weights are not kept then"
+    yield config.num_micro_batches == 1, ("disable_parameter_transpose_cache",), once
+    without_fp16 = f" without fp16 at {where('precision')}"
+    yield precision != "fp16", ("loss_scale", *_LOSS_SCALE), without_fp16
+    constant = f" with {where('loss_scale')}"
+    yield precision == "fp16" and optimizer.loss_scale is not None, _LOSS_SCALE, constant
+    yield is_cuda, ("simulated_device_memory",), " beside a GPU"
+
+
+def _idle_data(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """The same for fields about rows, beside a set of tokens."""
+    is_indexed = config.data.dataset_type == "idxmap"
+    is_shorter = config.data.max_padding_length != config.model.seq_length
+    of_tokens = " on .bin/.idx"
+    yield is_indexed and is_shorter, ("max_padding_length",), f"{of_tokens}: sequences are SEQ_LEN long"
+    yield is_indexed, ("columns", "alpaca_input_join"), of_tokens
+    yield is_indexed, ("packing",), f"{of_tokens}: the set is packed, or not, as it was made"
+
+
+def _offload_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """A simulated memory that nothing fills, and a threshold above all memory."""
+    optimizer, policy = config.optimizer, config.optimizer.optimizer_offload_policy
+    threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory
+    if simulated is not None and policy is None and not machine.cuda_devices:
+        yield (
+            f"{where('simulated_device_memory')} is only planned for with "
+            f"{where('optimizer_offload_policy')} false"
+        )
+    memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
+    if policy == "auto" and 0 < memory <= threshold:
+        device = "a GPU" if machine.cuda_devices else where("simulated_device_memory")
+        yield (
+            f"{where('optimizer_offload_auto_threshold')}: keeps {threshold} bytes free, which is all the "
+            f"{memory} of {device}: optimizer states never leave host memory"
+        )
+
+
+def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """What the order of operations, 16 and 8 bits on a CPU, and RoPE at the end of a document come to."""
+    tp_size, precision = config.parallel.tensor_model_parallel_size, config.training.precision
+    is_aligned = config.model.precision_align is not None
+    if is_aligned and tp_size > 1:
+        yield (
+            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
+            "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
+        )
+    if is_aligned and config.data.packing:
+        yield (
+            f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
+            "but a product of a whole pack has other bits than that of one sequence"
+        )
+    if precision != "fp32" and not machine.cuda_devices and not machine.multiplies_16_bits:
+        yield (
+            f"{where('precision')} {precision}: this CPU has no instructions for products in 16 bits, so a "
+            "step may take 10 times as long as with fp32, and more"
+        )
+    if precision == "fp8" and not machine.cuda_devices:
+        yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"
+    if config.data.reset_attention_mask and not config.data.reset_position_ids:
+        yield (
+            f"{where('reset_attention_mask')}: positions begin again at each document too, which RoPE, which "
+            "knows distances only, does not notice"
+        )
