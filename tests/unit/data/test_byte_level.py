@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from patch.data.rendering.byte_level import ByteLevelEncoder, byte_level_encoder
-from patch.data.rendering.renaming import RenamingEncoder, SpanEncoder
+from patch.data.rendering.encoder import RenamingEncoder, SpanEncoder
 from patch.data.rendering.spans import Span, SpecialTokenMarker
 from patch.data.tokenizer import load_tokenizer, special_tokens
 from toolkits.quickstart.seed_model import LLAMA3_PATTERN

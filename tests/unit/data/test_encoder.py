@@ -8,7 +8,7 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import NOT_SPECIAL, PIECES, ZOO, sentencepiece_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from patch.data.rendering.renaming import SpanEncoder
+from patch.data.rendering.encoder import SpanEncoder
 from patch.data.rendering.spans import MARK, Span, SpecialTokenMarker, unmarked
 from patch.data.tokenizer import load_tokenizer, special_tokens
 from patch.errors import DataError

@@ -106,7 +106,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def ours(tokenizer: PreTrainedTokenizerFast, rows: list[Conversation]) -> list[list[tuple[list, list]]]:
     """Ids and mask of each sample of each row."""
-    ((_, rendered),) = ChatRenderer(tokenizer).render_all([rows])
+    renderer = ChatRenderer(tokenizer)
     encoder = SpanEncoder(tokenizer)
     return [
         [
@@ -116,7 +116,7 @@ def ours(tokenizer: PreTrainedTokenizerFast, rows: list[Conversation]) -> list[l
             )
             for sample, ids in zip(samples, encoder.encode(samples), strict=True)
         ]
-        for samples in rendered
+        for samples in map(renderer.samples, rows)
     ]
 
 
