@@ -2,6 +2,6 @@
 
 from patch.data.rendering.chat import ChatRenderer
 from patch.data.rendering.encoder import SpanEncoder
-from patch.data.rendering.spans import PLAIN, RenderOptions, Span, unmarked
+from patch.data.rendering.spans import RenderOptions, Span, unmarked
 
-__all__ = ["PLAIN", "ChatRenderer", "RenderOptions", "Span", "SpanEncoder", "unmarked"]
+__all__ = ["ChatRenderer", "RenderOptions", "Span", "SpanEncoder", "unmarked"]

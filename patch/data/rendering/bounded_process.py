@@ -37,8 +37,8 @@ _LISTS_AHEAD = 3
 """For each process, lists that are read before the first of them is given."""
 _PR_SET_PDEATHSIG = 1
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class ChildEndedError(Exception):
@@ -67,11 +67,11 @@ class _Pending(NamedTuple):
     results: Future[list[Any]]
 
 
-class BoundedMap(Generic[Item, Result]):
+class BoundedMap(Generic[_Item, _Result]):
     """Applies a function to lists of items in forked processes, which live as long as this object.
 
-    The object cannot be used again after an error. The function must be plain Python: it must not use what
-    does not survive a fork (CUDA, the threads of tokenizers).
+    The object cannot be used again after an error, nor after the end of the thread that made it. The function
+    must be plain Python: it must not use what does not survive a fork (CUDA, the threads of tokenizers).
 
     Args:
         function: applied to each item, in one of the processes.
@@ -81,7 +81,7 @@ class BoundedMap(Generic[Item, Result]):
         TrainingError: a process cannot be started.
     """
 
-    def __init__(self, function: Callable[[Item], Result], processes: int = 1) -> None:
+    def __init__(self, function: Callable[[_Item], _Result], processes: int = 1) -> None:
         self._ahead = _LISTS_AHEAD * processes
         self._places = np.frombuffer(mmap.mmap(-1, 24 * self._ahead), np.int64).reshape(-1, 3)
         """int64 [L, 3]: of each list the process that works on it, the index of the item, and the step."""
@@ -99,7 +99,7 @@ class BoundedMap(Generic[Item, Result]):
             self._processes = set(active_children()) - others
             self._end = weakref.finalize(self, _end, self._pool, self._processes)
 
-    def __call__(self, lists: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[Result]]]:
+    def __call__(self, lists: Iterable[list[_Item]]) -> Iterator[tuple[list[_Item], list[_Result]]]:
         """Each list with its results, in order. Meanwhile the processes work on the lists after it.
 
         Of several errors the one of the first list is raised, after the results of all lists before it. An
@@ -117,7 +117,7 @@ class BoundedMap(Generic[Item, Result]):
         while pending:
             yield self._first(pending)
 
-    def _submitted(self, lists: Iterable[list[Item]]) -> Iterator[_Pending]:
+    def _submitted(self, lists: Iterable[list[_Item]]) -> Iterator[_Pending]:
         """The lists, as the pool gets them; the last one may be a failure of `lists` or of the pool."""
         number, items = 0, []
         try:
@@ -125,16 +125,19 @@ class BoundedMap(Generic[Item, Result]):
                 self._places[number % self._ahead] = 0
                 yield _Pending(number, items, self._pool.submit(_results, number % self._ahead, items))
         except Exception as error:  # noqa: BLE001 - it is raised when its turn comes
-            failed: Future[list[Result]] = Future()
+            failed: Future[list[_Result]] = Future()
             failed.set_exception(error)
             yield _Pending(number, items, failed)
 
-    def _first(self, pending: deque[_Pending]) -> tuple[list[Item], list[Result]]:
+    def _first(self, pending: deque[_Pending]) -> tuple[list[_Item], list[_Result]]:
         """Take the first list, when its results are there."""
         try:
             results = pending[0].results.result()
         except BrokenProcessPool:
             raise self._ended(pending) from None
+        except BaseException:  # such as KeyboardInterrupt: what the others do is not waited for
+            self._end()
+            raise
         return pending.popleft().items, results
 
     def _ended(self, pending: Sequence[_Pending]) -> ChildEndedError:

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.spans import PLAIN, RenderOptions, Span, SpecialTokenMarker
-from patch.data.rendering.template import FOREIGN_CURE, PROBE, Row, Template
-from patch.data.rendering.turns import cut, says_something
+from patch.data.rendering.spans import RenderOptions, Span, SpecialTokenMarker
+from patch.data.rendering.template import FOREIGN_CURE, PROBE, MarkedChat, Template
+from patch.data.rendering.turns import samples_of, says_something
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 
@@ -39,11 +39,11 @@ class ChatRenderer:
 
     Args:
         tokenizer: has the chat template.
-        options: which turns are learned, and what special tokens in the rows mean.
+        options: which turns are learned, and what special tokens in the rows mean; None: see `RenderOptions`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions = PLAIN) -> None:
-        self._options = options
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions | None = None) -> None:
+        self._options = options or RenderOptions()
         self._marker = SpecialTokenMarker(special_tokens(tokenizer))
         self._tokenizer = tokenizer
         self._bos = _bos_of_texts(tokenizer)
@@ -94,8 +94,8 @@ class ChatRenderer:
             return []
         end = turns[-1] + 1
         messages = [_normal(message) for message in row.messages[:end]]
-        marked = Row(self._marked(messages), self._marked(row.tools or None), row.where)
-        return cut(self._template, marked, turns)
+        marked = MarkedChat(self._marked(messages), self._marked(row.tools or None), row.where)
+        return samples_of(self._template, marked, turns)
 
     @property
     def headers(self) -> tuple[str, str]:

@@ -35,7 +35,7 @@ _LENGTH_RATIO = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class MarkedChat:
     """A conversation as the template gets it: its texts are marked."""
 
     messages: list[Message]
@@ -43,18 +43,18 @@ class Row:
     where: str
     """File and row, for error messages."""
 
-    def beginning(self, count: int) -> Row:
-        """The first messages of the row."""
-        return Row(self.messages[:count], self.tools, self.where)
+    def beginning(self, count: int) -> MarkedChat:
+        """The first messages of the chat."""
+        return MarkedChat(self.messages[:count], self.tools, self.where)
 
     @cached_property
     def longest_text(self) -> int:
-        """Characters that a template may write for this row."""
+        """Characters that a template may write for this chat."""
         num_frames = len(self.messages) + len(self.tools or ())
         return _FRAME_LENGTH * num_frames + _LENGTH_RATIO * _length((self.messages, self.tools))
 
 
-_PROBE_ROW = Row(PROBE, None, "chat template")
+_PROBE_CHAT = MarkedChat(PROBE, None, "chat template")
 
 
 class Template:
@@ -72,7 +72,7 @@ class Template:
         self._special_tokens_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.name = template_name(tokenizer)
 
-    def marks_answers(self, row: Row) -> bool:
+    def marks_answers(self, chat: MarkedChat) -> bool:
         """Whether the template for this row has `{% generation %}` around what the assistant says."""
         if self._tokenizer.chat_template is None:
             raise DataError(
@@ -81,39 +81,39 @@ class Template:
                 "chat_template.jinja beside it",
                 field="chat_template",
             )
-        with self._refusing(row):
-            return _GENERATION.search(self._tokenizer.get_chat_template(None, row.tools)) is not None
+        with self._refusing(chat):
+            return _GENERATION.search(self._tokenizer.get_chat_template(None, chat.tools)) is not None
 
-    def write(self, row: Row, *, generate: bool = False) -> str:
+    def write(self, chat: MarkedChat, *, generate: bool = False) -> str:
         """The text of a conversation; with `generate` the prompt for the next answer follows.
 
         Raises:
             DataError: the template fails, refuses the conversation, or writes far more than it was given.
         """
-        with self._refusing(row):
+        with self._refusing(chat):
             text: Any = self._tokenizer.apply_chat_template(
-                row.messages, tools=cast(list, row.tools), tokenize=False, add_generation_prompt=generate
+                chat.messages, tools=cast(list, chat.tools), tokenize=False, add_generation_prompt=generate
             )
-        self._check_length(row, text)
+        self._check_length(chat, text)
         return str(text)
 
-    def write_marked(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
+    def write_marked(self, chat: MarkedChat) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where each `{% generation %}` block of it begins and ends.
 
         Raises:
             DataError: see `write`.
         """
-        with self._refusing(row):
+        with self._refusing(chat):
             # The second of what it returns, which its annotation leaves out, is where the blocks are.
             rendered: Any = render_jinja_template(
-                [row.messages],
-                tools=cast(list, row.tools),
-                chat_template=self._tokenizer.get_chat_template(None, row.tools),
+                [chat.messages],
+                tools=cast(list, chat.tools),
+                chat_template=self._tokenizer.get_chat_template(None, chat.tools),
                 return_assistant_tokens_mask=True,
                 **self._special_tokens_map,
             )
         (text,), (blocks,) = rendered
-        self._check_length(row, text)
+        self._check_length(chat, text)
         return text, blocks
 
     def has_words(self, text: str) -> bool:
@@ -177,7 +177,7 @@ class Template:
     @cached_property
     def header(self) -> str:
         """What the template writes before an answer, where it has no prompt for generation that says so."""
-        question = _PROBE_ROW.beginning(1)
+        question = _PROBE_CHAT.beginning(1)
         if self.write(question, generate=True) != self.write(question) or not self.prompt:
             return ""
         _logger.warning(
@@ -195,9 +195,9 @@ class Template:
         The header is what two different answers have in common at their beginning. Blanks before the words
         belong to the words, as LLaMA 2's tokenizer has them.
         """
-        question = _PROBE_ROW.beginning(1)
+        question = _PROBE_CHAT.beginning(1)
         told, prompt = self.write(question), self.write(question, generate=True)
-        answers = [self.write(Row([PROBE[0], answer], None, _PROBE_ROW.where)) for answer in _ANSWERS]
+        answers = [self.write(MarkedChat([PROBE[0], answer], None, _PROBE_CHAT.where)) for answer in _ANSWERS]
         if prompt != told and answers[0].startswith(prompt):
             return prompt.removeprefix(told)
         header = os.path.commonprefix([answer.removeprefix(told) for answer in answers]).rstrip(" ")
@@ -213,9 +213,9 @@ class Template:
         Raises:
             DataError: the template writes none.
         """
-        text = self.write(_PROBE_ROW)
+        text = self.write(_PROBE_CHAT)
         begin = text.rfind(PROBE[1]["content"])
-        found = self._found(self._special.search(text, begin), _PROBE_ROW.where)
+        found = self._found(self._special.search(text, begin), _PROBE_CHAT.where)
         end, followed = found.end(), self._followed_probe
         if followed.startswith(text[:end]):
             while (more := self._special.match(text, end)) and followed.startswith(text[: more.end()]):
@@ -226,7 +226,7 @@ class Template:
     def _followed_probe(self) -> str:
         """Our own conversation, and its question again; "" if the template refuses that."""
         try:
-            return self.write(Row([*PROBE, PROBE[0]], None, _PROBE_ROW.where))
+            return self.write(MarkedChat([*PROBE, PROBE[0]], None, _PROBE_CHAT.where))
         except DataError:
             return ""
 
@@ -244,22 +244,22 @@ class Template:
         return token
 
     @contextmanager
-    def _refusing(self, row: Row) -> Iterator[None]:
+    def _refusing(self, chat: MarkedChat) -> Iterator[None]:
         """Whatever the template raises becomes a DataError."""
         try:
             yield
         except TemplateError as error:
-            raise DataError(f"{row.where}: {self.name} refuses the conversation: {error!s:.500}") from error
+            raise DataError(f"{chat.where}: {self.name} refuses the conversation: {error!s:.500}") from error
         except Exception as error:  # noqa: BLE001 - the template is a program
             reason = f"{type(error).__name__}: {error!s:.500}"
-            raise DataError(f"{row.where}: {self.name} fails: {reason}; {FOREIGN_CURE}") from error
+            raise DataError(f"{chat.where}: {self.name} fails: {reason}; {FOREIGN_CURE}") from error
 
-    def _check_length(self, row: Row, text: str) -> None:
+    def _check_length(self, chat: MarkedChat, text: str) -> None:
         # Most texts are shorter than the smallest limit, and counting a row's characters takes time.
-        if len(text) > _FRAME_LENGTH and len(text) > row.longest_text:
+        if len(text) > _FRAME_LENGTH and len(text) > chat.longest_text:
             raise DataError(
-                f"{row.where}: {self.name} writes {len(text)} characters, expected at most "
-                f"{row.longest_text} for these {len(row.messages)} messages; {FOREIGN_CURE}"
+                f"{chat.where}: {self.name} writes {len(text)} characters, expected at most "
+                f"{chat.longest_text} for these {len(chat.messages)} messages; {FOREIGN_CURE}"
             )
 
 

@@ -36,12 +36,6 @@ def test_pieces_together_are_what_the_tokenizer_decodes(name, text):
     assert text.lstrip() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_unknown_token_is_shown_as_such():
-    tokenizer = ZOO["unigram"]()
-    ids = tokenizer("he \U0001f99c", add_special_tokens=False)["input_ids"]
-    assert shown(tokenizer, ids)[-1].text == "<unk>"
-
-
 def test_a_character_is_shown_at_the_token_in_which_it_begins():
     tokenizer = tiny_tokenizer()
     pieces = shown(tokenizer, tokenizer("a\u4f60b", add_special_tokens=False)["input_ids"])
@@ -58,10 +52,13 @@ def test_half_a_character_is_shown_as_bytes():
     assert not any(piece.continues for piece in cut)
 
 
-def test_only_special_tokens_of_the_template_are_special():
+def test_unknown_tokens_are_shown_as_such_and_not_all_added_ones_are_special():
+    tokenizer = ZOO["unigram"]()
+    ids = tokenizer("he \U0001f99c", add_special_tokens=False)["input_ids"]
+    assert [token.text for token in shown(tokenizer, [*ids, 10**6])][-2:] == ["<unk>", "<no token 1000000>"]
     tokenizer = ZOO["qwen"]()
     ids = tokenizer("<|im_start|><think>x", add_special_tokens=False)["input_ids"]
-    assert [piece.is_special for piece in shown(tokenizer, ids)] == [True, False, False]
+    assert [token.is_special for token in shown(tokenizer, ids)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -117,19 +114,13 @@ learned \u2503 fo\u2502ur\u2502.\u2502\u27e6<|eot_id|>\u27e7
 """
 
 
-def test_text_on_a_terminal_without_colours():
+def test_text_on_a_terminal_says_without_colours_what_it_says_with_them():
     assert _printed(_row(*CHAT)) == PLAIN
-
-
-def test_colours_add_nothing_but_colours():
     coloured = _printed(_row(*CHAT), force_terminal=True, color_system="truecolor")
     assert "\x1b[" in coloured and Text.from_ansi(coloured).plain.rstrip("\n") == PLAIN.rstrip("\n")
-
-
-def test_learned_tokens_have_another_background():
-    coloured = _printed(_row(*CHAT), force_terminal=True, color_system="truecolor").splitlines()
     grounds = [
-        {span.style.bgcolor for span in Text.from_ansi(line).spans if span.style.bgcolor} for line in coloured
+        {span.style.bgcolor for span in Text.from_ansi(line).spans if span.style.bgcolor}
+        for line in coloured.splitlines()
     ]
     assert [bool(ground) for ground in grounds] == [False, False, False, False, True]
 
