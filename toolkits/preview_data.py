@@ -5,11 +5,38 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from os.path import isfile
+from typing import Any
 
+from patch.checks.rules import check_range
+from patch.config.data_spec import parse_data
+from patch.config.fields import FIELDS
 from patch.config.flags import add_flags, fields_of
-from patch.errors import PatchError
+from patch.config.positions import read_variables
+from patch.config.schema import DataConfig
+from patch.config.yaml_io import read_yaml
+from patch.errors import ConfigError, PatchError
+from patch.preflight.hub_names import fetch_sets, take_models
+from patch.preflight.stored_shape import refuse_other_forms
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
-from toolkits._data_settings import DATA_FLAGS, DEFAULT_LENGTH
+
+_DATA_FLAGS = (
+    "tokenizer_name_or_path",
+    "seq_length",
+    "max_padding_length",
+    "columns",
+    "alpaca_input_join",
+    "chat_template",
+    "train_on",
+    "allow_special_tokens",
+    "long_samples",
+    "max_dropped_share",
+    "cache_dir",
+    "data_workers",
+)
+"""The fields that decide what becomes of raw rows."""
+_LENGTH = 4096
+"""Tokens of a sample if neither a flag nor a run says it."""
 
 
 def main(argv: list[str]) -> int:
@@ -31,11 +58,9 @@ def _preview(options: argparse.Namespace) -> int:
     with quick_start():
         from patch.data.preview import Preview, terminal
     from patch.data.tokenizer import load_tokenizer
-    from toolkits._data_settings import read_data_settings
 
-    flags = fields_of(options, DATA_FLAGS)
-    settings = read_data_settings(options.data, flags, options.config, os.environ)
-    preview = Preview(settings.data, load_tokenizer(settings.tokenizer))
+    data, tokenizer = _settings(options)
+    preview = Preview(data, load_tokenizer(tokenizer))
     console = terminal(sys.stdout)
     preview.show_rows(console, options.rows, options.row)
     if options.statistics:
@@ -43,6 +68,50 @@ def _preview(options: argparse.Namespace) -> int:
     preview.write(options.html, options.json)
     preview.check()
     return 0
+
+
+def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None]:
+    """The data settings: those of a run, if there is one, with environment variables and flags over them.
+
+    Returns:
+        The settings, whose `max_padding_length` of .bin/.idx is SEQ_LEN; folder or name of the tokenizer.
+
+    Raises:
+        ConfigError: no data is named, a value is out of range, or the file cannot be used.
+        DataError: a name of the hub cannot be had.
+    """
+    run = read_yaml(options.config) if options.config is not None else {}
+    flags = fields_of(options, _DATA_FLAGS)
+    values: dict[str, Any] = {**run, **read_variables(os.environ), **flags}
+    take_models(values)
+    refuse_other_forms(values)
+    if options.data is not None:
+        text = fetch_sets(options.data, "train_data_path")
+        values |= {"train_data_path": text, "dataset_type": "idxmap" if _is_indexed(text) else "raw"}
+    if "train_data_path" not in values:
+        raise ConfigError(
+            "no data is named, expected what DATASET_PATH of the run would be, or --config FILE"
+        )
+    length = values.get("seq_length", _LENGTH)
+    if values.get("dataset_type", "idxmap") == "idxmap" and "max_padding_length" not in flags:
+        values["max_padding_length"] = length
+    values.setdefault("max_padding_length", length)
+    for name in _DATA_FLAGS:
+        if name in values:
+            check_range(FIELDS[name], values[name])
+    of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
+    return DataConfig(**of_data), values.get("tokenizer_name_or_path") or values.get("load")
+
+
+def _is_indexed(text: str) -> bool:
+    parts = parse_data(text, "train_data_path")
+    for path in (part.path for part in parts):
+        if path.endswith((".bin", ".idx")) and isfile(f"{path[:-4]}.idx"):
+            raise ConfigError(
+                f"got {path}, expected the path of .bin and .idx without the ending, that is {path[:-4]}",
+                field="train_data_path",
+            )
+    return all(isfile(f"{part.path}.idx") for part in parts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         "--html", type=output_file, metavar="FILE", help="also write one HTML page with all of this"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
-    note = f"--max-padding-length is --seq-length, or {DEFAULT_LENGTH} where --config does not say it either."
-    add_flags(parser.add_argument_group("the run's own flags", note), DATA_FLAGS)
+    note = f"--max-padding-length is --seq-length, or {_LENGTH} where --config does not say it either."
+    add_flags(parser.add_argument_group("the run's own flags", note), _DATA_FLAGS)
     return parser
 
 

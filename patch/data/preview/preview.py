@@ -7,181 +7,53 @@ the .idx; those of rows are in the token cache, and a small set is tokenized at 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.preview.rows import first_items, numbered_items, shown_rows
-from patch.data.preview.shown import ShownRow
-from patch.data.preview.statistics import Figures, SetStatistics
-from patch.data.preview.terminal import print_legend, print_row, print_statistics, terminal
-from patch.data.sft.options import sft_options
-from patch.data.sft.source import load_sft
+from patch.data.packing import pack
+from patch.data.preview.figures import Figures, figures_of_rows
+from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
+from patch.data.preview.tokens import (
+    INNER_BORDER,
+    ShownRow,
+    ShownToken,
+    TokenTexts,
+    lines_of,
+    visible,
+    visible_name,
+)
+from patch.data.readers import read_rows
+from patch.data.sft.build import start_workers
+from patch.data.sft.options import SftOptions, sft_options
+from patch.data.sft.rows import Item, TokenizedRow
+from patch.data.sft.source import find_sft, load_sft
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
-from patch.errors import ConfigError, about
+from patch.errors import ConfigError, DataError, about
 from patch.storage.names import DATA_CACHE_FOLDER
 from patch.storage.sizes import counted
 
 if TYPE_CHECKING:
     from patch.data.preview.indexed import IndexedPreview
-import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from jinja2 import Environment, StrictUndefined
-
-from patch.data.packing import pack
-from patch.data.preview.pieces import Piece
-from patch.data.preview.shown import INNER_BORDER, lines_of, visible, visible_name
-from patch.data.sft.source import find_sft
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_INK = "#010203"
-"""A colour that nothing else has; the page's own text colour takes its place."""
-_BAR = "#2f8f4e"
-_LIMIT = "#c05020"
-
-
-def svg(sets: Sequence[Figures]) -> str:
-    """The histograms as an <svg> element that loads nothing, in the colour of the text around it."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    picture = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "preview"}):
-        figure = _figure(sets)
-        figure.patch.set_alpha(0)
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        FigureCanvasSVG(figure).print_svg(picture, metadata=nothing)
-    text = picture.getvalue()
-    return text[text.index("<svg") :].replace(_INK, "currentColor")
-
-
-def _figure(sets: Sequence[Figures]) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7, 2.6 * len(sets)), layout="constrained")
-    for number, each in enumerate(sets, start=1):
-        axes = figure.add_subplot(len(sets), 1, number)
-        axes.stairs(each.lengths.counts, each.lengths.edges, fill=True, color=_BAR)
-        limit = ""
-        if each.capacity is not None:
-            axes.axvline(each.capacity, color=_LIMIT, linestyle="--")
-            limit = f" (the line: {each.capacity} fit)"
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        # The font has few other characters.
-        name = visible_name(each.name).encode("ascii", "backslashreplace").decode()
-        axes.set_title(name, color=_INK, parse_math=False)
-        axes.set_xlabel(f"tokens of a {each.counted}{limit}", color=_INK)
-        axes.set_ylabel(f"{each.counted}s", color=_INK)
-        axes.tick_params(colors=_INK)
-        axes.patch.set_alpha(0)
-        for spine in axes.spines.values():
-            spine.set_color(_INK)
-    return figure
-
-
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
-
-
-def page(title: str, tokenizer: str, sets: Sequence[Figures], rows: Sequence[ShownRow]) -> str:
-    """The page as text. Whatever comes from the rows is escaped.
-
-    Args:
-        title: names what is shown.
-        tokenizer: its name.
-        sets: figures of the sets; may be empty.
-        rows: the rows that are shown.
-    """
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"visible": visible, "name": visible_name, "hover": _hover}
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
-        title=title,
-        tokenizer=tokenizer,
-        sets=sets,
-        rows=rows,
-        plot=svg(sets) if sets else "",
-        lines_of=lines_of,
-        inner_border=INNER_BORDER,
-    )
-
-
-def _hover(piece: Piece) -> str:
-    if not piece.text:
-        return f"id {piece.id}: continues a character"
-    return f"id {piece.id}: {visible(piece.text)}"
-
-
-_SMALL_BYTES = 1 << 20
-"""Bytes of a set whose rows are tokenized here: a second or two."""
-
-
-def known_samples(
-    part: DataPart,
-    data: DataConfig,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    sft: bool,
-    fallback_cache: Path,
-) -> int | None:
-    """Samples of one pass over a training set, as the run counts them; None if that is not known.
-
-    No file is written.
-
-    Args:
-        part: the set.
-        data: the run's settings.
-        model: vocabulary and sequence length.
-        tokenizer: the run's, with its chat template.
-        sft: .bin/.idx hold conversations, not documents to learn as a whole.
-        fallback_cache: see `sft_options`.
-
-    Raises:
-        DataError: the set cannot be used; of rows that are not read this is not known.
-    """
-    if data.dataset_type == "raw":
-        return _of_rows(part.path, data, tokenizer, fallback_cache)
-    # These import megatron-core, which raw rows do not need.
-    if sft:
-        from patch.data.pretraining.indexed_sft import load_indexed_sft
-
-        length, rows = model.seq_length, model.vocab_size
-        return len(load_indexed_sft(part.path, tokenizer, sequence_length=length, vocab_size=rows))
-    from patch.data.pretraining.run_sets import train_samples
-
-    return train_samples(part, data, model, tokenizer)
-
-
-def _of_rows(
-    path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, fallback_cache: Path
-) -> int | None:
-    options, length = sft_options(data, fallback_cache), data.max_padding_length
-    source = find_sft(Path(path), tokenizer, length, options)
-    if source is None:
-        if sum(file.stat().st_size for file in files_of(path, "train_data_path")) > _SMALL_BYTES:
-            return None
-        source = load_sft(Path(path), tokenizer, length, replace(options, cache_dir=None))
-    return len(pack(source.sizes, length)) if data.packing else len(source)
-
 
 _FIELD = "train_data_path"
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _FEW_LINES = 30
 """What `--dry-run` shows of a sample."""
+_SMALL_BYTES = 1 << 20
+"""Bytes of a set whose rows are tokenized by `--dry-run`: a second or two."""
 _UNKNOWN = (
     "its samples are counted when it is tokenized, by the run or before it: llama-patch preview "
     "--config FILE (what --dry-run prints, in a file)"
@@ -235,8 +107,8 @@ class Preview:
         """
         length = self.data.max_padding_length
         for part in self.parts:
-            figures = self._of_rows(part) if self._has_rows else self._indexed(part).statistics(length)
-            print_statistics(console, figures)
+            figures = self._of_rows(part) if self._has_rows else self._indexed(part).figures(length)
+            print_figures(console, figures)
             self.sets.append(figures)
 
     def check(self) -> None:
@@ -246,7 +118,7 @@ class Preview:
             DataError: too large a share of a set's rows is dropped.
         """
         for part, figures in zip(self.parts, self.sets, strict=False):
-            if isinstance(figures, SetStatistics):
+            if figures.report is not None:
                 figures.report.refuse_drops(part.path, self.data.max_dropped_share)
 
     def write(self, html: Path | None, json_file: Path | None) -> None:
@@ -261,8 +133,7 @@ class Preview:
         """
         try:
             if html is not None:
-                text = page(self.data.train_data_path, self.tokenizer.name_or_path, self.sets, self.rows)
-                html.write_text(text, encoding="utf-8")
+                html.write_text(self._page(), encoding="utf-8")
             if json_file is not None:
                 json_file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -273,9 +144,24 @@ class Preview:
         return {
             "data": self.data.train_data_path,
             "tokenizer": self.tokenizer.name_or_path,
-            "sets": [each.to_json() for each in self.sets],
+            "sets": [each.values for each in self.sets],
             "rows": [row.to_json() for row in self.rows],
         }
+
+    def _page(self) -> str:
+        """What was shown as an HTML page. Whatever comes from the rows is escaped."""
+        environment = Environment(
+            autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        environment.filters |= {"visible": visible, "name": visible_name, "hover": _hover}
+        return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+            title=self.data.train_data_path,
+            tokenizer=self.tokenizer.name_or_path,
+            sets=self.sets,
+            rows=self.rows,
+            lines_of=lines_of,
+            inner_border=INNER_BORDER,
+        )
 
     @property
     def _has_rows(self) -> bool:
@@ -283,16 +169,16 @@ class Preview:
         return self.data.dataset_type == "raw"
 
     def _indexed(self, part: DataPart) -> IndexedPreview:
-        from patch.data.preview.indexed import open_preview  # imports megatron-core, which rows do not need
+        from patch.data.preview.indexed import IndexedPreview  # imports megatron-core, which rows do not need
 
         with about(_FIELD):
-            return open_preview(part, self.tokenizer)
+            return IndexedPreview(part, self.tokenizer)
 
-    def _of_rows(self, part: DataPart) -> SetStatistics:
+    def _of_rows(self, part: DataPart) -> Figures:
         length = self.data.max_padding_length
         with TemporaryDirectory() as fallback:
             options = replace(sft_options(self.data, Path(fallback)), max_dropped_share=1.0)
-            return SetStatistics.of(part, load_sft(Path(part.path), self.tokenizer, length, options), length)
+            return figures_of_rows(part, load_sft(Path(part.path), self.tokenizer, length, options), length)
 
     def _chosen(self, count: int, number: int | None) -> Iterator[ShownRow]:
         if not self._has_rows:
@@ -303,10 +189,65 @@ class Preview:
         ensure_chat_template(self.tokenizer, self.data.chat_template)
         # Rows are shown without the token cache, and a few of them need one process.
         options = replace(sft_options(self.data, Path()), cache_dir=None, num_workers=1)
+        length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
         for part in self.parts:
             files = files_of(part.path, _FIELD)
-            items = first_items(files, count) if number is None else numbered_items(files, number)
-            yield from shown_rows(items, self.tokenizer, options, self.data.max_padding_length)
+            items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
+            for _, rows in start_workers(self.tokenizer, options, length)([items]):
+                for item, row in zip(items, rows, strict=True):
+                    yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length))
+
+
+def _hover(token: ShownToken) -> str:
+    if not token.text:
+        return f"id {token.id}: continues a character"
+    return f"id {token.id}: {visible(token.text)}"
+
+
+def _items(files: Sequence[Path]) -> Iterator[Item]:
+    for file in files:
+        for row in read_rows(file):
+            yield Item(f"{file}: {row.place}", row.place, pickle.dumps(row.value))
+
+
+def _numbered(files: Sequence[Path], number: int) -> list[Item]:
+    """The row that messages call line `number` or row `number` (from 1), of each file that has one.
+
+    Raises:
+        DataError: no file has it; or as when the whole set is read.
+    """
+    found = []
+    for file in files:
+        # Numbers, with which places end, ascend within a file.
+        placed = ((int(item.place.rsplit(" ", 1)[1]), item) for item in _items([file]))
+        place, item = next((pair for pair in placed if pair[0] >= number), (0, None))
+        if item is not None and place == number:
+            found.append(item)
+    if not found:
+        names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+        raise DataError(f"{names}: no line {number} with a row, and no row {number} (--row)")
+    return found
+
+
+def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
+    ends = np.cumsum(row.sizes)[:-1]
+    ids = np.split(np.frombuffer(row.ids, np.int32), ends)
+    learned = np.split(np.frombuffer(row.learned, bool), ends)
+    return [texts.shown(*sample) for sample in zip(ids, learned, strict=True) if len(sample[0])]
+
+
+def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
+    """What became of a row."""
+    remarks = []
+    if row.dropped is not None:
+        remarks.append(f"dropped: {row.dropped}")
+    elif row.longest > length:
+        lost = "learned tokens are lost" if row.loses_learned else "no learned token is lost"
+        remarks.append(f"{row.longest} tokens, {length} fit: --long-samples {options.long_samples}; {lost}")
+    if row.is_special:
+        are = "are encoded as such" if options.render.allow_special_tokens else "are encoded as text"
+        remarks.append(f"special tokens that its text spells out {are} (--allow-special-tokens)")
+    return remarks
 
 
 def show_data(
@@ -336,14 +277,41 @@ def show_data(
     known = []
     for part in parts:
         with about(_FIELD):
-            samples = known_samples(
-                part, data, model, loaded, sft=sft, fallback_cache=output / DATA_CACHE_FOLDER
-            )
-        stream.write(f"data        {part.path}: {_UNKNOWN if samples is None else _words(samples, data)}\n")
+            samples = _known_samples(part, data, model, loaded, sft, output / DATA_CACHE_FOLDER)
+        packs = " (packs)" if data.packing and data.dataset_type == "raw" else ""
+        words = _UNKNOWN if samples is None else f"{counted(samples, 'sample')}{packs} in one epoch"
+        stream.write(f"data        {part.path}: {words}\n")
         known.append(samples)
     return None if None in known else sum(samples for samples in known if samples is not None)
 
 
-def _words(samples: int, data: DataConfig) -> str:
-    packs = " (packs)" if data.packing and data.dataset_type == "raw" else ""
-    return f"{counted(samples, 'sample')}{packs} in one epoch"
+def _known_samples(
+    part: DataPart,
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sft: bool,
+    fallback_cache: Path,
+) -> int | None:
+    """Samples of one pass over a training set, as the run counts them; None if not known. Writes no file.
+
+    Raises:
+        DataError: the set cannot be used; of rows that are not read this is not known.
+    """
+    if data.dataset_type != "raw":
+        # These import megatron-core, which raw rows do not need.
+        if sft:
+            from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+            length, rows = model.seq_length, model.vocab_size
+            return len(load_indexed_sft(part.path, tokenizer, sequence_length=length, vocab_size=rows))
+        from patch.data.pretraining.run_sets import train_samples
+
+        return train_samples(part, data, model, tokenizer)
+    options, length = sft_options(data, fallback_cache), data.max_padding_length
+    source = find_sft(Path(part.path), tokenizer, length, options)
+    if source is None:
+        if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
+            return None
+        source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
+    return len(pack(source.sizes, length)) if data.packing else len(source)

@@ -10,6 +10,7 @@ A line is learned as a whole or not at all, and its margin says so.
 from __future__ import annotations
 
 import io
+import unicodedata
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -17,7 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from patch.data.preview.shown import (
+from patch.data.preview.figures import Figures
+from patch.data.preview.tokens import (
     BORDER,
     INNER_BORDER,
     NEWLINE,
@@ -26,12 +28,10 @@ from patch.data.preview.shown import (
     TAB,
     ShownRow,
     ShownToken,
-    is_right_to_left,
     lines_of,
     visible,
     visible_name,
 )
-from patch.data.preview.statistics import Figures
 
 _MARGINS = {True: "learned \u2503 ", False: "        \u2503 "}
 _LEFT_TO_RIGHT = "\u200e"
@@ -88,23 +88,17 @@ def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> 
             console.print(Text(f"        \u2503 ... {len(lines) - max_lines} more lines"))
 
 
-def print_statistics(console: Console, figures: Figures) -> None:
+def print_figures(console: Console, figures: Figures) -> None:
     """Print the figures of a set, and a bar for each range of lengths that it has."""
     console.print(Text(visible_name(figures.name), style="bold"))
-    table = figures.table()
-    longest = max(len(name) for name, _ in table)
-    for name, value in table:
+    longest = max(len(name) for name, _ in figures.table)
+    for name, value in figures.table:
         console.print(Text.assemble((f"  {name:<{longest}}  ", "dim"), visible_name(value)))
-    edges, counts = figures.lengths.edges, figures.lengths.counts
-    width, most = len(f"{edges[-1]:,}"), max(counts)
-    for first, end, count in zip(edges, edges[1:], counts, strict=False):
-        if not count:
-            continue
+    width, most = len(f"{figures.lengths.edges[-1]:,}"), max(figures.lengths.counts)
+    for first, last, count in figures.lengths.bars():
         bar = "\u2588" * -(-count * _BAR_CELLS // most)
         console.print(
-            Text.assemble(
-                f"  {first:>{width},} to {end - 1:>{width},} tokens  ", (bar, "green"), f" {count:,}"
-            )
+            Text.assemble(f"  {first:>{width},} to {last:>{width},} tokens  ", (bar, "green"), f" {count:,}")
         )
 
 
@@ -118,8 +112,8 @@ def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:
             if place and line.cell_len + 1 + cell_len(text) > width:
                 yield line
                 line, place = _begun(token.is_learned), 0
-            if place or token.piece.continues:
-                line.append(INNER_BORDER if token.piece.continues else BORDER, style=_BORDER_STYLE)
+            if place or token.continues:
+                line.append(INNER_BORDER if token.continues else BORDER, style=_BORDER_STYLE)
             line.append(text, style=_style(token, index))
             index += 1
         yield line
@@ -131,12 +125,13 @@ def _begun(is_learned: bool) -> Text:
 
 
 def _token_text(token: ShownToken) -> str:
-    text = visible(token.piece.text)
-    if token.piece.is_special:
+    text = visible(token.text)
+    if token.is_special:
         return SPECIAL[0] + text + SPECIAL[1]
-    return _LEFT_TO_RIGHT + text + _LEFT_TO_RIGHT if is_right_to_left(text) else text
+    is_right_to_left = any(unicodedata.bidirectional(character) in ("R", "AL", "AN") for character in text)
+    return _LEFT_TO_RIGHT + text + _LEFT_TO_RIGHT if is_right_to_left else text
 
 
 def _style(token: ShownToken, index: int) -> str:
     style = _STYLES[token.is_learned][index % 2]
-    return f"{_SPECIAL_STYLES[token.is_learned]} {style}" if token.piece.is_special else style
+    return f"{_SPECIAL_STYLES[token.is_learned]} {style}" if token.is_special else style

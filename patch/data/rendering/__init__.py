@@ -1,7 +1,7 @@
 """Conversations become text and tokens, of which the assistant's words are learned; see README.md."""
 
 from patch.data.rendering.chat import ChatRenderer
-from patch.data.rendering.renaming import SpanEncoder
-from patch.data.rendering.spans import PLAIN, RenderOptions, Span, unmarked
+from patch.data.rendering.encoder import SpanEncoder
+from patch.data.rendering.spans import RenderOptions, Span, unmarked
 
-__all__ = ["PLAIN", "ChatRenderer", "RenderOptions", "Span", "SpanEncoder", "unmarked"]
+__all__ = ["ChatRenderer", "RenderOptions", "Span", "SpanEncoder", "unmarked"]

@@ -18,20 +18,20 @@ and the leftmost of equal ids is the leftmost of equal pairs: both make the same
 
 If the list has every pair of tokens that makes a token, 2. is true, as for LLaMA 3. Otherwise tiktoken gets
 only the tokens that merging makes, as for Qwen. That would be wrong for a tokenizer that takes a piece which
-is a token without merging it (`ignore_merges`), as tiktoken always does: it is left to `renaming`.
+is a token without merging it (`ignore_merges`), as tiktoken always does: it is left to the `encoder`'s copy.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import tiktoken
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from patch.data.rendering.spans import MARK, Span, any_of, unmarked
+from patch.data.rendering.spans import MARK, any_of, unmarked
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{numbers}|"
@@ -76,16 +76,12 @@ class ByteLevelEncoder:
         self._added = re.compile(f"({any_of(added)})")
         self._not_special = re.compile(f"({any_of(added.keys() - self._special)})")
 
-    def encode(self, samples: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
-        """The ids of each span of each sample.
+    def ids(self, text: str) -> list[int]:
+        """The ids of the added tokens in a marked text, and of what is between them.
 
         Raises:
-            UnicodeError: a text has a lone surrogate that is not a mark.
+            UnicodeError: the text has a lone surrogate that is not a mark.
         """
-        return [[self._encoded(span.text) for span in sample] for sample in samples]
-
-    def _encoded(self, text: str) -> list[int]:
-        """The ids of the added tokens in a marked text, and of what is between them."""
         ids: list[int] = []
         for index, part in enumerate(self._parts(text)):
             if index % 2:

@@ -1,12 +1,10 @@
 """Renders rows as samples: lists of spans, of which the assistant's words are learned (see turns.py).
 
-A chat template is code that comes with a tokenizer, so it runs in its own process (see bounded_process.py).
+A chat template is code that comes with a tokenizer, so it runs in other processes (see bounded_process.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
 from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
@@ -14,24 +12,22 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.spans import PLAIN, RenderOptions, Span, SpecialTokenMarker
-from patch.data.rendering.template import FOREIGN_CURE, PROBE, Row, Template
-from patch.data.rendering.turns import cut
-from patch.data.rendering.written import says_something
+from patch.data.rendering.spans import RenderOptions, Span, SpecialTokenMarker
+from patch.data.rendering.template import FOREIGN_CURE, PROBE, MarkedChat, Template
+from patch.data.rendering.turns import samples_of, says_something
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 
-Rows: TypeAlias = list[Conversation | Text]
 Samples: TypeAlias = list[list[Span]]
 """The samples of one row."""
 
-_PROBES: Rows = [Conversation(PROBE, None, (True, True), "chat template")]
+_PROBE = Conversation(PROBE, None, (True, True), "chat template")
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id of the token with which the chat template ends an answer; None if there is no such template."""
     try:
-        ((*_, answer),) = ChatRenderer(tokenizer).render(_PROBES[0])
+        ((*_, answer),) = ChatRenderer(tokenizer).render(_PROBE)
     except DataError:
         return None
     ending = [token for token in special_tokens(tokenizer) if answer.text.endswith(token)]
@@ -41,16 +37,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template, and plain texts without one.
 
-    It has a process of its own, which `render_all` starts. A program whose own processes are bounded calls
-    `samples` there.
-
     Args:
         tokenizer: has the chat template.
-        options: which turns are learned, and what special tokens in the rows mean.
+        options: which turns are learned, and what special tokens in the rows mean; None: see `RenderOptions`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions = PLAIN) -> None:
-        self._options = options
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions | None = None) -> None:
+        self._options = options or RenderOptions()
         self._marker = SpecialTokenMarker(special_tokens(tokenizer))
         self._tokenizer = tokenizer
         self._bos = _bos_of_texts(tokenizer)
@@ -58,31 +51,15 @@ class ChatRenderer:
         self._is_probed = False
 
     def render(self, row: Conversation | Text) -> Samples:
-        """The samples of one row; see `render_all`."""
-        ((_, (samples,)),) = self.render_all([[row]])
+        """The samples of one row, made in a process of their own; see `samples`."""
+        try:
+            ((_, (samples,)),) = BoundedMap(self.samples)([[row]])
+        except ChildEndedError as error:
+            raise self.blame(error) from error
         return samples
 
-    def render_all(self, batches: Iterable[Rows]) -> Iterator[tuple[Rows, list[Samples]]]:
-        """The samples of each row: usually one, none if there is nothing to learn, several if a template
-        writes earlier turns differently once others follow. The spans of a sample, concatenated, are the text
-        up to the last learned turn. A batch is rendered while the caller uses the previous one.
-
-        A turn without words stays as context and is not learned. Before the first conversation the template
-        is tried on a short one of our own.
-
-        Raises:
-            DataError: the template fails or does not end, refuses a conversation, loses a part of it, does
-                not let an answer be separated from its prompt, or ends a turn without a special token.
-        """
-        try:
-            for rows, samples in self._bounded_samples(self._after_probe(batches)):
-                if rows is not _PROBES:
-                    yield rows, samples
-        except ChildEndedError as error:
-            raise self.too_costly(error) from error
-
-    def too_costly(self, error: ChildEndedError) -> DataError:
-        """The error for a row, an item with a `where`, that took too much time or memory.
+    def blame(self, error: ChildEndedError) -> DataError:
+        """The error for an item, which has a `where`, on which the template ended its process.
 
         The kernel kills a process for want of memory, whichever process needs it.
         """
@@ -95,15 +72,30 @@ class ChatRenderer:
         return DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}")
 
     def samples(self, row: Conversation | Text) -> Samples:
-        """As `render`, but in this process, whose time and memory must be bounded.
+        """The samples of one row: usually one, none if there is nothing to learn, several if a template
+        writes earlier turns differently once others follow. The spans of a sample, concatenated, are the text
+        up to the last learned turn.
+
+        It runs the template, so call it where time and memory are bounded. A turn without words stays as
+        context and is not learned. Before the first conversation the template is tried on a short one of our
+        own.
 
         Raises:
-            DataError: as `render_all`.
+            DataError: the template fails, refuses a conversation, loses a part of it, does not let an answer
+                be separated from its prompt, or ends a turn without a special token.
         """
-        if not self._is_probed and isinstance(row, Conversation):
+        if isinstance(row, Text):
+            return self._text_samples(row)
+        if not self._is_probed:
             self._is_probed = True
-            self._samples(_PROBES[0])
-        return self._samples(row)
+            self.samples(_PROBE)
+        turns = self._turns(row)
+        if not turns:
+            return []
+        end = turns[-1] + 1
+        messages = [_normal(message) for message in row.messages[:end]]
+        marked = MarkedChat(self._marked(messages), self._marked(row.tools or None), row.where)
+        return samples_of(self._template, marked, turns)
 
     @property
     def headers(self) -> tuple[str, str]:
@@ -111,35 +103,12 @@ class ChatRenderer:
 
         "" where it is unknown. It tries the template in this process, whose time and memory must be bounded.
         """
-        return self._template.question_header, self._template.answer_header
+        return self._template.question_header, self._template.prompt
 
     def holds_special_token(self, row: Conversation | Text) -> bool:
         """Whether a text of the row spells out a special token."""
         parts = row.text if isinstance(row, Text) else [row.messages, row.tools]
         return self._marker.is_in(parts)
-
-    @cached_property
-    def _bounded_samples(self) -> BoundedMap[Conversation | Text, Samples]:
-        return BoundedMap(self._samples)
-
-    def _after_probe(self, batches: Iterable[Rows]) -> Iterator[Rows]:
-        for rows in batches:
-            if not self._is_probed and any(isinstance(row, Conversation) for row in rows):
-                self._is_probed = True
-                yield _PROBES
-            yield rows
-
-    def _samples(self, row: Conversation | Text) -> Samples:
-        """Runs in the process of the template."""
-        if isinstance(row, Text):
-            return self._text_samples(row)
-        turns = self._turns(row)
-        if not turns:
-            return []
-        end = turns[-1] + 1
-        messages = [_normal(message) for message in row.messages[:end]]
-        marked = Row(self._marked(messages), self._marked(row.tools or None), row.where)
-        return cut(self._template, marked, turns)
 
     def _turns(self, row: Conversation) -> list[int]:
         """The indices of the messages that are learned."""

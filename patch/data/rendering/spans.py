@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """How rows are rendered.
+    """How rows are rendered: by default all turns are learned, and special tokens in the rows are text.
 
     Args:
         train_on: learn all turns of the assistant, or only what it says after the last message of the user.
@@ -44,9 +44,6 @@ class RenderOptions:
     train_on: TrainOn = "all"
     allow_special_tokens: bool = False
 
-
-PLAIN = RenderOptions()
-"""All turns are learned, and special tokens in the rows are text."""
 
 
 MARK = "\ud800"

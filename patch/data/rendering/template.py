@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -23,7 +25,7 @@ _logger = get_logger(__name__)
 
 PROBE: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 """A short conversation of our own, which shows how a template writes an answer."""
-_OTHER_ANSWER: Message = {"role": "assistant", "content": "reply"}
+_ANSWERS: list[Message] = [PROBE[1], {"role": "assistant", "content": "reply"}]
 CURE = "use a chat template that writes the generation prompt before, and a special token after, each answer"
 FOREIGN_CURE = "use the chat template that the model was published with"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -33,7 +35,7 @@ _LENGTH_RATIO = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class MarkedChat:
     """A conversation as the template gets it: its texts are marked."""
 
     messages: list[Message]
@@ -41,18 +43,18 @@ class Row:
     where: str
     """File and row, for error messages."""
 
-    def beginning(self, count: int) -> Row:
-        """The first messages of the row."""
-        return Row(self.messages[:count], self.tools, self.where)
+    def beginning(self, count: int) -> MarkedChat:
+        """The first messages of the chat."""
+        return MarkedChat(self.messages[:count], self.tools, self.where)
 
     @cached_property
     def longest_text(self) -> int:
-        """Characters that a template may write for this row."""
+        """Characters that a template may write for this chat."""
         num_frames = len(self.messages) + len(self.tools or ())
         return _FRAME_LENGTH * num_frames + _LENGTH_RATIO * _length((self.messages, self.tools))
 
 
-_PROBE_ROW = Row(PROBE, None, "chat template")
+_PROBE_CHAT = MarkedChat(PROBE, None, "chat template")
 
 
 class Template:
@@ -64,11 +66,13 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._special = re.compile(any_of(special_tokens(tokenizer)))
+        special = any_of(special_tokens(tokenizer))
+        self._special = re.compile(special)
+        self._special_with_blanks = re.compile(rf"(?:\s*(?:{special}))*")
         self._special_tokens_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.name = template_name(tokenizer)
 
-    def marks_answers(self, row: Row) -> bool:
+    def marks_answers(self, chat: MarkedChat) -> bool:
         """Whether the template for this row has `{% generation %}` around what the assistant says."""
         if self._tokenizer.chat_template is None:
             raise DataError(
@@ -77,69 +81,44 @@ class Template:
                 "chat_template.jinja beside it",
                 field="chat_template",
             )
-        try:
-            return _GENERATION.search(self._tokenizer.get_chat_template(None, row.tools)) is not None
-        except Exception as error:  # noqa: BLE001 - a template may be missing, or no text
-            raise self._failure(row, error) from error
+        with self._refusing(chat):
+            return _GENERATION.search(self._tokenizer.get_chat_template(None, chat.tools)) is not None
 
-    def write(self, row: Row, *, generate: bool = False) -> str:
+    def write(self, chat: MarkedChat, *, generate: bool = False) -> str:
         """The text of a conversation; with `generate` the prompt for the next answer follows.
 
         Raises:
             DataError: the template fails, refuses the conversation, or writes far more than it was given.
         """
-        try:
+        with self._refusing(chat):
             text: Any = self._tokenizer.apply_chat_template(
-                row.messages, tools=cast(list, row.tools), tokenize=False, add_generation_prompt=generate
+                chat.messages, tools=cast(list, chat.tools), tokenize=False, add_generation_prompt=generate
             )
-        except Exception as error:  # noqa: BLE001 - the template is a program
-            raise self._failure(row, error) from error
-        self._check_length(row, text)
+        self._check_length(chat, text)
         return str(text)
 
-    def write_marked(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
+    def write_marked(self, chat: MarkedChat) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where each `{% generation %}` block of it begins and ends.
 
         Raises:
             DataError: see `write`.
         """
-        try:
+        with self._refusing(chat):
             # The second of what it returns, which its annotation leaves out, is where the blocks are.
             rendered: Any = render_jinja_template(
-                [row.messages],
-                tools=cast(list, row.tools),
-                chat_template=self._tokenizer.get_chat_template(None, row.tools),
+                [chat.messages],
+                tools=cast(list, chat.tools),
+                chat_template=self._tokenizer.get_chat_template(None, chat.tools),
                 return_assistant_tokens_mask=True,
                 **self._special_tokens_map,
             )
-        except Exception as error:  # noqa: BLE001 - the template is a program
-            raise self._failure(row, error) from error
         (text,), (blocks,) = rendered
-        self._check_length(row, text)
+        self._check_length(chat, text)
         return text, blocks
 
-    def end_of_turn(self, text: str, start: int, row: Row) -> int:
-        """Where the turn ends whose words end at or after `start`: after the token that ends it.
-
-        Args:
-            text: the text of the conversation; it ends with this turn.
-            start: where the turn's words end, or earlier if no special token comes between.
-            row: the conversation.
-
-        Raises:
-            DataError: no special token follows.
-        """
-        place = text.find(self._end_token, start)
-        if place >= 0:
-            return place + len(self._end_token)
-        # A call of a tool may end with another token, after further special tokens.
-        *_, last = [None, *self._special.finditer(text, start)]
-        if last is None:
-            raise DataError(
-                f"{row.where}: {self.name} ends the assistant's turn without a special token, so the model "
-                f"would not learn to stop; {CURE}"
-            )
-        return last.end()
+    def has_words(self, text: str) -> bool:
+        """Whether there is more in a text than special tokens and blanks."""
+        return bool(self._special.sub("", text).strip())
 
     def begin_of_block(self, text: str, start: int) -> int:
         """Where the answer begins that a `{% generation %}` block writes: after the header, if that is in it.
@@ -152,46 +131,32 @@ class Template:
         header = text.find(self.prompt, max(0, start - size), start + size)
         return start if header < 0 else max(start, header + size)
 
-    def has_words(self, text: str) -> bool:
-        """Whether there is more in a text than special tokens and blanks."""
-        return bool(self._special.sub("", text).strip())
-
-    def end_of_block(self, text: str, start: int, end: int, row: Row) -> int:
-        """Where the turn ends that a `{% generation %}` block writes.
-
-        What the block writes after its last token, such as ChatML's line break, does not belong to the turn.
-        A token that follows the block does; a special token in the block may close a tool's call only.
+    def end_of_turn(self, text: str, start: int, end: int, where: str) -> int:
+        """Where a turn ends: after the token that ends it, which may follow the turn's block.
 
         Args:
             text: the text of the conversation.
-            start: where the block begins.
-            end: where it ends.
-            row: the conversation.
+            start: where the turn's words end, or earlier if no special token comes between.
+            end: where that ends which the template writes for the turn.
+            where: file and row, for error messages.
 
         Raises:
-            DataError: neither the end of the block nor what follows it is a special token.
+            DataError: no special token is the last of the turn, or follows it.
         """
+        size = len(self._end_token)
+        place = text.rfind(self._end_token, start, end)
+        if place >= 0 and not self.has_words(text[place + size : end]):
+            return place + size
+        following = self._special_with_blanks.match(text, end)
+        assert following is not None, "it matches nothing too"
+        place = text.find(self._end_token, max(start, end - size), following.end())
+        if place >= 0:
+            return place + size
+        # A call of a tool may end with another token, after further special tokens.
         *_, last = [None, *self._special.finditer(text, start, end)]
-        if last is not None and not text[last.end() : end].strip():
-            return self._with_end_token(text, last.end())
-        blanks = len(text[end:]) - len(text[end:].lstrip())
-        following = self._special.match(text, end + blanks)
-        if following is None:
-            raise DataError(
-                f"{row.where}: {self.name} ends the assistant's turn without a special token, so the model "
-                f"would not learn to stop; {CURE}"
-            )
-        return self._with_end_token(text, following.end())
-
-    def _with_end_token(self, text: str, end: int) -> int:
-        """Where the end token ends, if it or the rest of it follows what ends at `end`; otherwise `end`."""
-        token = self._end_token
-        for size in range(len(token) - 1, 0, -1):
-            if text.startswith(token[size:], end) and text.endswith(token[:size], 0, end):
-                return end + len(token) - size
-        following = len(text) - len(text[end:].lstrip())
-        has_ended = text.endswith(token, 0, end)
-        return following + len(token) if not has_ended and text.startswith(token, following) else end
+        if last is None or text[last.end() : end].strip():
+            last = self._special.search(text, end, following.end())
+        return self._found(last, where).end()
 
     def turns_of(self, text: str) -> list[str]:
         """A text, divided where the user speaks after an answer (see `question_header`)."""
@@ -205,57 +170,37 @@ class Template:
     @cached_property
     def question_header(self) -> str:
         """What the template writes between an answer and the user's next words; "" if that is unknown."""
-        try:
-            text = self.write(Row([*PROBE, PROBE[0]], None, _PROBE_ROW.where))
-            after_answer = text.rpartition(PROBE[1]["content"])[2]
-            header, question, _ = after_answer.partition(self._end_token)[2].partition(PROBE[0]["content"])
-        except DataError:
-            return ""
+        after_answer = self._followed_probe.rpartition(PROBE[1]["content"])[2]
+        header, question, _ = after_answer.partition(self._end_token)[2].partition(PROBE[0]["content"])
         return header if question else ""
-
-    @cached_property
-    def answer_header(self) -> str:
-        """What the template writes between a question and its answer; "" if that is unknown."""
-        try:
-            return self.prompt
-        except DataError:
-            return ""
 
     @cached_property
     def header(self) -> str:
         """What the template writes before an answer, where it has no prompt for generation that says so."""
-        prompt = self.write(_PROBE_ROW.beginning(1), generate=True)
-        if prompt != self.write(_PROBE_ROW.beginning(1)) or not self._header:
+        question = _PROBE_CHAT.beginning(1)
+        if self.write(question, generate=True) != self.write(question) or not self.prompt:
             return ""
         _logger.warning(
             "%s writes no prompt for generation: %r before each answer is not learned, so it must be written "
             "before the model answers",
             self.name,
-            self._header,
+            self.prompt,
         )
-        return self._header
+        return self.prompt
 
     @cached_property
     def prompt(self) -> str:
-        """What the template writes before an answer, as its prompt for generation or else as its header."""
-        told = self.write(_PROBE_ROW.beginning(1))
-        prompt = self.write(_PROBE_ROW.beginning(1), generate=True)
-        if prompt != told and self.write(_PROBE_ROW).startswith(prompt):
-            return prompt.removeprefix(told)
-        return self._header
+        """What the template writes before an answer: its prompt for generation, or else its header.
 
-    @cached_property
-    def _header(self) -> str:
-        """What two different answers have in common at their beginning.
-
-        Blanks before the words belong to the words, as LLaMA 2's tokenizer has them.
+        The header is what two different answers have in common at their beginning. Blanks before the words
+        belong to the words, as LLaMA 2's tokenizer has them.
         """
-        told = self.write(_PROBE_ROW.beginning(1))
-        answers = [
-            self.write(Row([PROBE[0], answer], None, _PROBE_ROW.where)).removeprefix(told)
-            for answer in (PROBE[1], _OTHER_ANSWER)
-        ]
-        header = os.path.commonprefix(answers).rstrip(" ")
+        question = _PROBE_CHAT.beginning(1)
+        told, prompt = self.write(question), self.write(question, generate=True)
+        answers = [self.write(MarkedChat([PROBE[0], answer], None, _PROBE_CHAT.where)) for answer in _ANSWERS]
+        if prompt != told and answers[0].startswith(prompt):
+            return prompt.removeprefix(told)
+        header = os.path.commonprefix([answer.removeprefix(told) for answer in answers]).rstrip(" ")
         return header if header.strip() else ""
 
     @cached_property
@@ -268,36 +213,53 @@ class Template:
         Raises:
             DataError: the template writes none.
         """
-        text = self.write(_PROBE_ROW)
+        text = self.write(_PROBE_CHAT)
         begin = text.rfind(PROBE[1]["content"])
-        found = self._special.search(text, begin)
-        if found is None:
-            raise DataError(
-                f"{_PROBE_ROW.where}: {self.name} ends the assistant's turn without a special token, so the "
-                f"model would not learn to stop; {CURE}"
-            )
-        try:
-            followed = self.write(Row([*PROBE, PROBE[0]], None, _PROBE_ROW.where))
-        except DataError:
-            followed = ""
-        end = found.end()
+        found = self._found(self._special.search(text, begin), _PROBE_CHAT.where)
+        end, followed = found.end(), self._followed_probe
         if followed.startswith(text[:end]):
             while (more := self._special.match(text, end)) and followed.startswith(text[: more.end()]):
                 end = more.end()
         return text[found.start() : end]
 
-    def _failure(self, row: Row, error: Exception) -> DataError:
-        if isinstance(error, TemplateError):
-            return DataError(f"{row.where}: {self.name} refuses the conversation: {error!s:.500}")
-        reason = f"{type(error).__name__}: {error!s:.500}"
-        return DataError(f"{row.where}: {self.name} fails: {reason}; {FOREIGN_CURE}")
+    @cached_property
+    def _followed_probe(self) -> str:
+        """Our own conversation, and its question again; "" if the template refuses that."""
+        try:
+            return self.write(MarkedChat([*PROBE, PROBE[0]], None, _PROBE_CHAT.where))
+        except DataError:
+            return ""
 
-    def _check_length(self, row: Row, text: str) -> None:
-        # Most texts are shorter than the smallest limit, and counting a row's characters takes time.
-        if len(text) > _FRAME_LENGTH and len(text) > row.longest_text:
+    def _found(self, token: re.Match[str] | None, where: str) -> re.Match[str]:
+        """The special token that ends a turn.
+
+        Raises:
+            DataError: there is none.
+        """
+        if token is None:
             raise DataError(
-                f"{row.where}: {self.name} writes {len(text)} characters, expected at most "
-                f"{row.longest_text} for these {len(row.messages)} messages; {FOREIGN_CURE}"
+                f"{where}: {self.name} ends the assistant's turn without a special token, so the model would "
+                f"not learn to stop; {CURE}"
+            )
+        return token
+
+    @contextmanager
+    def _refusing(self, chat: MarkedChat) -> Iterator[None]:
+        """Whatever the template raises becomes a DataError."""
+        try:
+            yield
+        except TemplateError as error:
+            raise DataError(f"{chat.where}: {self.name} refuses the conversation: {error!s:.500}") from error
+        except Exception as error:  # noqa: BLE001 - the template is a program
+            reason = f"{type(error).__name__}: {error!s:.500}"
+            raise DataError(f"{chat.where}: {self.name} fails: {reason}; {FOREIGN_CURE}") from error
+
+    def _check_length(self, chat: MarkedChat, text: str) -> None:
+        # Most texts are shorter than the smallest limit, and counting a row's characters takes time.
+        if len(text) > _FRAME_LENGTH and len(text) > chat.longest_text:
+            raise DataError(
+                f"{chat.where}: {self.name} writes {len(text)} characters, expected at most "
+                f"{chat.longest_text} for these {len(chat.messages)} messages; {FOREIGN_CURE}"
             )
 
 

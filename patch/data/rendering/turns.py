@@ -8,22 +8,30 @@ the template writes after the turn (such as ChatML's line break) is not learned 
 
 Some templates write earlier turns otherwise once others follow (Qwen 3 drops their thoughts). Then the
 conversation becomes several samples, each with the text that generation would see.
+
+What a template does not write would be lost without a word, so it is noticed: many templates know nothing of
+tools, and write neither them nor their answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from patch.data.formats import Message
 from patch.data.rendering.spans import Span
-from patch.data.rendering.template import CURE, PROBE, Row, Template
-from patch.data.rendering.written import check_answer, check_row, says_something, words_of
+from patch.data.rendering.template import CURE, PROBE, MarkedChat, Template
 from patch.errors import DataError
 
 _MANY_TURNS = 4
 """From this many turns of the assistant on, the fast way of rendering is tried."""
 MOST_SAMPLES = 64
 """Samples that may be made of one conversation; each has the whole text before its answer."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_END_OF_THOUGHTS = "</think>"
+"""The end of thoughts within the words, which templates take apart."""
+_WRITING_CURE = "use a chat template that writes it, such as that of the instruct model (--chat-template)"
 
 
 class _RewrittenError(Exception):
@@ -37,33 +45,33 @@ class _Turn(NamedTuple):
     answer: str
 
 
-def cut(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
+def samples_of(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
     """The samples of a conversation.
 
     Args:
         template: writes the conversation.
-        row: its last message is the last turn to learn.
+        chat: its last message is the last turn to learn.
         turns: the indices of the assistant's messages that are learned; at least one.
 
     Raises:
         DataError: prompt and answer cannot be separated; the answer has no end; the template loses something;
             or there are too many samples.
     """
-    samples = _samples(template, row, turns)
-    is_all_learned = len(turns) == sum(message["role"] == "assistant" for message in row.messages)
+    samples = _samples(template, chat, turns)
+    is_all_learned = len(turns) == sum(message["role"] == "assistant" for message in chat.messages)
     return samples if is_all_learned else [_divided(template, spans) for spans in samples]
 
 
-def _samples(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
-    if template.marks_answers(row):
-        return [_from_blocks(template, row, turns)]
+def _samples(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
+    if template.marks_answers(chat):
+        return [_from_blocks(template, chat, turns)]
     if len(turns) >= _MANY_TURNS:
         try:
-            return [_from_local_turns(template, row, turns)]
+            return [_from_local_turns(template, chat, turns)]
         except (DataError, _RewrittenError):
             # Either the text of a turn depends on earlier turns, or the row is wrong. The slow way tells.
             pass
-    return _from_prefixes(template, row, turns)
+    return _from_prefixes(template, chat, turns)
 
 
 def _divided(template: Template, spans: list[Span]) -> list[Span]:
@@ -75,60 +83,57 @@ def _divided(template: Template, spans: list[Span]) -> list[Span]:
     return divided
 
 
-def _from_blocks(template: Template, row: Row, turns: Sequence[int]) -> list[Span]:
+def _from_blocks(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[Span]:
     """One sample, of a template that marks what the assistant says."""
-    text, blocks = template.write_marked(row)
-    check_row(template.name, row, text)
+    text, blocks = template.write_marked(chat)
+    _check_row(template.name, chat, text)
     answers = [
         index
-        for index, message in enumerate(row.messages)
+        for index, message in enumerate(chat.messages)
         if message["role"] == "assistant" and says_something(message)
     ]
     # A block of special tokens alone is an answer without words, or an eos token after the conversation.
     blocks = [(start, end) for start, end in blocks if template.has_words(text[start:end])]
-    bare = [index for index in answers if not template.has_words(words_of(row.messages[index]))]
-    if bare and len(blocks) != len(answers):
-        raise DataError(
-            f"{row.where}: message {bare[0] + 1}: the answer is a special token and no words, expected "
-            "words; without --allow-special-tokens it is text",
-            field="allow_special_tokens",
-        )
     if len(blocks) != len(answers):
+        bare = [index for index in answers if not template.has_words(words_of(chat.messages[index]))]
+        if bare:
+            raise DataError(
+                f"{chat.where}: message {bare[0] + 1}: the answer is a special token and no words, expected "
+                "words; without --allow-special-tokens it is text",
+                field="allow_special_tokens",
+            )
         raise DataError(
-            f"{row.where}: {template.name} has {len(blocks)} blocks of generation for {len(answers)} "
+            f"{chat.where}: {template.name} has {len(blocks)} blocks of generation for {len(answers)} "
             "answers; expected one for each (--chat-template)",
             field="chat_template",
         )
     spans: list[Span] = []
     done = 0
-    for index, (start, end) in zip(answers, blocks, strict=True):
-        if index not in turns:
-            continue
-        start = template.begin_of_block(text, start)
-        check_answer(template.name, row, index, text[start:end])
-        end = template.end_of_block(text, start, end, row)
-        spans += [Span(text[done:start], False), Span(text[start:end], True)]
-        done = end
+    for index, (begin, end) in zip(answers, blocks, strict=True):
+        if index in turns:
+            start = template.begin_of_block(text, begin)
+            _check_answer(template.name, chat, index, text[start:end])
+            end = _end_of(template, chat, index, text, start, end)
+            spans += [Span(text[done:start], False), Span(text[start:end], True)]
+            done = end
     return spans
 
 
-def _from_local_turns(template: Template, row: Row, turns: Sequence[int]) -> list[Span]:
+def _from_local_turns(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[Span]:
     """One sample, in a time linear in the number of turns if the text of a turn needs no earlier turns.
 
-    Only turns 1, 2, 4, 8, ... and the last one are cut from the text of all that comes before. The others are
-    rendered after a short conversation of our own; the next turn that is rendered in full then shows whether
-    their text is right.
+    Only the first and the last turn are cut from the text of all that comes before. The others are rendered
+    after a short conversation of our own; the last one then shows whether their text is right.
     """
-    probe = _turn(template, Row(PROBE, None, row.where), 1)
+    probe = _turn(template, MarkedChat(PROBE, None, chat.where), 1)
     probe_text = probe.prompt + probe.answer
     spans: list[Span] = []
     begin = 0
-    for number, index in enumerate(turns, start=1):
-        is_power_of_2 = number & (number - 1) == 0
-        if is_power_of_2 or number == len(turns):
-            turn, before = _turn(template, row, index), "".join(span.text for span in spans)
+    for index in turns:
+        if index in (turns[0], turns[-1]):
+            turn, before = _turn(template, chat, index), "".join(span.text for span in spans)
         else:
-            part = Row([*PROBE, *row.messages[begin : index + 1]], None, row.where)
+            part = MarkedChat([*PROBE, *chat.messages[begin : index + 1]], None, chat.where)
             turn, before = _turn(template, part, len(part.messages) - 1), probe_text
         if not turn.prompt.startswith(before):
             raise _RewrittenError
@@ -137,12 +142,12 @@ def _from_local_turns(template: Template, row: Row, turns: Sequence[int]) -> lis
     return spans
 
 
-def _from_prefixes(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
+def _from_prefixes(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
     """The samples, from the text up to each turn; a new one where that text is not what it was before."""
     samples: list[list[Span]] = [[]]
     done = ""
     for index in turns:
-        turn = _turn(template, row, index)
+        turn = _turn(template, chat, index)
         if not turn.prompt.startswith(done):
             samples.append([])
             done = ""
@@ -150,7 +155,7 @@ def _from_prefixes(template: Template, row: Row, turns: Sequence[int]) -> list[l
         done = turn.prompt + turn.answer
         if len(samples) > MOST_SAMPLES:
             raise DataError(
-                f"{row.where}: {template.name} writes earlier turns differently after each question, so "
+                f"{chat.where}: {template.name} writes earlier turns differently after each question, so "
                 f"every turn needs a sample of its own: more than {MOST_SAMPLES}; learn the last "
                 "turn only (--train-on last), or use a template with {% generation %}",
                 field="train_on",
@@ -158,21 +163,119 @@ def _from_prefixes(template: Template, row: Row, turns: Sequence[int]) -> list[l
     return samples
 
 
-def _turn(template: Template, row: Row, index: int) -> _Turn:
+def _turn(template: Template, chat: MarkedChat, index: int) -> _Turn:
     """The turn of one message, cut from the text of the conversation up to it."""
-    prompt = template.write(row.beginning(index), generate=True) + template.header
-    said = row.beginning(index + 1)
+    prompt = template.write(chat.beginning(index), generate=True) + template.header
+    said = chat.beginning(index + 1)
     text = template.write(said)
     if not text.startswith(prompt):
         raise DataError(
-            f"{row.where}: message {index + 1}: {template.name} writes the text before the answer "
+            f"{chat.where}: message {index + 1}: {template.name} writes the text before the answer "
             f"differently from the prompt for it, so prompt and answer cannot be separated; {CURE}"
         )
-    words = words_of(row.messages[index])
-    place = text.find(words, len(prompt))
-    end = template.end_of_turn(text, len(prompt) if place < 0 else place + len(words), said)
+    end = _end_of(template, said, index, text, len(prompt), len(text))
     answer = text[len(prompt) : end]
-    check_answer(template.name, row, index, answer)
-    if index == len(row.messages) - 1:
-        check_row(template.name, row, text)
+    _check_answer(template.name, chat, index, answer)
+    if index == len(chat.messages) - 1:
+        _check_row(template.name, chat, text)
     return _Turn(prompt, answer)
+
+
+def _end_of(template: Template, chat: MarkedChat, index: int, text: str, start: int, end: int) -> int:
+    """Where the answer ends that a template writes from `start` to `end` of a text, with its end token."""
+    words = words_of(chat.messages[index])
+    place = text.find(words, start, end)
+    return template.end_of_turn(text, start if place < 0 else place + len(words), end, chat.where)
+
+
+def words_of(message: Message) -> str:
+    """What a message says, without blanks around it; the texts of a content in parts are concatenated."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content.strip()
+
+
+def says_something(message: Message) -> bool:
+    """Whether there are words, thoughts or calls of tools in a message."""
+    return bool(words_of(message) or message.get("tool_calls") or any(map(message.get, _REASONING)))
+
+
+def _check_answer(name: str, chat: MarkedChat, index: int, answer: str) -> None:
+    """Check that an answer has the end of the assistant's words, and its calls of tools.
+
+    Args:
+        name: of the template, for error messages.
+        chat: the conversation.
+        index: of the message in it.
+        answer: what the template wrote for it.
+
+    Raises:
+        DataError: something is missing; the message names it.
+    """
+    message = chat.messages[index]
+    # Templates may write thoughts, which stand before the words, in another way.
+    last_line = words_of(message).rpartition("\n")[2].rpartition(_END_OF_THOUGHTS)[2].strip()
+    if not _is_in(answer, last_line):
+        raise _loss(name, chat, index, "what the assistant says", last_line)
+    thoughts = next((message[key] for key in _REASONING if message.get(key)), "")
+    if not _is_in(answer, thoughts):
+        raise _loss(name, chat, index, "what the assistant thinks", thoughts)
+    for call in message.get("tool_calls") or ():
+        for value in _texts_of_call(call):
+            if not _is_in(answer, value):
+                raise _loss(name, chat, index, "a call of a tool", value)
+
+
+def _check_row(name: str, chat: MarkedChat, text: str) -> None:
+    """Check that a text has the tools, the answers of tools, and what the system says.
+
+    Args:
+        name: of the template, for error messages.
+        chat: the conversation.
+        text: what the template wrote for it.
+
+    Raises:
+        DataError: something is missing; the message names it.
+    """
+    for tool in chat.tools or ():
+        tool_name = tool.get("function", tool).get("name", "")
+        if not _is_in(text, tool_name):
+            raise _loss(name, chat, None, "the tools", tool_name)
+    for index, message in enumerate(chat.messages):
+        if message["role"] not in ("user", "assistant") and not _is_in(text, words_of(message)):
+            raise _loss(name, chat, index, f"what the {message['role']} says", words_of(message))
+
+
+def _loss(name: str, chat: MarkedChat, index: int | None, what: str, value: str) -> DataError:
+    place = chat.where if index is None else f"{chat.where}: message {index + 1}"
+    return DataError(
+        f"{place}: {name} does not write {what} ({value!r:.60}); {_WRITING_CURE}", field="chat_template"
+    )
+
+
+def _texts_of_call(call: Any) -> Iterator[str]:
+    """The name of the tool and the texts among its arguments."""
+    function = call.get("function", call)
+    yield function.get("name", "")
+    yield from _texts(function.get("arguments"))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_in(text: str, value: str) -> bool:
+    """Whether a text has a value as it is, or as it is written in JSON, or in JSON within JSON."""
+    for _ in range(3):
+        if value.strip() in text:
+            return True
+        value = json.dumps(value, ensure_ascii=False)[1:-1]
+    return False

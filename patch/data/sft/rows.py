@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Text, columns_in, to_conversation
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
-from patch.data.rendering.bounded_process import ChildEndedError
+from patch.data.rendering.bounded_process import ChildEndedError, next_step
 from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.errors import DataError
@@ -89,7 +89,9 @@ class RowTokenizer:
         is_special, is_partly_encoded = self.renderer.holds_special_token(row), False
         kept: list[Tokens] = []
         longest = num_learned = 0
-        for spans in self.renderer.samples(row):
+        samples = self.renderer.samples(row)
+        next_step()
+        for spans in samples:
             tokens, is_whole = self._encode(spans, item.where)
             learned = int(np.count_nonzero(tokens.learned[1:]))
             if learned:
@@ -115,20 +117,14 @@ class RowTokenizer:
         )
 
     def blame(self, error: ChildEndedError) -> DataError:
-        """The error for an item that took too much: the tokenizer's, if its text can be written alone."""
-        item: Item = error.item
-        row = to_conversation(pickle.loads(item.value), item.where, self._options.format)
-        if not error.was_killed:
-            try:
-                self.renderer.render(row)
-            except DataError as fault:
-                return fault
-            return DataError(
-                f"{item.where}: tokenizer {self._name} {error} to encode it; expected one whose patterns and "
-                "normalizer end soon: its tokenizer.json has them",
-                field="tokenizer_name_or_path",
-            )
-        return self.renderer.too_costly(error)
+        """The error for an item that took too much: the tokenizer's, if its text was written."""
+        if error.was_killed or error.step == 0:
+            return self.renderer.blame(error)
+        return DataError(
+            f"{error.item.where}: tokenizer {self._name} {error} to encode it; expected one whose patterns "
+            "and normalizer end soon: its tokenizer.json has them",
+            field="tokenizer_name_or_path",
+        )
 
     def _cut(self, tokens: Tokens, row: Conversation | Text) -> list[Tokens]:
         if len(tokens.ids) <= self._length + 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError, next_step
 from patch.errors import DataError
 
 
@@ -25,7 +25,7 @@ def work(item: tuple[int, float]) -> int:
     return number**2
 
 
-@pytest.mark.parametrize("processes", [1, 2, 5])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_results_come_in_the_order_of_the_lists(processes: int) -> None:
     """Every third list takes longest, so later ones are finished before it."""
     lists = [[(number, 0.02 * (number % 3 == 0)), (number + 1, 0)] for number in range(40)]
@@ -63,31 +63,24 @@ def test_input_is_read_only_as_far_ahead_as_children_and_waiting_results_need() 
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_of_several_errors_the_first_in_order_is_raised_after_all_results_before_it(processes: int) -> None:
-    """The earlier error comes late, and what reads the lists fails at once."""
+@pytest.mark.parametrize(
+    ("last", "said"), [([[(5, 0.0), (-1, 0.2)], [(-2, 0.0)]], "number -1"), ([], "no more lists")]
+)
+def test_of_several_errors_the_first_in_order_is_raised_after_all_results_before_it(
+    last: list, said: str, processes: int
+) -> None:
+    """An earlier error comes late, and what reads the lists fails at once."""
 
     def lists():
-        yield from ([(number, 0.0)] for number in range(5))
-        yield [(5, 0.0), (-1, 0.2)]
-        yield [(-2, 0.0)]
+        yield from ([(number, 0.01)] for number in range(5))
+        yield from last
         raise DataError("no more lists")
 
     given = []
-    with pytest.raises(DataError, match="^number -1$"):
+    with pytest.raises(DataError, match=f"^{said}$"):
         for _, results in BoundedMap(work, processes)(lists()):
             given += results
     assert given == [0, 1, 4, 9, 16]
-
-
-def test_error_of_the_input_is_raised_after_the_results_before_it() -> None:
-    def lists():
-        yield [(3, 0.1)]
-        raise DataError("no more lists")
-
-    results = BoundedMap(work, 2)(lists())
-    assert next(results)[1] == [9]
-    with pytest.raises(DataError, match="no more lists"):
-        next(results)
 
 
 def test_killed_child_names_its_item_and_the_others_end_with_the_map() -> None:
@@ -103,7 +96,37 @@ def test_killed_child_names_its_item_and_the_others_end_with_the_map() -> None:
         for _, results in rows(lists):
             given += results
     assert caught.value.item == (666, 0.0) and caught.value.was_killed
-    assert given == [number**2 for number in range(7)]
+    assert given == [number**2 for number in range(len(given))] and len(given) < 8
     del rows, caught
     gc.collect()  # the traceback has the map, in a cycle
     assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.timeout(60)
+def test_each_step_of_an_item_has_its_time_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three steps each has less than its two seconds. The fourth has no end, nor has another process."""
+    monkeypatch.setattr("patch.data.rendering.bounded_process.SECONDS", 2)
+
+    def spin(steps: tuple[float, ...]) -> None:
+        for seconds in steps:
+            end = time.process_time() + seconds
+            while time.process_time() < end:
+                pass
+            next_step()
+        time.sleep(60)
+
+    with pytest.raises(ChildEndedError, match="^takes more than 2 s$") as caught:
+        list(BoundedMap(spin, 2)([[()], [(0.9, 0.9, 0.9, 60.0)]]))
+    assert caught.value.item == (0.9, 0.9, 0.9, 60.0)
+    assert caught.value.step == 3 and not caught.value.was_killed
+
+
+def test_process_that_is_killed_between_two_lists_is_told() -> None:
+    before = set(psutil.Process().children())
+    rows = BoundedMap(work)
+    assert next(rows([[(3, 0.0)]]))[1] == [9]
+    for child in set(psutil.Process().children()) - before:
+        child.kill()
+    with pytest.raises(ChildEndedError) as caught:
+        list(rows([[(3, 0.0)]]))
+    assert caught.value.was_killed

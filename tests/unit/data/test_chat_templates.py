@@ -90,13 +90,7 @@ def test_built_in_template_writes_what_is_expected_and_learns_the_answers(name: 
     assert expected[1].endswith(end) and end != "yes"
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_chosen_template_is_saved_with_the_tokenizer(name: str, tmp_path: Path) -> None:
-    with_template(name).save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == BUILT_IN[name]
-
-
-def test_chatml_writes_tools_as_hermes_does() -> None:
+def test_tools_are_written_as_hermes_and_meta_do_and_are_refused_where_a_template_knows_none() -> None:
     call = '<tool_call>\n{"name": "get", "arguments": {"city": "x"}}\n</tool_call>'
     assert texts(with_template("chatml"), WITH_TOOLS, TOOLS) == [
         "<|im_start|>system\nbe brief\n\nFunctions that you can call:\n<tools>\n" + JSON + "\n</tools>\n"
@@ -106,9 +100,6 @@ def test_chatml_writes_tools_as_hermes_does() -> None:
         "\n<|im_start|>tool\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
         "yes<|im_end|>",
     ]
-
-
-def test_llama3_writes_tools_as_metas_json() -> None:
     call = '{"name": "get", "parameters": {"city": "x"}}'
     assert texts(with_template("llama3"), WITH_TOOLS, TOOLS) == [
         f"<|begin_of_text|>{H}system{E}\n\nbe brief\n\nFunctions that you can call:\n{JSON}\n"
@@ -118,12 +109,9 @@ def test_llama3_writes_tools_as_metas_json() -> None:
         f"{H}ipython{E}\n\nsunny{T}{H}assistant{E}\n\n",
         f"yes{T}",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["alpaca", "plain"])
-def test_templates_that_know_no_tools_refuse_them(name: str) -> None:
-    with pytest.raises(DataError, match=f"row: the built-in chat template {name} does not write the tools"):
-        texts(with_template(name), WITH_TOOLS, TOOLS)
+    for name in ("alpaca", "plain"):
+        with pytest.raises(DataError, match=f"the built-in chat template {name} does not write the tools"):
+            texts(with_template(name), WITH_TOOLS, TOOLS)
 
 
 def test_template_whose_special_tokens_are_missing_is_refused_with_those_that_fit() -> None:
@@ -139,19 +127,23 @@ def test_template_whose_special_tokens_are_missing_is_refused_with_those_that_fi
         ensure_chat_template(tokenizer, "plain")
 
 
-def test_file_is_a_template(tmp_path: Path) -> None:
+def test_file_is_a_template_that_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}\u4f60{{ m.content }}<|eot_id|>{% endfor %}")
     tokenizer = tiny_tokenizer(template="another")
     ensure_chat_template(tokenizer, str(file))
     assert tokenizer.chat_template == file.read_text() and template_name(tokenizer) == "the chat template"
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == file.read_text()
     file.write_bytes(b"\xff")
-    with pytest.raises(DataError, match="mine.jinja, which cannot be read .*utf-8"):
-        ensure_chat_template(tokenizer, str(file))
-    with pytest.raises(DataError, match="absent, which cannot be read .* expected chatml, llama3"):
-        ensure_chat_template(tokenizer, str(tmp_path / "absent"))
-    with pytest.raises(DataError, match="no file or larger than"):
-        ensure_chat_template(tokenizer, str(tmp_path))
+    for name, said in (
+        ("mine.jinja", "cannot be read .*utf-8"),
+        ("absent", "cannot be read .* expected chatml, llama3"),
+        ("", "no file or larger than"),
+    ):
+        with pytest.raises(DataError, match=said) as caught:
+            ensure_chat_template(tokenizer, str(tmp_path / name))
+        assert caught.value.field == "chat_template"
 
 
 def test_tokenizer_without_a_template_is_refused_at_the_first_conversation() -> None:
@@ -195,8 +187,7 @@ def test_blank_between_header_and_words_belongs_to_the_words() -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
     )
-    tokenizer = qwen_tokenizer(template)
-    assert texts(tokenizer, turns("hello", "yes")) == [
+    assert texts(qwen_tokenizer(template), turns("hello", "yes")) == [
         "<|im_start|>user: hello<|im_end|><|im_start|>assistant:", " yes<|im_end|>"
     ]  # fmt: skip
 
@@ -204,6 +195,13 @@ def test_blank_between_header_and_words_belongs_to_the_words() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "would not learn to stop"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}",
+            "cannot be separated",
+        ),
+        ("{{ raise_exception('not today') }}", "refuses the conversation: not today"),
+        ("{% if %}", "refuses the conversation"),
         (
             "{% for m in messages %}{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}{% endfor %}",
             "has 2 blocks of generation for 1 answers",
@@ -227,9 +225,37 @@ def test_blank_between_header_and_words_belongs_to_the_words() -> None:
         ),
     ],
 )
-def test_marks_that_are_wrong_are_refused(template: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        ChatRenderer(tiny_tokenizer(template=template)).render(chat(turns("hello", "world yes")))
+def test_template_that_cannot_be_trained_with_is_refused_at_once(template: str, said: str) -> None:
+    tokenizer = tiny_tokenizer(template=template)
+    with pytest.raises(DataError, match=f"^chat template: .*{said}"):
+        ChatRenderer(tokenizer).render(chat(turns("hello", "world yes")))
+    assert end_of_turn(tokenizer) is None
+
+
+def test_templates_refusal_names_the_row() -> None:
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    template = refusal + BUILT_IN["llama3"]
+    with pytest.raises(DataError, match="f.json: row 3: .*no system message"):
+        ChatRenderer(tiny_tokenizer(template=template)).render(
+            chat(turns("a", "b", system="s"), where="f.json: row 3")
+        )
+
+
+def test_wordless_answer_is_context_only_and_without_an_answer_there_is_no_sample() -> None:
+    renderer = ChatRenderer(with_template("llama3"))
+    (spans,) = renderer.render(chat(turns("a", " ", "b", "c")))
+    assert spans == [
+        Span(f"<|begin_of_text|>{H}user{E}\n\na{T}{H}assistant{E}\n\n{T}", False),
+        Span(f"{H}user{E}\n\nb{T}{H}assistant{E}\n\n", False, begins_turn=True),
+        Span(f"c{T}", True),
+    ]
+    assert renderer.render(chat(turns("a"))) == []
+
+
+def test_special_tokens_of_a_row_are_noticed() -> None:
+    renderer = ChatRenderer(with_template("llama3"))
+    assert renderer.holds_special_token(chat(turns("a", f"say {T} twice")))
+    assert not renderer.holds_special_token(chat(turns("a", "say <|eot_i d|>")))
 
 
 def test_spans_of_a_text_row_begin_with_bos() -> None:

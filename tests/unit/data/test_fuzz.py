@@ -21,8 +21,8 @@ from patch.data.pretraining.dataset import load_training
 from patch.data.pretraining.part import PretrainOptions
 from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
-from patch.data.rendering.template import Row, Template
-from patch.data.rendering.turns import cut
+from patch.data.rendering.template import MarkedChat, Template
+from patch.data.rendering.turns import samples_of
 from patch.errors import DataError
 
 SEED = 20
@@ -32,65 +32,11 @@ ROWS = [
     {"query": "2 + 2", "response": "4", "system": None, "id": 1.5e3, "more": [True, {"a": []}]},
 ]
 # Pieces that mean something to a parser.
-JSON_WORDS = [
-    b"[",
-    b"]",
-    b"{",
-    b"}",
-    b'"',
-    b"\\",
-    b"\\u",
-    b"\\ud800",
-    b",",
-    b":",
-    b"\n",
-    b"\0",
-    b"\xff",
-    b"1e999",
-]
-JSON_WORDS += [b"null", b"NaN", b"-", b"\xef\xbb\xbf", b'"role"', b'"messages"', b"[" * 2000, b'{"a":' * 2000]
-TEMPLATE_WORDS = [
-    "{{",
-    "}}",
-    "{%",
-    "%}",
-    "{#",
-    "'",
-    "(",
-    ")",
-    "[",
-    "]",
-    "|",
-    "+",
-    "~",
-    "*",
-    "**",
-    ".",
-    "loop",
-    "9",
-]
-TEMPLATE_WORDS += [
-    " endif ",
-    " endfor ",
-    " if ",
-    " for ",
-    " in ",
-    " not ",
-    "messages",
-    "message",
-    "range",
-    "|list",
-]
-TEMPLATE_WORDS += [
-    "|length",
-    "none",
-    "raise_exception",
-    "namespace",
-    "'<|eot_id|>'",
-    "-%}",
-    "|trim",
-    "|tojson",
-]
+JSON_WORDS = rb'[ ] { } " \ \u \ud800 , : 1e999 null NaN - "role" "messages"'.split()
+JSON_WORDS += [b"\n", b"\0", b"\xff", b"\xef\xbb\xbf", b"[" * 2000, b'{"a":' * 2000]
+TEMPLATE_WORDS = "{{ }} {% %} -%} {# ' ( ) [ ] | + ~ * ** . 9 loop messages message range |list".split()
+TEMPLATE_WORDS += "|length |trim |tojson none raise_exception namespace '<|eot_id|>'".split()
+TEMPLATE_WORDS += [f" {word} " for word in ("if", "endif", "for", "endfor", "in", "not")]
 
 
 def mutated(pick: random.Random, whole, words: list):
@@ -113,36 +59,38 @@ def joined_values(text: str):
         place = len(text) - len(rest) + end
 
 
-def fuzz_packed(folder: Path, cases: int, seed: int) -> Counter:
-    """Of a damaged parquet or compressed file, what is read before the fault are rows."""
-    pick = random.Random(seed)
-    path = folder / "rows"
+@pytest.mark.timeout(100)
+def test_damaged_parquet_and_compressed_files(tmp_path: Path) -> None:
+    """What is read before the fault are rows."""
+    pick = random.Random(SEED)
+    path = tmp_path / "rows"
     outcomes: Counter = Counter()
     rows = [{"a": f"text {index}", "b": [{"c": index}]} for index in range(40)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=30)
-    with pyarrow.CompressedOutputStream(folder / "zst", "zstd") as file:
+    with pyarrow.CompressedOutputStream(tmp_path / "zst", "zstd") as file:
         file.write(json.dumps(rows).encode())
-    files = [path.read_bytes(), (folder / "zst").read_bytes(), gzip.compress(json.dumps(rows).encode())]
+    files = [path.read_bytes(), (tmp_path / "zst").read_bytes(), gzip.compress(json.dumps(rows).encode())]
     words = [b"\0", b"\xff", b"\xff" * 8, b"PAR1", b"\x7f", b"\x1f\x8b"]
-    for _ in range(cases):
+    for _ in range(400):
         path.write_bytes(mutated(pick, pick.choice(files), words))
         try:
             outcomes["read"] += len(list(read_rows(path))) > 0
         except DataError as error:
             assert len(str(error)) < 1000
             outcomes["refused"] += 1
-    return outcomes
+    assert outcomes["refused"] > 100
 
 
-def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
+@pytest.mark.timeout(100)
+def test_damaged_rows(tmp_path: Path) -> None:
     """What is read equals what Python's own json reads."""
-    pick = random.Random(seed)
-    path = folder / "rows"
+    pick = random.Random(SEED)
+    path = tmp_path / "rows"
     outcomes: Counter = Counter()
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
     pretty = "\n".join(json.dumps(row, indent=1) for row in ROWS)
     files = [json.dumps(ROWS, indent=1).encode(), lines, pretty.encode()]
-    for _ in range(cases):
+    for _ in range(400):
         data = mutated(pick, pick.choice(files), JSON_WORDS)
         path.write_bytes(data)
         try:
@@ -158,22 +106,23 @@ def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
         assert rows == (list(chain(*values)) if is_list else values), text
         assert all(set(message) == {"role", "content"} for each in conversations for message in each.messages)
         outcomes["read"] += 1
-    return outcomes
+    assert outcomes["refused"] > 40 and outcomes["read"] > 40
 
 
-def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
-    """With a damaged .idx every sample that is read is one of consecutive numbers, as they were written."""
-    pick = random.Random(seed)
-    prefix = folder / "set"
+@pytest.mark.timeout(100)
+def test_damaged_sets(tmp_path: Path) -> None:
+    """Every sample that is read is one of consecutive numbers, as they were written."""
+    pick = random.Random(SEED)
+    prefix = tmp_path / "set"
     outcomes: Counter = Counter()
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
     for start, size in ((1, 60), (61, 0), (61, 100), (161, 41)):
         builder.add_document(np.arange(start, start + size), [size])
     builder.finalize(f"{prefix}.idx")
-    whole = {name: (folder / name).read_bytes() for name in ("set.idx", "set.bin")}
+    whole = {name: (tmp_path / name).read_bytes() for name in ("set.idx", "set.bin")}
     words = [bytes(4), bytes(8), b"\xff" * 4, b"\xff" * 8, b"\x01", b"\x02\0\0\0", b"\x80", b"\x08"]
     words += [np.int64(value).tobytes() for value in (1, 2, 3, 4, 240, 640, 2**31, 2**62, -(2**63))]
-    for case in range(cases):
+    for case in range(150):
         name = pick.choice(["set.idx", "set.idx", "set.bin"])
         data = bytearray(whole[name])
         if pick.random() < 0.3:
@@ -183,12 +132,12 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
             place = pick.randrange(len(data) - len(word))
             data[place : place + len(word)] = word
         for each in whole:
-            (folder / each).write_bytes(data if each == name else whole[each])
+            (tmp_path / each).write_bytes(data if each == name else whole[each])
         run = small_run(
-            dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(folder / str(case))
+            dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(tmp_path / str(case))
         )
         try:
-            options = PretrainOptions(8, run.model.vocab_size, run.training.seed, folder / f"index {case}")
+            options = PretrainOptions(8, run.model.vocab_size, run.training.seed, tmp_path / f"index {case}")
             source = load_training([str(prefix)], None, options, lambda one_pass: 12)
             samples = [source[index] for index in range(len(source))]
         except DataError:
@@ -200,19 +149,20 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
                 steps = (sample.labels - sample.tokens).tolist()
                 assert all(step in (1, -200) for step in steps), (case, data)
         outcomes["read"] += 1
-    return outcomes
+    assert outcomes["refused"] > 15 and outcomes["read"] > 15
 
 
-def fuzz_templates(cases: int, seed: int) -> Counter:
+@pytest.mark.timeout(100)
+def test_damaged_templates() -> None:
     """What a template is cut into is the beginning of what it writes."""
-    pick = random.Random(seed)
+    pick = random.Random(SEED)
     tokenizer = tiny_tokenizer()
     messages = [{"role": ("user", "assistant")[index % 2], "content": f"turn {index}"} for index in range(12)]
 
     def attempt(template: str) -> str:
         tokenizer.chat_template = template
         try:
-            samples = cut(Template(tokenizer), Row(messages, None, "row"), range(1, 12, 2))
+            samples = samples_of(Template(tokenizer), MarkedChat(messages, None, "row"), range(1, 12, 2))
         except DataError as error:
             assert len(str(error)) < 2000
             return "refused"
@@ -220,30 +170,6 @@ def fuzz_templates(cases: int, seed: int) -> Counter:
         assert text.startswith("".join(span.text for span in samples[-1])), template
         return "rendered"
 
-    templates = [mutated(pick, LLAMA3_CHAT_TEMPLATE, TEMPLATE_WORDS) for _ in range(cases)]
+    templates = [mutated(pick, LLAMA3_CHAT_TEMPLATE, TEMPLATE_WORDS) for _ in range(100)]
     ((_, outcomes),) = BoundedMap(attempt)([templates])
-    return Counter(outcomes)
-
-
-@pytest.mark.timeout(100)
-def test_damaged_rows(tmp_path: Path) -> None:
-    outcomes = fuzz_rows(tmp_path, 400, SEED)
-    assert outcomes["refused"] > 40 and outcomes["read"] > 40
-
-
-@pytest.mark.timeout(100)
-def test_damaged_parquet_and_compressed_files(tmp_path: Path) -> None:
-    outcomes = fuzz_packed(tmp_path, 400, SEED)
-    assert outcomes["refused"] > 100
-
-
-@pytest.mark.timeout(100)
-def test_damaged_sets(tmp_path: Path) -> None:
-    outcomes = fuzz_indexed(tmp_path, 150, SEED)
-    assert outcomes["refused"] > 15 and outcomes["read"] > 15
-
-
-@pytest.mark.timeout(100)
-def test_damaged_templates() -> None:
-    outcomes = fuzz_templates(100, SEED)
-    assert outcomes["refused"] > 10 and outcomes["rendered"] > 10
+    assert outcomes.count("refused") > 10 and outcomes.count("rendered") > 10

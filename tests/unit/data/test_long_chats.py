@@ -3,29 +3,22 @@
 import random
 from itertools import cycle, islice
 
+import chat_template_families as families
 import pytest
 from chats import chat
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.chat_templates import BUILT_IN
 from patch.data.rendering import ChatRenderer, Span, unmarked
 
 ENDS = ("<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end_of_text|>")
 SPECIAL = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>", "</s>", "<start_of_turn>", "<end_of_turn>"]
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# The system message before the first question, turns told by their place, no prompt of its own.
-MISTRAL = (
-    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}"
-    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
-    "{{ bos_token }}{% for m in rest %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('not by turns') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+# Each turn knows its number, so that none can be written without those before it.
+NUMBERED = (
+    "{% for m in messages %}{{ loop.index ~ m.role ~ ': ' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ (messages | length + 1) ~ 'assistant: ' }}{% endif %}"
 )
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}"
@@ -33,15 +26,14 @@ GEMMA = (
     "+ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# Each turn knows its number, so that none can be written without those before it.
-NUMBERED = (
-    "{% for m in messages %}{{ loop.index ~ m.role ~ ': ' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ (messages | length + 1) ~ 'assistant: ' }}{% endif %}"
-)
 TEMPLATES = {
-    "llama3": LLAMA3_CHAT_TEMPLATE, "chatml": CHATML, "mistral": MISTRAL, "gemma": GEMMA,
+    "marks": BUILT_IN["llama3"],
+    "chatml": families.QWEN25,
+    "header": families.LLAMA31,
+    "no prompt": families.LLAMA2,
+    "gemma": GEMMA,
     "numbered": NUMBERED,
-}  # fmt: skip
+}
 
 
 def conversation(turns: int, *, seed: int, system: bool = False) -> list[dict[str, str]]:
@@ -97,7 +89,7 @@ def test_pieces_are_those_of_every_prefix(name: str) -> None:
 
 
 def test_several_messages_before_an_answer_and_several_answers_in_a_row() -> None:
-    tokenizer = tiny_tokenizer(template=CHATML, special=SPECIAL)
+    tokenizer = tiny_tokenizer(template=families.QWEN25, special=SPECIAL)
     pick = random.Random(0)
     roles = ["user"] + [pick.choice(("system", "user", "assistant")) for _ in range(40)]
     messages = [{"role": role, "content": f"{role} {index}"} for index, role in enumerate(roles)]
@@ -105,9 +97,10 @@ def test_several_messages_before_an_answer_and_several_answers_in_a_row() -> Non
 
 
 @pytest.mark.timeout(60)
-def test_3000_answers_take_seconds() -> None:
+@pytest.mark.parametrize("name", ["marks", "chatml"])
+def test_3000_answers_take_seconds(name: str) -> None:
     """From every prefix they took minutes."""
-    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
+    tokenizer = tiny_tokenizer(template=TEMPLATES[name], special=SPECIAL)
     messages = conversation(6000, seed=1)
     (spans,) = ChatRenderer(tokenizer).render(chat(messages))
     assert sum(span.learned for span in spans) == sum(

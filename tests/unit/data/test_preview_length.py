@@ -72,24 +72,27 @@ def train(config: RunConfig) -> int:
     return sets.num_train_samples
 
 
-def test_steps_of_epochs_follow_from_a_small_set(run, tmp_path: Path) -> None:
-    rows = write(tmp_path, ROWS)
-    config = run(rows, train_epochs=5, train_iters=0)  # 10 samples in batches of 4
+@pytest.mark.parametrize(
+    ("repeats", "changes", "samples", "length"),
+    [
+        (1, {"train_epochs": 5, "train_iters": 0}, "2 samples", "3 steps = 6 epochs of 2"),  # batches of 4
+        (1, {"train_iters": 7}, "2 samples", "7 steps = 14 epochs of 2"),
+        # 10 rows of 12 and 14 tokens: two a pack
+        (5, {"packing": True}, "5 samples (packs)", "20 steps = 16 epochs of 5"),
+    ],
+)
+def test_length_of_a_small_set_follows_from_its_rows(
+    repeats: int, changes: dict, samples: str, length: str, run, tmp_path: Path
+) -> None:
+    rows = write(tmp_path, ROWS * repeats)
+    config = run(rows, **changes)
     assert said(config) == [
-        f"data        {rows}: 2 samples in one epoch",
-        "length      3 steps = 6 epochs of 2 samples",
+        f"data        {rows}: {samples} in one epoch",
+        f"length      {length} samples",
     ]
     assert list(tmp_path.iterdir()) == [rows]
-
-
-def test_epochs_of_steps_follow_too(run, tmp_path: Path) -> None:
-    rows = write(tmp_path, ROWS)
-    assert said(run(rows, train_iters=7))[-1] == "length      7 steps = 14 epochs of 2 samples"
-
-
-def test_packs_are_counted_as_the_run_counts_them(run, tmp_path: Path) -> None:
-    config = run(write(tmp_path, ROWS * 5), packing=True)  # 10 rows of 12 and 14 tokens: two a pack
-    assert "5 samples (packs) in one epoch" in said(config)[0] and train(config) == 5
+    if config.data.packing:
+        assert train(config) == 5
 
 
 def test_a_large_set_is_known_once_it_is_tokenized_and_until_it_changes(run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 from llama3_tokenizer import tiny_tokenizer
 from rich.console import Console
@@ -9,9 +10,8 @@ from rich.text import Text
 from tokenizer_zoo import ZOO
 
 from patch.data.preview import terminal
-from patch.data.preview.pieces import TokenTexts
-from patch.data.preview.shown import ShownRow, ShownToken, visible
 from patch.data.preview.terminal import print_row
+from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts, visible
 
 TEXTS = (
     "the quick brown fox\n\n  jumps",
@@ -20,27 +20,25 @@ TEXTS = (
 )
 
 
+def shown(tokenizer, ids: list[int], is_learned: bool = False) -> list[ShownToken]:
+    return TokenTexts(tokenizer).shown(np.array(ids), np.full(len(ids), is_learned))
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "unigram"])
 def test_pieces_together_are_what_the_tokenizer_decodes(name, text):
     tokenizer = ZOO[name]()
     ids = tokenizer(text)["input_ids"]
-    pieces = TokenTexts(tokenizer).pieces(ids)
+    pieces = shown(tokenizer, ids)
     assert [piece.id for piece in pieces] == ids
-    shown = "".join(piece.text for piece in pieces if not piece.is_special)
+    text = "".join(piece.text for piece in pieces if not piece.is_special)
     # SentencePiece's decoder removes the first space, which is a token like any other.
-    assert shown.lstrip() == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def test_unknown_token_is_shown_as_such():
-    tokenizer = ZOO["unigram"]()
-    ids = tokenizer("he \U0001f99c", add_special_tokens=False)["input_ids"]
-    assert TokenTexts(tokenizer).pieces(ids)[-1].text == "<unk>"
+    assert text.lstrip() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_a_character_is_shown_at_the_token_in_which_it_begins():
     tokenizer = tiny_tokenizer()
-    pieces = TokenTexts(tokenizer).pieces(tokenizer("a\u4f60b", add_special_tokens=False)["input_ids"])
+    pieces = shown(tokenizer, tokenizer("a\u4f60b", add_special_tokens=False)["input_ids"])
     assert [(piece.text, piece.continues) for piece in pieces] == [
         ("a", False), ("\u4f60", False), ("", True), ("", True), ("b", False),
     ]  # fmt: skip
@@ -49,15 +47,18 @@ def test_a_character_is_shown_at_the_token_in_which_it_begins():
 def test_half_a_character_is_shown_as_bytes():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("\u4f60b", add_special_tokens=False)["input_ids"]
-    cut = TokenTexts(tokenizer).pieces([*ids[:2], ids[-1]])
+    cut = shown(tokenizer, [*ids[:2], ids[-1]])
     assert [visible(piece.text) for piece in cut] == ["<0xE4>", "<0xBD>", "b"]
     assert not any(piece.continues for piece in cut)
 
 
-def test_only_special_tokens_of_the_template_are_special():
+def test_unknown_tokens_are_shown_as_such_and_not_all_added_ones_are_special():
+    tokenizer = ZOO["unigram"]()
+    ids = tokenizer("he \U0001f99c", add_special_tokens=False)["input_ids"]
+    assert [token.text for token in shown(tokenizer, [*ids, 10**6])][-2:] == ["<unk>", "<no token 1000000>"]
     tokenizer = ZOO["qwen"]()
     ids = tokenizer("<|im_start|><think>x", add_special_tokens=False)["input_ids"]
-    assert [piece.is_special for piece in TokenTexts(tokenizer).pieces(ids)] == [True, False, False]
+    assert [token.is_special for token in shown(tokenizer, ids)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_no_character_of_unicode_acts_on_a_terminal():
 def _row(*spans: tuple[str, bool], **more) -> ShownRow:
     tokenizer = tiny_tokenizer()
     tokens = [
-        ShownToken(piece, is_learned)
+        token
         for text, is_learned in spans
-        for piece in TokenTexts(tokenizer).pieces(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for token in shown(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], is_learned)
     ]
     return ShownRow(**{"where": "rows.jsonl: line 7", "samples": [tokens], "remarks": []} | more)
 
@@ -113,19 +114,13 @@ learned \u2503 fo\u2502ur\u2502.\u2502\u27e6<|eot_id|>\u27e7
 """
 
 
-def test_text_on_a_terminal_without_colours():
+def test_text_on_a_terminal_says_without_colours_what_it_says_with_them():
     assert _printed(_row(*CHAT)) == PLAIN
-
-
-def test_colours_add_nothing_but_colours():
     coloured = _printed(_row(*CHAT), force_terminal=True, color_system="truecolor")
     assert "\x1b[" in coloured and Text.from_ansi(coloured).plain.rstrip("\n") == PLAIN.rstrip("\n")
-
-
-def test_learned_tokens_have_another_background():
-    coloured = _printed(_row(*CHAT), force_terminal=True, color_system="truecolor").splitlines()
     grounds = [
-        {span.style.bgcolor for span in Text.from_ansi(line).spans if span.style.bgcolor} for line in coloured
+        {span.style.bgcolor for span in Text.from_ansi(line).spans if span.style.bgcolor}
+        for line in coloured.splitlines()
     ]
     assert [bool(ground) for ground in grounds] == [False, False, False, False, True]
 

@@ -14,7 +14,7 @@ from tokenizer_zoo import qwen_tokenizer, sentencepiece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.formats import Conversation, Text
-from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, Span, SpanEncoder, unmarked
+from patch.data.rendering import ChatRenderer, RenderOptions, Span, SpanEncoder, unmarked
 from patch.data.rendering.chat import end_of_turn
 from patch.errors import DataError
 
@@ -45,7 +45,7 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     return tiny_tokenizer(template=template) if family == "LLAMA31" else qwen_tokenizer(template)
 
 
-def learned(family: str, row: Conversation | Text, options: RenderOptions = PLAIN) -> list[list[str]]:
+def learned(family: str, row: Conversation | Text, options: RenderOptions | None = None) -> list[list[str]]:
     """For each sample its runs of learned tokens: `token before > learned tokens`, separated by blanks."""
     tokenizer = tokenizer_of(family)
     samples = ChatRenderer(tokenizer, options).render(row)

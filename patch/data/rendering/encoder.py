@@ -40,15 +40,60 @@ class _Piece(NamedTuple):
     """Number of ids at its begin that belong to the span before."""
 
 
-class RenamingEncoder:
-    """Encodes spans with a copy of any tokenizer.
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """The garbage collector would look at every entry of a large vocabulary again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class SpanEncoder:
+    """Encodes the spans of samples; by tiktoken where its ids are known to be the tokenizer's.
+
+    With a large vocabulary it takes seconds to make: make it once. It can be pickled, and used after a fork.
 
     Args:
-        described: what the tokenizer's `to_str` writes; it is changed.
-        special: the added tokens that are text where a row spells them out.
+        tokenizer: a fast tokenizer, one with a `tokenizers.Tokenizer` behind it.
+        allow_special_tokens: special tokens that a row's text spells out are encoded as such, not as text.
+
+    Raises:
+        DataError: the tokenizer is not a fast one.
     """
 
-    def __init__(self, described: dict[str, Any], special: Collection[str]) -> None:
+    @_without_collections()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise DataError(
+                f"tokenizer: {tokenizer.name_or_path} is a {type(tokenizer).__name__}, which is not a fast "
+                "tokenizer; expected one with a tokenizer.json (or one that transformers converts to it)",
+                field="tokenizer_name_or_path",
+            )
+        described = orjson.loads(backend.to_str())
+        added = described["added_tokens"]
+        spelled_out: set[str] = set()
+        """The special tokens that are text where a row spells them out."""
+        if not allow_special_tokens:
+            spelled_out = {token["content"] for token in added if token["special"]}
+            spelled_out |= {token["content"] for token in added} & set(tokenizer.all_special_tokens)
+            # A single character is a piece of every text: without it in the vocabulary, text would be lost.
+            spelled_out = {token for token in spelled_out if len(token) > 1}
+        self._byte_level = byte_level_encoder(backend, described, spelled_out)
+        if self._byte_level is None:
+            self._copy(described, spelled_out)
+
+    def _copy(self, described: dict[str, Any], special: Collection[str]) -> None:
+        """Make the copy that knows the special tokens by other names.
+
+        Args:
+            described: what the tokenizer's `to_str` writes; it is changed.
+            special: the added tokens that are text where a row spells them out.
+        """
         described |= {"truncation": None, "padding": None, "post_processor": None}
         added = described["added_tokens"]
         self._added = re.compile(any_of(token["content"] for token in added))
@@ -70,7 +115,13 @@ class RenamingEncoder:
         """Whether the prefix space is also written after each added token."""
 
     def encode(self, samples: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
-        """The ids of each span of each sample. The tokenizer's threads share the work."""
+        """The ids of each span of each sample. The tokenizer's threads share the work.
+
+        Raises:
+            Exception: the tokenizer cannot encode a text (tokenizers raises no other class).
+        """
+        if self._byte_level is not None:
+            return [[self._byte_level.ids(span.text) for span in sample] for sample in samples]
         spans = [self._pieces(sample) for sample in samples]
         pieces = [piece for sample in spans for span in sample for piece in span]
         encoded = iter(self._encode(pieces))
@@ -184,58 +235,3 @@ def _remove_prefix(described: Any) -> set[str]:
 def _steps_of(described: dict[str, Any]) -> list[Any]:
     """The parts of a normalizer or pre-tokenizer that is a sequence."""
     return [*described.get("normalizers", ()), *described.get("pretokenizers", ())]
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """The garbage collector would look at every entry of a large vocabulary again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class SpanEncoder:
-    """Encodes the spans of samples; by tiktoken where its ids are known to be the tokenizer's.
-
-    With a large vocabulary it takes seconds to make: make it once. It can be pickled, and used after a fork.
-
-    Args:
-        tokenizer: a fast tokenizer, one with a `tokenizers.Tokenizer` behind it.
-        allow_special_tokens: special tokens that a row's text spells out are encoded as such, not as text.
-
-    Raises:
-        DataError: the tokenizer is not a fast one.
-    """
-
-    @_without_collections()
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise DataError(
-                f"tokenizer: {tokenizer.name_or_path} is a {type(tokenizer).__name__}, which is not a fast "
-                "tokenizer; expected one with a tokenizer.json (or one that transformers converts to it)",
-                field="tokenizer_name_or_path",
-            )
-        described = orjson.loads(backend.to_str())
-        spelled_out: set[str] = set()
-        """The special tokens that are text where a row spells them out."""
-        if not allow_special_tokens:
-            added = {token["content"]: token["special"] for token in described["added_tokens"]}
-            spelled_out = {token for token, is_special in added.items() if is_special}
-            spelled_out |= added.keys() & set(tokenizer.all_special_tokens)
-            # A single character is a piece of every text: without it in the vocabulary, text would be lost.
-            spelled_out = {token for token in spelled_out if len(token) > 1}
-        byte_level = byte_level_encoder(backend, described, spelled_out)
-        self._encoder = byte_level or RenamingEncoder(described, spelled_out)
-
-    def encode(self, samples: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
-        """The ids of each span of each sample.
-
-        Raises:
-            Exception: the tokenizer cannot encode a text (tokenizers raises no other class).
-        """
-        return self._encoder.encode(samples)
