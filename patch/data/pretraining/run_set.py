@@ -12,6 +12,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_spec import DataPart
+from patch.config.schema import DataConfig, ModelConfig
 from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
 from patch.data.pretraining.provenance import check_tokenizer, read_provenance
 from patch.errors import DataError
@@ -43,8 +45,29 @@ class PretrainOptions:
     eod_mask_loss: bool = False
     """What follows an end of document is not learned."""
 
+    @classmethod
+    def of(
+        cls,
+        data: DataConfig,
+        model: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int = 0,
+        cache: Path = Path(),
+    ) -> PretrainOptions:
+        """The options of a run; without a seed and a folder nothing can be read but the sizes."""
+        return cls(
+            sequence_length=model.seq_length,
+            vocab_size=model.vocab_size,
+            seed=seed,
+            cache=cache,
+            tokenizer=tokenizer,
+            split=data.split or WHOLE,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
 
-class Part(NamedTuple):
+
+class RunSet(NamedTuple):
     """The documents of one set that a run trains on, or evaluates."""
 
     prefix: str
@@ -66,7 +89,7 @@ class Part(NamedTuple):
         return (self.tokens - 1) // length
 
 
-def open_part(prefix: str, options: PretrainOptions, split: Split) -> Part:
+def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
     """Open a set's files and check the first token ids; the others are checked when they are read."""
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
@@ -86,14 +109,32 @@ def open_part(prefix: str, options: PretrainOptions, split: Split) -> Part:
         create_attention_mask=False,
         drop_last_partial_validation_sequence=False,
     )
-    part = Part(prefix, eod, indexed, _documents(indexed, config, options, split), config)
-    if part.tokens < 2:
+    opened = RunSet(prefix, eod, indexed, _documents(indexed, config, options, split), config)
+    if opened.tokens < 2:
         raise DataError(
-            f"{prefix}: --split {options.split} leaves {part.tokens} tokens in {len(part.documents)} of "
+            f"{prefix}: --split {options.split} leaves {opened.tokens} tokens in {len(opened.documents)} of "
             f"{len(indexed)} documents for {_PURPOSE[split]}, expected at least two",
             field="split",
         )
-    return part
+    return opened
+
+
+def train_samples(
+    part: DataPart, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Samples of one pass over a training set. No index file is read or written.
+
+    Args:
+        part: the set.
+        data: what is done with the sets of the run.
+        model: vocabulary and sequence length.
+        tokenizer: a set that is known to have another vocabulary is refused.
+
+    Raises:
+        DataError: see `load_training`.
+    """
+    opened = open_set(part.path, PretrainOptions.of(data, model, tokenizer), Split.train)
+    return max(1, opened.samples(model.seq_length))
 
 
 def _documents(
