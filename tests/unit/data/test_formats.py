@@ -70,14 +70,11 @@ def after_q(message: dict) -> dict:
     ("row", "messages"),
     [
         # alpaca
-        ({"instruction": "I", "output": "O"}, [user("I"), assistant("O")]),
-        ({"instruction": "I", "input": "", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": None, "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": " \n", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": "X", "output": "O"}, [user("I\nX"), assistant("O")]),
         ({"instruction": "", "input": "X", "output": "O"}, [user("X"), assistant("O")]),
         ({"instruction": "I", "system": "S", "output": "O"}, [system("S"), user("I"), assistant("O")]),
-        ({"instruction": "I", "system": "", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "output": "O", "text": "I and O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "output": "O", "history": [], "tools": None}, [user("I"), assistant("O")]),
         (
@@ -90,14 +87,11 @@ def after_q(message: dict) -> dict:
         ({"system_prompt": "S", "query": "Q", "response": "A"}, [system("S"), *QA]),
         # prompt and completion
         ({"prompt": "Q", "completion": "A"}, QA),
-        ({"prompt": [user("Q")], "completion": [assistant("A")]}, QA),
         ({"prompt": [user("Q")], "completion": "A"}, QA),
         ({"prompt": "Q", "completion": [assistant("A")]}, QA),
         # ShareGPT
         ({"conversations": [says("human", "Q"), says("gpt", "A")]}, QA),
-        ({"conversation": [says("user", "Q"), says("assistant", "A")]}, QA),
         ({"conversations": [says("User", "Q"), says("ASSISTANT", "A")]}, QA),
-        ({"conversations": [says("human", "Q"), says("chatgpt", "A")]}, QA),
         ({"conversations": QA}, QA),
         ({"conversations": [{"role": "human", "value": "Q"}, {"from": "bot", "content": "A"}]}, QA),
         ({"conversations": [says("human", "Q"), says("gpt", "A")], "system": "S"}, [system("S"), *QA]),
@@ -110,8 +104,6 @@ def after_q(message: dict) -> dict:
         ({"messages": [json.dumps(message) for message in QA]}, QA),
         ({"messages": [{"role": "developer", "content": "S"}, *QA]}, [system("S"), *QA]),
         ({"messages": [system("S"), *QA, user("R")], "instruction": "-"}, [system("S"), *QA, user("R")]),
-        ({"messages": [{**user("Q"), "id": 3, "tool_calls": None}]}, [user("Q")]),
-        ({"messages": [user("Q"), *QA, assistant("B")]}, [user("Q"), *QA, assistant("B")]),
         ({"messages": [{**user("Q"), "name": "Ann", "tool_calls": []}]}, [{**user("Q"), "name": "Ann"}]),
         (
             {"messages": [user("Q"), {**assistant("A"), "reasoning_content": "R", "name": None}]},
@@ -274,6 +266,7 @@ def test_columns_name_the_rows_keys() -> None:
     swapped = {"instruction": "input", "input": "instruction"}
     row = {"instruction": "X", "input": "Q", "output": "A"}
     assert converted(row, columns=swapped).messages == [user("Q\nX"), assistant("A")]
+    assert converted(row, columns=swapped, alpaca_input_join="empty").messages == [user("QX"), assistant("A")]
     turns = [{"speaker": "human", "utterance": "Q"}, {"speaker": "bot", "utterance": "A"}]
     row = {"dialog": turns, "role": 3}
     names = {"messages": "dialog", "role": "speaker", "content": "utterance"}
@@ -294,11 +287,6 @@ def test_rows_of_another_shape_need_no_columns() -> None:
     assert converted({"messages": QA}, columns={"content": "utterance", "role": "speaker"}).messages == QA
 
 
-def test_join_of_instruction_and_input() -> None:
-    row = {"instruction": "I", "input": "X", "output": "O"}
-    assert converted(row, alpaca_input_join="empty").messages == [user("IX"), assistant("O")]
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -309,11 +297,9 @@ def test_join_of_instruction_and_input() -> None:
         ({"question": "Q", "answer": "A"}, "--columns instruction=question,output=answer"),
         ({}, "found the keys none"),
         ({"text": None}, "text: got null, expected text"),
-        ({"instruction": 3, "output": "O"}, "instruction: got 3, expected text"),
         ({"instruction": "I", "output": None}, "output: got null, expected text (where nothing is"),
         ({"instruction": "I", "input": ["X"], "output": "O"}, "input: got ['X'], expected text"),
         ({"prompt": [user("Q")], "input": "X", "completion": "O"}, "prompt: got [{'role'"),
-        ({"instruction": "I", "output": "O", "system": 1}, "system: got 1, expected text"),
         ({"instruction": "I", "output": "O", "history": [["a", "b"], ["a"]]}, "history: 2: got ['a'], exp"),
         ({"instruction": "I", "output": "O", "history": "none"}, "history: 1: got 'none'"),
         ({"messages": "hello"}, "expected a list of objects with role and content, or JSON text of one"),
@@ -322,7 +308,6 @@ def test_join_of_instruction_and_input() -> None:
         ({"messages": [system("S"), assistant("A")]}, "assistant speaks first, expected the user"),
         (after_q({"role": "asistant", "content": "A"}), "did you mean assistant?"),
         ({"conversations": [says("humann", "A")]}, "message 1: from: got 'humann', expected one of"),
-        ({"messages": [{"role": None, "content": "A"}]}, "message 1: role: got null, expected one of system"),
         (after_q({"role": "assistant", "contnt": "A"}), "contnt, did you mean content?"),
         (after_q({"content": "A"}), "message 2: found the keys content; expected role"),
         (after_q({"speaker": "user", "text": "a"}), "--columns role=speaker,content=text"),
@@ -331,9 +316,7 @@ def test_join_of_instruction_and_input() -> None:
         (after_q({**user("Q"), "images": ["a.png"]}), "message 2: key images is not supported"),
         (after_q({**system("S"), "tools": "[{}]"}), "message 2: key tools is not supported"),
         (after_q({**assistant("A"), "weight": 0.5}), "message 2: weight: got 0.5, expected 0, 1"),
-        (after_q({**assistant("A"), "train": "no"}), "message 2: train: got 'no'"),
         (after_q({**assistant("A"), "train_detail": [1]}), "key train_detail is not supported"),
-        (after_q({**assistant("A"), "name": 5}), "message 2: name: got 5, expected text (write it as"),
         (after_q({**assistant(""), "tool_calls": [{}]}), "message 2: tool_calls: found the keys"),
         (after_q({**assistant(""), "tool_calls": [1, 2]}), "tool_calls: 1: got 1, expected"),
         (after_q({**assistant(""), "tool_calls": [call("f", [1])]}), "arguments: got [1]"),
