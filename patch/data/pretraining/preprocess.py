@@ -72,12 +72,12 @@ def write_indexed(
             "give one that has, or --no-append-eod"
         )
     encoder = Encoder(tokenizer, eod)
-    sets = {key: _Set(key, prefix, encoder) for key, prefix in outputs.items()}
+    sets: dict[str, _Set] = {}
     try:
         with ExitStack() as cleanup:
-            for each in sets.values():
-                cleanup.callback(each.discard)
-                each.open()
+            for key, prefix in outputs.items():
+                sets[key] = _Set(key, prefix, encoder)
+                cleanup.callback(sets[key].discard)
             reader, began = document_reader(files, list(outputs)), time.monotonic()
             show = cleanup.enter_context(shown_progress("tokenizing", reader))
             encoded = encode_in_order(reader.batches(), encoder, workers)
@@ -86,7 +86,8 @@ def write_indexed(
                     each.add(batch)
                 tokens = sum(each.written.tokens for each in sets.values())
                 rate = tokens / (time.monotonic() - began)
-                show(f"{each.written.documents} documents, {tokens} tokens, {rate:.0f} tokens/s")
+                documents = max(each.written.documents for each in sets.values())
+                show(f"{documents} documents, {tokens} tokens, {rate:.0f} tokens/s")
             for each in sets.values():
                 if not each.written.tokens:
                     names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
@@ -122,16 +123,11 @@ class _Set:
     def __init__(self, key: str, prefix: str, encoder: Encoder) -> None:
         self.key, self._prefix = key, prefix
         self._partial = f"{prefix}.partial"
-        self._encoder = encoder
-        self._builder: IndexedDatasetBuilder | None = None
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._builder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=encoder.dtype)
         self.written = WrittenSet()
 
-    def open(self) -> None:
-        Path(self._prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._builder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=self._encoder.dtype)
-
     def add(self, batch: EncodedBatch) -> None:
-        assert self._builder is not None, "open comes first"
         start = 0
         for lengths in batch.lengths:
             end = start + sum(lengths)
@@ -141,7 +137,6 @@ class _Set:
         self.written = WrittenSet(*map(add, self.written, counts))
 
     def publish(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
-        assert self._builder is not None, "open comes first"
         self._builder.finalize(f"{self._partial}.idx")
         Path(f"{self._prefix}.idx").unlink(missing_ok=True)
         path_of(self._prefix).unlink(missing_ok=True)
@@ -171,8 +166,7 @@ class _Set:
 
     def discard(self) -> None:
         """Remove the temporary files, if there still are any."""
-        if self._builder is not None:
-            with suppress(OSError):  # what it could not write is thrown away
-                self._builder.data_file.close()
+        with suppress(OSError):  # what it could not write is thrown away
+            self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
             Path(self._partial + suffix).unlink(missing_ok=True)

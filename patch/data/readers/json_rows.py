@@ -119,6 +119,8 @@ class _Text:
                 continue
             if at_end.fullmatch(self._text, self._begin):
                 return None
+            if error is not None and error.pos == start and at_end is not _BETWEEN:
+                error = None  # no value begins here
             raise self._fault(start, error)
 
     def _may_go_on(self, start: int, error: json.JSONDecodeError | None, margin: int) -> bool:
@@ -141,13 +143,13 @@ class _Text:
         """What is wrong where neither a value nor the end of the text comes.
 
         Args:
-            start: where the value begins, or where a comma is missing.
-            error: what the scanner says of it; None: a comma is missing.
+            start: where the value begins.
+            error: what the scanner says of it; None: there is neither a value nor a comma of a list.
         """
         place = start
         if error is None:
             rest = self._text[start:].encode("latin-1")
-            found = _excerpt(rest) if rest else "the end of the file in a list"
+            found = _excerpt(rest) if rest else "the end of the file inside the list"
             what = f"got {found}, expected a comma between two rows and ] after the last one"
         elif self._may_go_on(start, error, 0):
             what = "unexpected end of data; is the file cut off?"

@@ -133,19 +133,20 @@ def _opened(path: Path, file: Any, codec: str | None) -> io.BufferedReader:
         file = pyarrow.CompressedInputStream(file, codec)
     stream = io.BufferedReader(file, _BUFFER_BYTES)
     head = stream.peek(8)
-    if magic := _known(head, _OTHER_KINDS):
-        kind = _OTHER_KINDS[magic]
-    elif head[257:262] == b"ustar":
+    kind = _OTHER_KINDS.get(_known(head, _OTHER_KINDS) or b"")
+    if head[257:262] == b"ustar":
         kind = "a tar archive; unpack it"
-    else:
-        encoding = json.detect_encoding(head) if head.strip(b"\0") else "utf-8"
-        if encoding.startswith("utf-8"):
-            if head.startswith(_BOM):
-                stream.read(len(_BOM))
-            return stream
+    if kind is not None:
+        raise DataError(f"{path}: is {kind}; expected JSON, JSONL, parquet, Arrow or CSV")
+    encoding = json.detect_encoding(head) if head.strip(b"\0") else "utf-8"
+    if not encoding.startswith("utf-8"):
         name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
-        kind = f"{name} text; convert it: iconv -f {name} -t UTF-8 FILE > NEW"
-    raise DataError(f"{path}: is {kind}; expected JSON, JSONL, parquet, Arrow or CSV in UTF-8")
+        raise DataError(
+            f"{path}: is {name} text, expected UTF-8; convert it: iconv -f {name} -t UTF-8 FILE > NEW"
+        )
+    if head.startswith(_BOM):
+        stream.read(len(_BOM))
+    return stream
 
 
 def _json_type(value: Any) -> str:

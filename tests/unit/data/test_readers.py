@@ -270,9 +270,9 @@ def zipped(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (LINES.decode().encode("utf-16"), "is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE"),
-        (LINES.decode().encode("utf-16-le"), "is UTF-16LE text; convert it: iconv -f UTF-16LE"),
-        (LIST.decode().encode("utf-16-be"), "is UTF-16BE text"),
+        (LINES.decode().encode("utf-16"), "is UTF-16 text, expected UTF-8; convert it: iconv -f UTF-16"),
+        (LINES.decode().encode("utf-16-le"), "is UTF-16LE text, expected UTF-8; convert it: iconv"),
+        (LIST.decode().encode("utf-16-be"), "is UTF-16BE text, expected UTF-8"),
         (LINES.decode().encode("utf-32"), "is UTF-32 text"),
         (LIST.decode().encode("utf-32-le"), "is UTF-32LE text"),
         (gzip.compress(LIST.decode().encode("utf-32-be")), "is UTF-32BE text"),
