@@ -31,7 +31,7 @@ from patch.config.data_spec import DataPart, split_shares
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.order import passes_text, weights_of
 from patch.data.pretraining.indexed_dataset import check_ids
-from patch.data.pretraining.run_set import WHOLE, PretrainOptions, RunSet, open_set
+from patch.data.pretraining.run_sets import WHOLE, PretrainOptions, RunSet, open_set
 from patch.data.samples import Sample, lengths_between
 from patch.distributed.collectives import agree
 from patch.errors import DataError

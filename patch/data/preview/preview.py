@@ -162,7 +162,7 @@ def known_samples(
 
         length, rows = model.seq_length, model.vocab_size
         return len(load_indexed_sft(part.path, tokenizer, sequence_length=length, vocab_size=rows))
-    from patch.data.pretraining.run_set import train_samples
+    from patch.data.pretraining.run_sets import train_samples
 
     return train_samples(part, data, model, tokenizer)
 

@@ -42,7 +42,7 @@ class Headers(NamedTuple):
     """Before what is learned of a turn."""
 
 
-def cut_to_length(
+def cut(
     tokens: Tokens, length: int, rule: LongSamples, begin_of_text: int | None, headers: Headers
 ) -> list[Tokens]:
     """The samples of a conversation, of at most `length` + 1 ids each: the last id is only a label.

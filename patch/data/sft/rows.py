@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.data.formats import Conversation, Text, columns_in, to_conversation
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
 from patch.data.rendering.bounded_process import ChildEndedError
-from patch.data.sft.cuts import Headers, Tokens, cut_to_length
+from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.errors import DataError
 
@@ -134,7 +134,7 @@ class RowTokenizer:
         if len(tokens.ids) <= self._length + 1:
             return [tokens]
         headers = Headers() if isinstance(row, Text) else self._headers
-        return cut_to_length(tokens, self._length, self._options.long_samples, self._begin_of_text, headers)
+        return cut(tokens, self._length, self._options.long_samples, self._begin_of_text, headers)
 
     @cached_property
     def _headers(self) -> Headers:

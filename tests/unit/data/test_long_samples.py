@@ -10,7 +10,7 @@ import pytest
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.rendering import RenderOptions
-from patch.data.sft.cuts import Headers, Tokens, cut_to_length
+from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
@@ -81,7 +81,7 @@ def text_of(sample: Tokens) -> str:
     ],
 )
 def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -> None:
-    given = cut_to_length(tokens(conversation), length, rule, BEGIN, Headers())
+    given = cut(tokens(conversation), length, rule, BEGIN, Headers())
     assert [text_of(sample) for sample in given] == expected
     assert all(len(sample.ids) <= length + 1 for sample in given)
 
@@ -102,7 +102,7 @@ def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -
     ],
 )
 def test_no_sample_begins_inside_a_header(conversation, length, rule, expected) -> None:
-    given = cut_to_length(tokens(conversation), length, rule, BEGIN, Headers(2, 2))
+    given = cut(tokens(conversation), length, rule, BEGIN, Headers(2, 2))
     assert [text_of(sample) for sample in given] == expected
 
 
@@ -116,7 +116,7 @@ def test_samples_of_many_conversations() -> None:
         whole = tokens(("^" if pick.integers(2) else "") + "|".join(turns))
         ids, marks = whole.ids.copy(), whole.learned.copy()
         length = int(pick.integers(12, 60))
-        samples = {rule: cut_to_length(whole, length, rule, BEGIN, Headers(2, 2)) for rule in RULES}
+        samples = {rule: cut(whole, length, rule, BEGIN, Headers(2, 2)) for rule in RULES}
         for sample in samples["split"] + samples["cut-begin"]:
             assert len(sample.ids) <= length + 1
             assert number % 2 or text_of(sample).lower().removeprefix("^")[0] not in "qh"

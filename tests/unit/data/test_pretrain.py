@@ -14,7 +14,7 @@ from small_runs import small_run
 
 from patch.config.schema import RunConfig
 from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
-from patch.data.pretraining.run_set import PretrainOptions
+from patch.data.pretraining.run_sets import PretrainOptions
 from patch.errors import DataError
 
 LENGTH = 8
@@ -238,7 +238,7 @@ def test_damaged_index_is_refused_with_the_file(tmp_path: Path, damage: dict, sa
 @pytest.mark.parametrize("checked", [1, 1 << 24])
 def test_id_without_an_embedding_is_refused(tmp_path: Path, monkeypatch, first: int, checked: int) -> None:
     """Upstream pads with -1 by default, and would take one in the data for padding."""
-    monkeypatch.setattr("patch.data.pretraining.run_set._TOKENS_CHECKED", checked)
+    monkeypatch.setattr("patch.data.pretraining.run_sets._TOKENS_CHECKED", checked)
     prefix = tmp_path / "set"
     write_set(prefix, [60, 40])
     tokens = np.fromfile(f"{prefix}.bin", np.int32)

@@ -20,7 +20,7 @@ from small_runs import small_run
 
 from patch.config.data_spec import parse_data
 from patch.data.pretraining.dataset import PretrainSource, load_run_sets, load_training, load_validation
-from patch.data.pretraining.run_set import PretrainOptions
+from patch.data.pretraining.run_sets import PretrainOptions
 from patch.data.samples import Sample
 from patch.errors import DataError
 

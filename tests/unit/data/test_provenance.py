@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 import patch
 from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
 from patch.data.pretraining.preprocess import write_indexed
-from patch.data.pretraining.run_set import PretrainOptions
+from patch.data.pretraining.run_sets import PretrainOptions
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 

@@ -15,14 +15,13 @@ from patch.data.sft.options import SftOptions
 from patch.data.sft.source import load_sft
 from patch.errors import DataError
 
-ANY_DROPS = SftOptions(max_dropped_share=1.0)
-
 # The built-in template for LLaMA 3 as the second implementation, written for transformers' masks alone.
 MARKED = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}"
     "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
 )
+ANY_DROPS = SftOptions(max_dropped_share=1.0)
 
 
 def write_rows(folder: Path, rows: list) -> Path:
@@ -159,36 +158,25 @@ def test_special_tokens_in_a_message_are_reported(tmp_path: Path, logged: list[s
     assert any("special tokens spelled out" in message and "row 2" in message for message in logged)
 
 
-def expected_by_transformers(tokenizer, messages: list) -> tuple[list[int], list[int]]:
-    marked = tokenizer.apply_chat_template(
-        messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return marked["input_ids"], marked["assistant_masks"]
-
-
-def check_against_transformers(source, tokenizer, conversations: list, length: int) -> None:
-    assert len(source) == len(conversations)
-    for index, messages in enumerate(conversations):
-        ids, mask = expected_by_transformers(tokenizer, messages)
-        count = min(len(ids) - 1, length)
-        sample = source[index]
-        assert sample.tokens[:count].tolist() == ids[:count]
-        assert sample.labels[:count].tolist() == ids[1 : count + 1]
-        assert sample.loss_mask[:count].tolist() == mask[1 : count + 1]
-        assert not sample.loss_mask[count:].any()
-
-
 def test_masks_equal_transformers_on_several_turns(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    conversations = []
+    rows = []
     for turns in range(1, 6):
         messages = [{"role": "system", "content": "answer question \u4e16\u754c"}] if turns % 2 else []
         for turn in range(turns):
             messages.append({"role": "user", "content": f"what is {turn}?"})
             messages.append({"role": "assistant", "content": f"{turn} \u00e9\u4f60\u597d fox\n\nthe dog"})
-        conversations.append(messages)
-    path = write_rows(tmp_path, [{"messages": messages} for messages in conversations])
-    check_against_transformers(load_sft(path, tokenizer, 150), tokenizer, conversations, 150)
+        rows.append({"messages": messages})
+    for row, sample in zip(rows, load_sft(write_rows(tmp_path, rows), tokenizer, 150), strict=True):
+        marked = tokenizer.apply_chat_template(
+            row["messages"], chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = marked["input_ids"], marked["assistant_masks"]
+        count = min(len(ids) - 1, 150)
+        assert sample.tokens[:count].tolist() == ids[:count]
+        assert sample.labels[:count].tolist() == ids[1 : count + 1]
+        assert sample.loss_mask[:count].tolist() == mask[1 : count + 1]
+        assert not sample.loss_mask[count:].any()
 
 
 def test_columns_that_no_row_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
