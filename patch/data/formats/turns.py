@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from patch.config.choices import InputJoin
-from patch.config.data_spec import parse_columns
-from patch.config.schema import DataConfig
 from patch.data.formats.contents import MessageContent, read_calls, read_parts
 from patch.data.formats.keys import (
     as_json,
@@ -69,15 +67,6 @@ class FormatOptions:
 
 PLAIN = FormatOptions()
 """The rows have the usual keys."""
-
-
-def format_options(data: DataConfig) -> FormatOptions:
-    """What a run's configuration says about its rows.
-
-    Raises:
-        ConfigError: the map of columns cannot be read.
-    """
-    return FormatOptions(parse_columns(data.columns), data.alpaca_input_join)
 
 
 _CALL = "function_call"

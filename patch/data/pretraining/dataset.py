@@ -31,7 +31,7 @@ from patch.config.data_spec import DataPart, split_shares
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.order import passes_text, weights_of
 from patch.data.pretraining.indexed_dataset import check_ids
-from patch.data.pretraining.run_sets import WHOLE, PretrainOptions, RunSet, open_set
+from patch.data.pretraining.run_sets import UNSPLIT, PretrainOptions, RunSet, open_set
 from patch.data.samples import Sample, lengths_between
 from patch.distributed.collectives import agree
 from patch.errors import DataError
@@ -124,7 +124,7 @@ def load_run_sets(
     options = PretrainOptions.of(data, model, tokenizer, seed, index_folder)
     source = load_training([part.path for part in train], weights_of(train), options, num_train_samples)
     if valid:
-        options = dataclasses.replace(options, split=WHOLE)
+        options = dataclasses.replace(options, split=UNSPLIT)
     elif split_shares(options.split)[1]:
         valid = train
     return source, [(part, load_validation(part.path, options)) for part in valid]
@@ -175,7 +175,7 @@ def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
 
     Args:
         prefix: path of .bin and .idx without their endings.
-        options: see `PretrainOptions`; with the split `WHOLE` all documents are for validation.
+        options: see `PretrainOptions`; with the split `UNSPLIT` all documents are for validation.
 
     Raises:
         DataError: see `load_training`.

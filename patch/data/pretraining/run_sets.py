@@ -18,7 +18,7 @@ from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, tota
 from patch.data.pretraining.provenance import check_tokenizer, read_provenance
 from patch.errors import DataError
 
-WHOLE = "1"
+UNSPLIT = "1"
 """The split of a set that is not split."""
 _TOKENS_CHECKED = 1 << 24
 _PURPOSE = {Split.train: "training", Split.valid: "validation"}
@@ -38,7 +38,7 @@ class PretrainOptions:
     """The folder of the index files, which state where each sample is; all ranks must share it."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """A set that is known to have another vocabulary is refused; None: not checked."""
-    split: str = WHOLE
+    split: str = UNSPLIT
     """Shares of each set's documents for training, validation and neither, as in Megatron-LM: 99,1,0."""
     reset_attention_mask: bool = False
     """A sample's documents are sequences of their own (`Sample.lengths`)."""
@@ -61,7 +61,7 @@ class PretrainOptions:
             seed=seed,
             cache=cache,
             tokenizer=tokenizer,
-            split=data.split or WHOLE,
+            split=data.split or UNSPLIT,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
         )
@@ -94,7 +94,7 @@ def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
     check_ids(prefix, int(head.min()), int(head.max()), options.vocab_size)
-    is_known = split is Split.valid and options.split != WHOLE  # it was opened for training
+    is_known = split is Split.valid and options.split != UNSPLIT  # it was opened for training
     eod = _end_of_document(prefix, indexed, options, warns=not is_known)
     config = GPTDatasetConfig(
         random_seed=options.seed,
@@ -141,7 +141,7 @@ def _documents(
     indexed: IndexedDataset, config: GPTDatasetConfig, options: PretrainOptions, split: Split
 ) -> range:
     """The documents of a split, by upstream's rule (blended_megatron_dataset_builder.py:441)."""
-    shares = (0.0, 1.0) if options.split == WHOLE else config.split_matrix[split.value]
+    shares = (0.0, 1.0) if options.split == UNSPLIT else config.split_matrix[split.value]
     first, last = (0, 0) if shares is None else (int(round(share * len(indexed))) for share in shares)
     return range(first, last)
 

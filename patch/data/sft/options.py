@@ -17,14 +17,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.choices import LongSamples
+from patch.config.data_spec import parse_columns
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions, format_options
+from patch.data.formats import FormatOptions
 from patch.data.rendering import RenderOptions
 from patch.data.tokenizer import special_tokens
 from patch.device import usable_cores
 from patch.storage.places import StrPath
 
-RULES = 4
+TOKEN_RULES = 4
 """The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
 every change of them that changes a token or a mask, so that older entries are not used."""
 
@@ -79,9 +80,12 @@ def sft_options(data: DataConfig, fallback_cache: Path) -> SftOptions:
     Args:
         data: the run's settings.
         fallback_cache: the folder of the token cache if none is chosen and the user's own cannot be written.
+
+    Raises:
+        ConfigError: the map of columns cannot be read.
     """
     return SftOptions(
-        format=format_options(data),
+        format=FormatOptions(parse_columns(data.columns), data.alpaca_input_join),
         render=RenderOptions(data.train_on, data.allow_special_tokens),
         long_samples=data.long_samples,
         max_dropped_share=data.max_dropped_share,
@@ -101,7 +105,7 @@ def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: i
     backend = tokenizer.backend_tokenizer.to_str().encode()
     named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {
-        "the rules of this program": str(RULES),
+        "the rules of this program": str(TOKEN_RULES),
         **{package: version(package) for package in _PACKAGES},
         "the settings of the data": _hash(
             [asdict(options.format), asdict(options.render), options.long_samples, length]

@@ -122,7 +122,7 @@ def test_whatever_decides_the_tokens_makes_another_entry(rows: Path, tmp_path: P
         cached = load_sft(path, tokenizer, length, replace(options, cache_dir=cache))
         assert_same(load_sft(path, tokenizer, length, options), cached)
         assert len(entries(cache)) == number
-    monkeypatch.setattr("patch.data.sft.options.RULES", 0)
+    monkeypatch.setattr("patch.data.sft.options.TOKEN_RULES", 0)
     load(rows, cache, max_dropped_share=1.0)
     assert len(entries(cache)) == len(cases) + 1
 
