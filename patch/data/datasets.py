@@ -99,11 +99,9 @@ def build_datasets(
         for part, source in zip(train, sources, strict=False)
         if isinstance(source, SftSource)
     ]
-    if data.packing:  # a set in .bin/.idx is as it was made
-        sources = [
-            packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
-            for part, source in zip((*train, *valid), sources, strict=True)
-        ]
+    if data.packing:
+        named = zip((*train, *valid), sources, strict=True)
+        sources = [_packed(source, data, part) for part, source in named]
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
@@ -121,6 +119,11 @@ def _load_sft(
         )
     ensure_chat_template(tokenizer, data.chat_template)
     return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
+
+
+def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSource:
+    """The set as packs; a set in .bin/.idx is as it was made."""
+    return packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
 
 
 def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:

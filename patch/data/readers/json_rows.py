@@ -146,18 +146,19 @@ class _Text:
             start: where the value begins.
             error: what the scanner says of it; None: there is neither a value nor a comma of a list.
         """
-        place = start
+        begin = self._line + self._text.count("\n", self._begin, start)
         if error is None:
             rest = self._text[start:].encode("latin-1")
             found = _excerpt(rest) if rest else "the end of the file inside the list"
-            what = f"got {found}, expected a comma between two rows and ] after the last one"
-        elif self._may_go_on(start, error, 0):
-            what = "unexpected end of data; is the file cut off?"
-        else:
-            place = error.pos
-            what = f"{error.msg}, got {_excerpt(self._text[place:].encode('latin-1'))}"
-        begin = self._line + self._text.count("\n", self._begin, start)
-        return _malformed(self._path, begin, begin + self._text.count("\n", start, place), what)
+            return DataError(
+                f"{self._path}: line {begin}: malformed JSON: got {found}, expected a comma between two "
+                "rows and ] after the last one"
+            )
+        if self._may_go_on(start, error, 0):
+            return _malformed(self._path, begin, begin, "unexpected end of data; is the file cut off?")
+        line = begin + self._text.count("\n", start, error.pos)
+        found = _excerpt(self._text[error.pos :].encode("latin-1"))
+        return _malformed(self._path, begin, line, f"{error.msg}, got {found}")
 
 
 def _parse(path: Path, data: bytes, line: int) -> Any:
