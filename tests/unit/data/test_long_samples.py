@@ -159,39 +159,23 @@ def turn(question: str, answer: str) -> str:
     return f"{asked}[{answer}<|eot_id|>]"
 
 
-def test_rules_on_conversations(tmp_path: Path) -> None:
+def test_rules_on_conversations_and_what_they_cost(tmp_path: Path, logged: list[str]) -> None:
     """A turn has 12 tokens. The answer of the second conversation is longer than a sample."""
     path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "world", "x", "yes no " * 9]])
     begin = "<|begin_of_text|>"
-    first, second = turn("hello", "yes"), turn("hello", "no")
+    first, second, third = turn("hello", "yes"), turn("hello", "no"), turn("hello", "world")
     assert texts(load(path, 20, "cut-begin"))[0] == begin + second
-    assert texts(load(path, 20, "split"))[:3] == [
-        begin + first,
-        begin + second,
-        begin + turn("hello", "world"),
-    ]
+    assert any("2 of 2 rows cut at the begin to 20 tokens, 2 of them in an answer" in m for m in logged)
     split = load(path, 20, "split")
+    assert texts(split)[:3] == [begin + first, begin + second, begin + third]
+    assert any("2 of 2 rows split into samples of 20 tokens, 0 of them in an answer" in m for m in logged)
     assert split.num_learned == load(path, 200, "split").num_learned == load(path, 200, "drop").num_learned
     assert split.report.samples == len(split) > 4 and split.report.cut.count == 2
     assert split.sizes.max() == 20
     assert len(load(path, 24, "drop")) == 1
+    assert any("1 of 2 rows dropped: over 24 tokens: line 2" in m for m in logged)
     with pytest.raises(DataError, match="none of 2 rows has anything .*2 over 20 tokens: line 1, line 2"):
         load(path, 20, "drop")
-
-
-def test_cut_says_what_it_costs(tmp_path: Path, logged: list[str]) -> None:
-    path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "yes"]])
-    for rule, said in (
-        (
-            "cut-begin",
-            "1 of 2 rows cut at the begin to 20 tokens, 1 of them in an answer; the longest row has 24",
-        ),
-        ("split", "1 of 2 rows split into samples of 20 tokens, 0 of them in an answer"),
-        ("drop", "1 of 2 rows dropped: over 20 tokens: line 1"),
-    ):
-        logged.clear()
-        load(path, 20, rule)
-        assert any(said in message for message in logged), (rule, logged)
 
 
 def test_too_many_drops_end_the_run_with_the_flag_that_allows_them(tmp_path: Path) -> None:
