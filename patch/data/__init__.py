@@ -8,8 +8,8 @@ The names exported here do not need megatron-core. Pre-training sets do, so they
 package: `pretraining.dataset.load_training` reads sets, `pretraining.preprocess.write_indexed` writes them.
 """
 
-from patch.data.batches import BatchReader
 from patch.data.datasets import DataSets, build_datasets
+from patch.data.order import BatchReader
 from patch.data.samples import Batch, Sample, SampleSource, collate
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import load_tokenizer

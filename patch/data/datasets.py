@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
-from patch.data.blend import Blend, Concatenation, passes_text
 from patch.data.chat_templates import ensure_chat_template
+from patch.data.order import Blend, Concatenation, passes_text, weights_of
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
@@ -75,18 +75,19 @@ def build_datasets(
     """
     check_vocabulary(tokenizer, model.vocab_size)
     index_folder = Path(index_folder)
-    if not sft:
-        # It imports megatron-core, which raw rows do not need.
-        from patch.data.pretraining.run_sets import load_run_sets
-
-        sets = load_run_sets(
-            data, model, tokenizer, num_train_samples=num_train_samples, seed=seed, index_folder=index_folder
-        )
-        return _named(sets.train, sets.num_train_samples, sets.valid_parts, sets.valid, [])
-    cache = index_folder.with_name(DATA_CACHE_FOLDER)
-    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
     train = parse_data(data.train_data_path, "train_data_path")
     valid = parse_data(data.valid_data_path, "valid_data_path") if data.valid_data_path else ()
+    if not sft:
+        # It imports megatron-core, which raw rows do not need.
+        from patch.data.pretraining.dataset import load_run_sets
+
+        source, valid_sets = load_run_sets(
+            data, model, tokenizer, train=train, valid=valid, num_train_samples=num_train_samples, seed=seed,
+            index_folder=index_folder,
+        )  # fmt: skip
+        return _data_sets(source, source.num_samples, valid_sets, [])
+    cache = index_folder.with_name(DATA_CACHE_FOLDER)
+    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
     with all_or_none():
         with about("train_data_path"):
             sources = [load(part.path) for part in train]
@@ -104,7 +105,7 @@ def build_datasets(
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
-    return _named(joined, num_samples, valid, valid_sources, records)
+    return _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records)
 
 
 def _load_sft(
@@ -125,22 +126,12 @@ def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSou
     return packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
 
 
-def _named(
-    train: SampleSource,
-    num_samples: int,
-    valid: Sequence[DataPart],
-    sources: Sequence[SampleSource],
-    records: list[SetRecord],
-) -> DataSets:
-    by_name = dict(zip(_names(valid), sources, strict=True))
-    return DataSets(train, num_samples, by_name, _weights(valid), records)
-
-
 def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:
     """Refuse sets that are not the same on all ranks, which may read them on different machines."""
     if not dist.is_initialized():
         return
-    everywhere = all_gather_object([_fingerprint(source) for source in sources])
+    prints = (source.fingerprint if isinstance(source, SftSource) else "" for source in sources)
+    everywhere = all_gather_object(list(zip(map(len, sources), prints, strict=True)))
     for rank, theirs in enumerate(everywhere):
         for part, first, other in zip(parts, everywhere[0], theirs, strict=True):
             if first != other:
@@ -150,15 +141,11 @@ def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSo
                 )
 
 
-def _fingerprint(source: SampleSource) -> tuple[int, str]:
-    return len(source), source.fingerprint if isinstance(source, SftSource) else ""
-
-
 def _joined(
     parts: Sequence[DataPart], sources: Sequence[SampleSource], num_samples: int, seed: int
 ) -> SampleSource:
     """The training set of a run from one set or several; the log says how often the run goes over each."""
-    weights = _weights(parts)
+    weights = weights_of(parts)
     joined: SampleSource
     if len(sources) == 1:
         (joined,) = sources
@@ -175,20 +162,20 @@ def _joined(
     return joined
 
 
-def _weights(parts: Sequence[DataPart]) -> list[float] | None:
-    """The weights of the sets, of which all have one or none."""
-    return [part.weight for part in parts if part.weight is not None] or None
-
-
-def _names(parts: Sequence[DataPart]) -> list[str]:
-    """A name for each set, made from its file or folder: `valid_loss/NAME` is its loss."""
-    names: list[str] = []
-    for part in parts:
+def _data_sets(
+    train: SampleSource,
+    num_samples: int,
+    valid: Sequence[tuple[DataPart, SampleSource]],
+    records: list[SetRecord],
+) -> DataSets:
+    """The sets of a run; validation sets are named after their files or folders (`valid_loss/NAME`)."""
+    by_name: dict[str, SampleSource] = {}
+    for part, source in valid:
         path = Path(part.path)
         while has_magic(path.name):
             path = path.parent
         while path.suffix.lower() in DATA_SUFFIXES:
             path = path.with_suffix("")
         alike = (path.name if number == 1 else f"{path.name}_{number}" for number in count(1))
-        names.append(next(name for name in alike if name not in names))
-    return names
+        by_name[next(name for name in alike if name not in by_name)] = source
+    return DataSets(train, num_samples, by_name, weights_of([part for part, _ in valid]), records)

@@ -1,14 +1,26 @@
-"""Which sample comes when: functions of seed, epoch and index alone, so that a resumed run needs no state."""
+"""Which sample comes when: of one set, of several, and in the micro-batches of each rank.
+
+All are functions of (seed, epoch, index) alone. There is no state, so a resumed run needs only its iteration,
+and skipping ahead costs nothing.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from patch.config.data_spec import DataPart
+from patch.data.samples import Batch, Sample, SampleSource, collate, cut_batch
+from patch.distributed.zigzag import WHOLE, Zigzag
 
 
 class ShuffledOrder:
@@ -127,3 +139,172 @@ def _tree(weights: list[int]) -> _Split | int:
             node = _Split(left.node, right.node, left.weight, weight)
             best[first, last] = _Candidate(node, weight, spreads, max(spreads))
     return best[0, len(order)].node
+
+
+class _Sets(ABC):
+    """Several sets as one."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        source, number = self._find(index)
+        return source[number]
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        source, number = self._find(index)
+        return source.place(number)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _find(self, index: int) -> tuple[SampleSource, int]:
+        """The set of a sample, and the sample's index in it."""
+
+
+class Concatenation(_Sets):
+    """Sets without weights: the samples of all, set after set. One epoch has each sample of each set once.
+
+    Args:
+        sources: the sets.
+    """
+
+    is_shuffled = False
+
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
+        self._sources = sources
+        self._ends = list(accumulate(len(source) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _find(self, index: int) -> tuple[SampleSource, int]:
+        which = bisect_right(self._ends, index)
+        source = self._sources[which]
+        return source, index - self._ends[which] + len(source)
+
+
+def weights_of(parts: Sequence[DataPart]) -> list[float] | None:
+    """The weights of the sets, of which all have one or none."""
+    return [part.weight for part in parts if part.weight is not None] or None
+
+
+def passes_text(passes: float) -> str:
+    """How often a set is read, with two digits that count: "9.6 passes", "0.0012 passes", "1 pass"."""
+    number = f"{passes:.2g}" if passes < 99.5 else f"{passes:.0f}"
+    return f"{number} pass" if number == "1" else f"{number} passes"
+
+
+class Blend(_Sets):
+    """Sets with weights: each has its share of the samples at any time, and epochs and orders of its own.
+
+    A small set with a large weight begins its next epoch while a large one is still in its first.
+
+    Args:
+        sources: the sets.
+        weights: their shares of the samples, above 0; the sum may be any number.
+        num_samples: samples of the run; sample k does not depend on it.
+        seed: decides the orders of the samples.
+    """
+
+    is_shuffled = True
+
+    def __init__(
+        self, sources: Sequence[SampleSource], weights: Sequence[float], *, num_samples: int, seed: int
+    ) -> None:
+        assert len(sources) == len(weights)
+        self._sources = sources
+        self._turns = WeightedTurns(weights)
+        self._orders = [ShuffledOrder(len(source), seed, index) for index, source in enumerate(sources)]
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def _find(self, index: int) -> tuple[SampleSource, int]:
+        which, turn = self._turns.turn(index)
+        return self._sources[which], self._orders[which][turn]
+
+    def passes(self) -> list[float]:
+        """How often the run goes over each set, in epochs of that set."""
+        counts = self._turns.counts(self._num_samples)
+        return [count / len(source) for count, source in zip(counts, self._sources, strict=True)]
+
+
+class BatchReader:
+    """The micro-batches of one rank, by iteration.
+
+    Micro-batch m of data-parallel rank r is micro-batch m * DP + r of the global batch, so the global batch
+    consists of the same micro-batches at every DP.
+
+    Args:
+        source: the data set.
+        micro_batch_size: samples of one forward pass.
+        global_batch_size: samples of one step over all ranks.
+        dp_rank: this rank's index among the replicas of the model.
+        dp_size: number of replicas.
+        seed: decides the order of the samples if `shuffle` is set.
+        shuffle: True repeats the source without end, in a new order each epoch. False reads it once in its
+            own order, and fills the last global batch with samples that have no learned tokens, so that
+            evaluation counts each sample once.
+        zigzag: this rank's part of each sample; ranks of a context-parallel group read the same samples.
+        ahead: step k begins at sample k * global_batch_size + ahead. It is 0 unless the global batch size was
+            changed on a resume.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        shuffle: bool,
+        zigzag: Zigzag = WHOLE,
+        ahead: int = 0,
+    ) -> None:
+        assert global_batch_size % (micro_batch_size * dp_size) == 0, "validate_run lets only these through"
+        self._source = source
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size, self._ahead = global_batch_size, ahead
+        self._dp_rank, self._dp_size, self._zigzag = dp_rank, dp_size, zigzag
+        self._order = ShuffledOrder(len(source), seed) if shuffle else None
+
+    def __len__(self) -> int:
+        """Steps of one pass over the source; the last one may be partial."""
+        return -((self._ahead - len(self._source)) // self._global_batch_size)
+
+    def step(self, iteration: int) -> list[Batch]:
+        """This rank's micro-batches of one global batch.
+
+        Args:
+            iteration: counted from 0; without shuffle it must be below `len(self)`.
+        """
+        assert self._order is not None or iteration < len(self), "one pass does not wrap around"
+        start = iteration * self._global_batch_size + self._ahead
+        first = start + self._dp_rank * self._micro_batch_size
+        stride = self._dp_size * self._micro_batch_size
+        return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]
+
+    def place(self, number: int) -> str:
+        """Where a sample comes from, for people.
+
+        Args:
+            number: of the sample in the run, counted from 0 over all steps.
+        """
+        return self._source.place(number if self._order is None else self._order[number])
+
+    def _batch(self, first: int) -> Batch:
+        samples = [self._sample(index) for index in range(first, first + self._micro_batch_size)]
+        return cut_batch(collate(samples), self._zigzag)
+
+    def _sample(self, index: int) -> Sample:
+        if self._order is not None:
+            return self._source[self._order[index]]
+        if index < len(self._source):
+            return self._source[index]
+        filler = self._source[0]
+        return filler._replace(loss_mask=torch.zeros_like(filler.loss_mask))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,8 +131,33 @@ class Conversations(Protocol):
         """Where a conversation comes from, see `SampleSource`."""
 
 
+def packed_sample(source: Conversations, members: Iterable[int], capacity: int) -> Sample:
+    """Conversations in one sample; padding at its end is one more sequence, with nothing to learn.
+
+    Args:
+        source: the conversations.
+        members: which of them the sample has.
+        capacity: tokens of the sample.
+    """
+    tokens, labels = (torch.full((capacity,), source.padding) for _ in range(2))
+    loss_mask = torch.zeros(capacity)
+    lengths, begin = [], 0
+    for member in members:
+        ids, learned = source.conversation(int(member))
+        size = len(ids) - 1
+        part = slice(begin, begin + size)
+        wide = torch.from_numpy(ids.astype(np.int64))
+        tokens[part], labels[part] = wide[:-1], wide[1:]
+        loss_mask[part] = torch.from_numpy(learned[1:].astype(np.float32))
+        lengths.append(size)
+        begin += size
+    if begin < capacity:
+        lengths.append(capacity - begin)
+    return Sample(tokens, labels, loss_mask, torch.tensor(lengths, dtype=torch.int32))
+
+
 class PackedSource(Dataset[Sample]):
-    """Samples of several conversations each; padding at the end is one more sequence, with nothing to learn.
+    """Samples of several conversations each.
 
     Args:
         source: the conversations.
@@ -147,22 +173,7 @@ class PackedSource(Dataset[Sample]):
         return len(self._packs)
 
     def __getitem__(self, index: int) -> Sample:
-        capacity, padding = self._packs.capacity, self._source.padding
-        tokens, labels = (torch.full((capacity,), padding) for _ in range(2))
-        loss_mask = torch.zeros(capacity)
-        lengths, begin = [], 0
-        for member in self._packs[index]:
-            ids, learned = self._source.conversation(int(member))
-            size = len(ids) - 1
-            part = slice(begin, begin + size)
-            wide = torch.from_numpy(ids.astype(np.int64))
-            tokens[part], labels[part] = wide[:-1], wide[1:]
-            loss_mask[part] = torch.from_numpy(learned[1:].astype(np.float32))
-            lengths.append(size)
-            begin += size
-        if begin < capacity:
-            lengths.append(capacity - begin)
-        return Sample(tokens, labels, loss_mask, torch.tensor(lengths, dtype=torch.int32))
+        return packed_sample(self._source, self._packs[index], self._packs.capacity)
 
     def place(self, index: int) -> str:
         """See `SampleSource`: the places of its conversations."""

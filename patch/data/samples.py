@@ -23,6 +23,16 @@ class Sample(NamedTuple):
     """int32 [n]: tokens of each packed sequence, in their order; the sum is S. None: it is one sequence."""
 
 
+def lengths_between(ends: torch.Tensor) -> torch.Tensor:
+    """int32 [n]: tokens of each sequence in a sample.
+
+    Args:
+        ends: bool [S]: whether a token is the last of its sequence; that of the sample always is.
+    """
+    starts = torch.nonzero(ends[:-1]).flatten() + 1
+    return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), len(ends))]).diff().int()
+
+
 class Batch(NamedTuple):
     """One micro-batch on the CPU: the fields of Sample, stacked to [B, S], or of a CP rank [B, S / CP]."""
 

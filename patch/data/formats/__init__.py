@@ -5,14 +5,7 @@
 
 from patch.data.formats.keys import columns_in, missing_keys
 from patch.data.formats.rows import to_conversation
-from patch.data.formats.turns import (
-    PLAIN,
-    Conversation,
-    FormatOptions,
-    Message,
-    Text,
-    format_options,
-)
+from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Message, Text
 
 __all__ = [
     "PLAIN",
@@ -21,7 +14,6 @@ __all__ = [
     "Message",
     "Text",
     "columns_in",
-    "format_options",
     "missing_keys",
     "to_conversation",
 ]

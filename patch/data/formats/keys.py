@@ -12,7 +12,7 @@ from patch.config.data_spec import COLUMNS_OF_TURNS
 from patch.errors import DataError, nearest
 
 _KEYS_SHOWN = 50
-_MISSPELLED = 0.75
+MISSPELLED = 0.75
 """How alike a misspelled key is to the right one: `ouput`, but not a key of another meaning."""
 _ABSENT: tuple[Any, ...] = (None, "", [], {})
 
@@ -26,7 +26,7 @@ def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) ->
         known: the keys among which the nearest one is searched.
     """
     keys = list(islice(row, _KEYS_SHOWN))
-    unknown = [(key, nearest(key, list(known), _MISSPELLED)) for key in keys if key not in known]
+    unknown = [(key, nearest(key, list(known), MISSPELLED)) for key in keys if key not in known]
     hints = [f"; {key:.60}{hint}" for key, hint in unknown if hint]
     found = ", ".join(f"{key:.60}" for key in keys) + (", ..." if len(row) > len(keys) else "")
     return f"found the keys {found or 'none'}; expected {expected}{''.join(hints)}"
@@ -79,7 +79,7 @@ def columns_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> frozenset[
     """Those of the user's columns (our names) that a row has, or for role and content one of its turns."""
     found = {ours for ours, theirs in columns.items() if theirs in row and ours not in COLUMNS_OF_TURNS}
     of_turns = [ours for ours in columns if ours in COLUMNS_OF_TURNS]
-    lists = (from_json(value) for value in row.values()) if of_turns else ()
+    lists = (as_json(value) for value in row.values()) if of_turns else ()
     turns = [turn for items in lists if isinstance(items, list) for turn in items if isinstance(turn, dict)]
     return frozenset(found | {ours for ours in of_turns if any(columns[ours] in turn for turn in turns)})
 
@@ -92,17 +92,17 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
     """
     if not isinstance(row[key], str):
         cure = 'where nothing is said: "", or leave the row out' if row[key] is None else "write it as a text"
-        raise DataError(f"{where}: {key}: got {shown(row[key])}, expected text ({cure})")
+        raise DataError(f"{where}: {key}: got {quoted(row[key])}, expected text ({cure})")
     return row[key]
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value in a message, as JSON has it; the beginning of a long one."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else f"{value!r:.60}"
 
 
-def from_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """What a text holds if it is JSON; any other value as it is."""
     if not isinstance(value, str):
         return value

@@ -18,18 +18,19 @@ from functools import lru_cache
 from typing import Any
 
 from patch.config.data_spec import COLUMNS_OF_TURNS
+from patch.data.formats.contents import read_tools
 from patch.data.formats.keys import (
+    MISSPELLED,
+    as_json,
     first_key,
-    from_json,
     is_absent,
     missing_keys,
     present,
+    quoted,
     rename,
-    shown,
     text_of,
 )
-from patch.data.formats.tools import read_tools
-from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Message, Text, Turn, read_turns
+from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Text, Turn, read_turns
 from patch.errors import DataError
 
 _MESSAGES = ("messages", "conversations", "conversation")
@@ -43,8 +44,6 @@ _EXPECTED = (
     "content); or text; where the rows have other names: --columns instruction=question,output=answer"
 )
 _OPTIONAL = ("input", "history", *_SYSTEMS)
-_MISSPELLED = 0.75
-"""How alike a misspelled key is to the right one."""
 _JOINS = {"newline": "\n", "empty": ""}
 
 _NOT_SUPPORTED = {
@@ -129,7 +128,7 @@ def _refuse_misspelled(row: Mapping[str, Any], where: str) -> None:
 def _meant(key: str) -> str:
     if key in _KNOWN:
         return ""
-    return next(iter(difflib.get_close_matches(key, _OPTIONAL, 1, _MISSPELLED)), "")
+    return next(iter(difflib.get_close_matches(key, _OPTIONAL, 1, MISSPELLED)), "")
 
 
 def _from_prompt(
@@ -159,14 +158,14 @@ def _from_prompt(
 
 def _history(row: Mapping[str, Any], where: str) -> list[Turn]:
     """Earlier turns: pairs of a question and its answer, which is learned too."""
-    history = from_json(row.get("history"))
+    history = as_json(row.get("history"))
     if is_absent(history):
         return []
     turns = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], start=1):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise DataError(
-                f"{where}: history: {number}: got {shown(pair)}, expected a list of two texts, the user's "
+                f"{where}: history: {number}: got {quoted(pair)}, expected a list of two texts, the user's "
                 "and the assistant's"
             )
         turns += [_user(pair[0]), _assistant(pair[1])]
@@ -194,7 +193,12 @@ def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conv
             f"{where}: {opening} speaks first, expected the user; what has no question can be a row of `text`"
         )
     tools = _tools(row, turns, where)
-    turns = [turn for turn in turns if not (turn.tools and _is_empty_system(turn.message))]
+    # A system message of tools alone says nothing.
+    turns = [
+        turn
+        for turn in turns
+        if not (turn.tools and turn.message["role"] == "system" and not turn.message["content"].strip())
+    ]
     return Conversation([turn.message for turn in turns], tools, tuple(turn.learned for turn in turns), where)
 
 
@@ -208,10 +212,6 @@ def _tools(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[dict[s
             f"{where}: tools: stands beside the messages and in message {within[0][0]}; expected it once"
         )
     return beside or [tool for _, tools in within for tool in tools] or None
-
-
-def _is_empty_system(message: Message) -> bool:
-    return message["role"] == "system" and not message["content"].strip()
 
 
 def _user(text: str) -> Turn:

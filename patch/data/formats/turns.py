@@ -1,6 +1,6 @@
 """Turns of a conversation: OpenAI's messages, ShareGPT's from and value, and their variants.
 
-A content may be a list of parts: see parts.py.
+A content may be a list of parts: see contents.py.
 
 {"role": "assistant", "content": "...", "tool_calls": [...], "weight": 0}
 {"from": "gpt", "value": "..."}
@@ -11,25 +11,22 @@ A content may be a list of parts: see parts.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from patch.config.choices import InputJoin
-from patch.config.data_spec import parse_columns
-from patch.config.schema import DataConfig
+from patch.data.formats.contents import MessageContent, read_calls, read_parts
 from patch.data.formats.keys import (
+    as_json,
     first_key,
-    from_json,
     is_absent,
     missing_keys,
     present,
+    quoted,
     rename,
-    shown,
     text_of,
 )
-from patch.data.formats.parts import Content, read_parts
-from patch.data.formats.tools import read_calls
 from patch.errors import DataError, nearest
 
 Message = dict[str, Any]
@@ -72,15 +69,6 @@ PLAIN = FormatOptions()
 """The rows have the usual keys."""
 
 
-def format_options(data: DataConfig) -> FormatOptions:
-    """What a run's configuration says about its rows.
-
-    Raises:
-        ConfigError: the map of columns cannot be read.
-    """
-    return FormatOptions(parse_columns(data.columns), data.alpaca_input_join)
-
-
 _CALL = "function_call"
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -114,7 +102,7 @@ class Turn(NamedTuple):
 
     message: Message
     learned: bool
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: Sequence[dict[str, Any]] = ()
     """What a part of its content says that the assistant may call."""
 
 
@@ -130,12 +118,12 @@ def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> 
         DataError: it is no list of messages; or a message has no role or content, an unknown role, or
             something else than text.
     """
-    items = from_json(value)
+    items = as_json(value)
     if isinstance(items, list):
-        items = [from_json(item) for item in items]  # of datasets' type Json
+        items = [as_json(item) for item in items]  # of datasets' type Json
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise DataError(
-            f"{where}: {key}: got {shown(value)}, expected a list of objects with role and content, or JSON "
+            f"{where}: {key}: got {quoted(value)}, expected a list of objects with role and content, or JSON "
             "text of one"
         )
     turns = []
@@ -171,20 +159,21 @@ def _turn(item: dict[str, Any], where: str) -> Turn:
     role = _role(item, where)
     content_key = first_key(item, _CONTENT_KEYS)
     if role == _CALL:
-        calls, content = read_calls(item.get(content_key or ""), f"{where}: {content_key}"), Content("")
         role = "assistant"
+        content = MessageContent(calls=read_calls(item.get(content_key or ""), f"{where}: {content_key}"))
     else:
-        calls = _calls(item, where)
+        calls_key = first_key(item, ("tool_calls", "function_call"))
+        calls = [] if calls_key is None else read_calls(item[calls_key], f"{where}: {calls_key}")
         content = _content(item, content_key, where, has_calls=bool(calls), is_result=role == "tool")
-        calls += content.calls
+        content.calls = calls + content.calls
     kept = {key: text_of(item, key, where) for key in present(item, _KEPT)}
     if content.reasoning:
         kept["reasoning_content"] = kept.get("reasoning_content", "") + content.reasoning
-    message = {"role": role, "content": content.text, **kept, **({"tool_calls": calls} if calls else {})}
-    says_something = (
-        calls or content.text.strip() or any(kept[key].strip() for key in kept.keys() & _REASONING)
-    )
-    is_learned = _has_weight(item, where) and role == "assistant" and bool(says_something)
+    message: Message = {"role": role, "content": content.text, **kept}
+    if content.calls:
+        message["tool_calls"] = content.calls
+    said = content.text + "".join(kept[key] for key in kept.keys() & _REASONING)
+    is_learned = _has_weight(item, where) and role == "assistant" and bool(content.calls or said.strip())
     return Turn(message, is_learned, content.tools)
 
 
@@ -195,18 +184,13 @@ def _role(item: dict[str, Any], where: str) -> str:
     role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
     if role is None:
         hint = nearest(said, list(_ROLES)) if isinstance(said, str) else ""
-        raise DataError(f"{where}: {key}: got {shown(said)}, expected one of {_ROLES_NAMED}{hint}")
+        raise DataError(f"{where}: {key}: got {quoted(said)}, expected one of {_ROLES_NAMED}{hint}")
     return role
-
-
-def _calls(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    key = first_key(item, ("tool_calls", "function_call"))
-    return [] if key is None else read_calls(item[key], f"{where}: {key}")
 
 
 def _content(
     item: dict[str, Any], key: str | None, where: str, *, has_calls: bool, is_result: bool
-) -> Content:
+) -> MessageContent:
     """What a message says; its text is "" where it only calls tools.
 
     Args:
@@ -217,15 +201,15 @@ def _content(
         is_result: whether it is a tool's result, which may be an object; templates want its JSON text.
     """
     if has_calls and (key is None or item[key] is None):
-        return Content("")
+        return MessageContent()
     if key is None:
         known = [*_ROLE_KEYS, *_CONTENT_KEYS, "tool_calls"]
         raise DataError(f"{where}: {missing_keys(item, _EXPECTED, known)}")
     if is_result and isinstance(item[key], dict):
-        return Content(json.dumps(item[key], ensure_ascii=False))
+        return MessageContent(json.dumps(item[key], ensure_ascii=False))
     if isinstance(item[key], list):
         return read_parts(item[key], f"{where}: {key}")
-    return Content(text_of(item, key, where))
+    return MessageContent(text_of(item, key, where))
 
 
 def _has_weight(item: dict[str, Any], where: str) -> bool:
@@ -233,5 +217,5 @@ def _has_weight(item: dict[str, Any], where: str) -> bool:
     weights = {key: item[key] for key in item.keys() & _WEIGHTS if item[key] is not None}
     for key, value in weights.items():
         if value not in (0, 1):
-            raise DataError(f"{where}: {key}: got {shown(value)}, expected 0, 1, true or false")
+            raise DataError(f"{where}: {key}: got {quoted(value)}, expected 0, 1, true or false")
     return all(weights.values())

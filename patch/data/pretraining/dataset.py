@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,11 +25,14 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split, normalize
+from transformers import PreTrainedTokenizerBase
 
-from patch.data.blend import passes_text
+from patch.config.data_spec import DataPart, split_shares
+from patch.config.schema import DataConfig, ModelConfig
+from patch.data.order import passes_text, weights_of
 from patch.data.pretraining.indexed_dataset import check_ids
-from patch.data.pretraining.part import Part, PretrainOptions, open_part
-from patch.data.samples import Sample
+from patch.data.pretraining.run_sets import UNSPLIT, PretrainOptions, RunSet, open_set
+from patch.data.samples import Sample, lengths_between
 from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -37,44 +40,6 @@ from patch.storage.atomic import write_atomically
 from patch.storage.checksums import Content, content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE
 from patch.storage.text_files import read_json
-
-
-@contextmanager
-def kept_as_made(folder: Path, split: str) -> Iterator[None]:
-    """A context in which upstream writes or reads the index files of one split; for one process only.
-
-    On entry, files that have no checksum or differ from it are removed, so that upstream writes them again.
-    On exit, the checksums of new files are stored.
-
-    Args:
-        folder: the folder of the index files.
-        split: "train" or "valid", as in the files' names.
-
-    Raises:
-        OSError: a file cannot be removed, read or written.
-    """
-    checksums = folder / CHECKSUMS_FILE
-    known = _read(checksums)
-    for path in folder.glob(f"*-{split}-*.npy"):
-        complaint = difference(path, known[path.name]) if path.name in known else f"{path} has no checksum"
-        if complaint is not None:
-            _logger.warning(
-                "%s: the index files are made again from data and seed, in the same order", complaint
-            )
-            path.unlink()
-            known.pop(path.name, None)
-    yield
-    known |= {path.name: content(path) for path in folder.glob("*.npy") if path.name not in known}
-    write_atomically(checksums, json.dumps(to_json(known), indent=1) + "\n")
-
-
-def _read(path: Path) -> dict[str, Content]:
-    """The checksums by file name; empty if they cannot be read, so that all files are made again."""
-    try:
-        return from_json(read_json(path))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
 
 _logger = get_logger(__name__)
 
@@ -92,7 +57,7 @@ class PretrainSource:
     def __init__(
         self,
         dataset: GPTDataset | BlendedDataset,
-        parts: Sequence[Part],
+        parts: Sequence[RunSet],
         options: PretrainOptions,
         num_samples: int,
     ) -> None:
@@ -114,7 +79,7 @@ class PretrainSource:
         tokens, labels = item["tokens"], item["labels"]
         ids = torch.cat([tokens, labels])
         check_ids(part.prefix, int(ids.min()), int(ids.max()), self._options.vocab_size)
-        lengths = _document_lengths(tokens, part.eod) if self._options.reset_attention_mask else None
+        lengths = lengths_between(tokens == part.eod) if self._options.reset_attention_mask else None
         return Sample(tokens, labels, item["loss_mask"], lengths)
 
     def place(self, index: int) -> str:
@@ -126,6 +91,43 @@ class PretrainSource:
         begin, offset = dataset.sample_index[dataset.shuffle_index[number]]
         document = int(dataset.document_index[begin]) + 1
         return f"{dataset.dataset_path}: document {document}, from its token {int(offset) + 1}"
+
+
+def load_run_sets(
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train: Sequence[DataPart],
+    valid: Sequence[DataPart],
+    num_train_samples: Callable[[int], int],
+    seed: int,
+    index_folder: Path,
+) -> tuple[PretrainSource, list[tuple[DataPart, PretrainSource]]]:
+    """The training sets of a run as one, and each validation set; a collective over the job.
+
+    With a split, the validation documents are those that the split leaves for it in each training set.
+
+    Args:
+        data: what is done with the sets.
+        model: vocabulary and sequence length.
+        tokenizer: a set that is known to have another vocabulary is refused.
+        train: the training sets.
+        valid: the validation sets.
+        num_train_samples: from the samples of one pass over the training sets, how many the run takes.
+        seed: decides the order of the samples.
+        index_folder: the folder of the index files; all ranks must share it.
+
+    Raises:
+        DataError: on all ranks; see `load_training`.
+    """
+    options = PretrainOptions.of(data, model, tokenizer, seed, index_folder)
+    source = load_training([part.path for part in train], weights_of(train), options, num_train_samples)
+    if valid:
+        options = dataclasses.replace(options, split=UNSPLIT)
+    elif split_shares(options.split)[1]:
+        valid = train
+    return source, [(part, load_validation(part.path, options)) for part in valid]
 
 
 def load_training(
@@ -152,13 +154,11 @@ def load_training(
     length = options.sequence_length
 
     def build() -> tuple[PretrainSource, list[float]]:
-        parts = [open_part(prefix, options, Split.train) for prefix in prefixes]
+        parts = [open_set(prefix, options, Split.train) for prefix in prefixes]
         taken = num_samples(sum(max(1, part.samples(length)) for part in parts))
         with _index_files(parts, options, Split.train):
-            if len(parts) == 1:
-                return PretrainSource(_dataset(parts[0], taken, Split.train), parts, options, taken), [1.0]
-            blend, shares = _blend(parts, weights, taken, length)
-            return PretrainSource(blend, parts, options, taken), shares
+            dataset, shares = _blend(parts, weights, taken, length)
+        return PretrainSource(dataset, parts, options, taken), shares
 
     source, shares = _rank_zero_first(build)
     for part, share in zip(source.parts, shares, strict=True):
@@ -175,17 +175,17 @@ def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
 
     Args:
         prefix: path of .bin and .idx without their endings.
-        options: see `PretrainOptions`; with the split `WHOLE` all documents are for validation.
+        options: see `PretrainOptions`; with the split `UNSPLIT` all documents are for validation.
 
     Raises:
         DataError: see `load_training`.
     """
 
     def build() -> PretrainSource:
-        part = open_part(prefix, options, Split.valid)
+        part = open_set(prefix, options, Split.valid)
         with _index_files([part], options, Split.valid):
             dataset = _dataset(part, None, Split.valid)
-            return PretrainSource(dataset, [part], options, len(dataset))
+        return PretrainSource(dataset, [part], options, len(dataset))
 
     source = _rank_zero_first(build)
     _logger.info("%s: %d samples of %d tokens", prefix, len(source), options.sequence_length)
@@ -208,22 +208,48 @@ def _rank_zero_first(build: Callable[[], _Built]) -> _Built:
 
 
 @contextmanager
-def _index_files(parts: Sequence[Part], options: PretrainOptions, split: Split) -> Iterator[None]:
-    """A context in which upstream writes or reads index files; their names tell training from validation."""
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+def _index_files(parts: Sequence[RunSet], options: PretrainOptions, split: Split) -> Iterator[None]:
+    """A context in which upstream writes or reads index files; their names tell training from validation.
+
+    On entry, rank 0 removes those that differ from their checksum or have none; upstream writes them again.
+    On exit, it stores the checksums of new files.
+    """
+    folder = options.cache
     try:
-        with kept_as_made(options.cache, split.name) if writes else nullcontext():
+        if dist.is_initialized() and dist.get_rank() != 0:
             yield
+            return
+        known = _checksums(folder / CHECKSUMS_FILE)
+        for path in folder.glob(f"*-{split.name}-*.npy"):
+            complaint = f"{path} has no checksum"
+            if path.name in known:
+                complaint = difference(path, known[path.name]) or ""
+            if complaint:
+                _logger.warning(
+                    "%s: the index files are made again from data and seed, in the same order", complaint
+                )
+                path.unlink()
+                known.pop(path.name, None)
+        yield
+        known |= {path.name: content(path) for path in folder.glob("*.npy") if path.name not in known}
+        write_atomically(folder / CHECKSUMS_FILE, json.dumps(to_json(known), indent=1) + "\n")
     except OSError as error:
         raise DataError(
-            f"{options.cache}: the index files of {', '.join(part.prefix for part in parts)} cannot be "
-            f"written by rank 0, or read by the others: {error.strerror}; expected a folder that all "
-            "machines share",
+            f"{folder}: the index files of {', '.join(part.prefix for part in parts)} cannot be written by "
+            f"rank 0, or read by the others: {error.strerror}; expected a folder that all machines share",
             field="output_path",
         ) from error
 
 
-def _whole_samples(part: Part, length: int) -> int:
+def _checksums(path: Path) -> dict[str, Content]:
+    """The checksums by file name; empty if they cannot be read, so that all files are made again."""
+    try:
+        return from_json(read_json(path))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _whole_samples(part: RunSet, length: int) -> int:
     """The samples of one pass over a set; refuses one that has none."""
     if part.samples(length) == 0:
         raise DataError(
@@ -233,27 +259,21 @@ def _whole_samples(part: Part, length: int) -> int:
     return part.samples(length)
 
 
-def _dataset(part: Part, num_samples: int | None, split: Split) -> GPTDataset:
+def _dataset(part: RunSet, num_samples: int | None, split: Split) -> GPTDataset:
     documents = np.arange(part.documents.start, part.documents.stop, dtype=np.int32)
     return GPTDataset(part.indexed, part.prefix, documents, num_samples, split, part.config)
 
 
-def _document_lengths(tokens: torch.Tensor, eod: int | None) -> torch.Tensor:
-    """int32: tokens of each document in a sample; the end token belongs to its document."""
-    assert eod is not None, "open_part refuses a set without ends"
-    starts = torch.nonzero(tokens[:-1].eq(eod)).flatten() + 1
-    borders = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), len(tokens))])
-    return borders.diff().int()
-
-
 def _blend(
-    parts: Sequence[Part], weights: Sequence[float] | None, num_samples: int, length: int
-) -> tuple[BlendedDataset, list[float]]:
-    """Upstream's blend of several sets, and the share of each in the samples.
+    parts: Sequence[RunSet], weights: Sequence[float] | None, num_samples: int, length: int
+) -> tuple[GPTDataset | BlendedDataset, list[float]]:
+    """A set, or upstream's blend of several, and the share of each in the samples.
 
     Upstream gives the blend as many samples as the rounded shares add up to, which may be more than its sets
     have (blended_dataset.py:159 then raises). Here it has the run's samples, the first of upstream's.
     """
+    if len(parts) == 1:
+        return _dataset(parts[0], num_samples, Split.train), [1.0]
     turns = [_whole_samples(part, length) for part in parts] if weights is None else normalize(weights)
     shares = normalize(turns)
     wanted: list[int | None] = [math.ceil(math.ceil(num_samples * share) * _SURPLUS) for share in shares]

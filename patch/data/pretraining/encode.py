@@ -1,27 +1,58 @@
-"""Encodes the texts of documents, in this process or in several, in the order in which they come."""
+"""Rows become documents, and their texts ids, in this process or in several, in the order of the rows."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.pretraining.documents import Document
+from patch.data.formats import missing_keys
+from patch.data.readers import Row, SetReader
 from patch.data.tokenizer import special_tokens, vocabulary_size
 from patch.device import start_thread
 from patch.errors import DataError
 
+Document = list[str]
+"""A document: its sentences, which Megatron-LM's index lists one by one. Most documents are one text."""
+_ROWS_AT_ONCE = 1000
+_CHARACTERS_AT_ONCE = 1 << 20
 _BATCHES_AHEAD = 3
 """Batches that are read for each worker before the first of them is done; they bound the memory."""
+
+
+def document_reader(files: Sequence[Path], keys: Sequence[str]) -> SetReader[tuple[Document, ...]]:
+    """Reads the documents of all rows, one a key, in batches of about equal work.
+
+    Args:
+        files: read in this order.
+        keys: of the texts in a row.
+    """
+
+    def documents(file: Path, row: Row) -> tuple[tuple[Document, ...], int]:
+        found = tuple(_document(row, key, f"{file}: {row.place}") for key in keys)
+        return found, sum(len(sentence) for document in found for sentence in document)
+
+    return SetReader(files, documents, _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE)
+
+
+def _document(row: Row, key: str, where: str) -> Document:
+    if key not in row.value:
+        raise DataError(f"{where}: {missing_keys(row.value, f'{key} (--json-keys)', [key])}")
+    text = row.value[key]
+    sentences = text if isinstance(text, list) else [text]
+    if not all(isinstance(sentence, str) for sentence in sentences):
+        raise DataError(f"{where}: {key}: got {text!r:.60}, expected text, or a list of texts")
+    return sentences
 
 
 class EncodedBatch(NamedTuple):
@@ -46,14 +77,10 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
         self._tokenizer = tokenizer
         self._eod = [] if eod is None else [eod]
-        self._dtype = DType.optimal_dtype(vocabulary_size(tokenizer))
+        self.dtype: type[np.number] = DType.optimal_dtype(vocabulary_size(tokenizer))
+        """The type of an id in the .bin."""
         special = {*special_tokens(tokenizer)} - {tokenizer.unk_token}
         self._special = tokenizer.convert_tokens_to_ids(sorted(special))
-
-    @property
-    def dtype(self) -> type[np.number]:
-        """The type of an id in the .bin."""
-        return self._dtype
 
     def __call__(self, rows: list[tuple[Document, ...]]) -> list[EncodedBatch]:
         """Encode some rows: for each row one document a key; for each key one batch is returned."""
@@ -61,7 +88,17 @@ class Encoder:
 
     def _encode(self, documents: Iterable[Document]) -> EncodedBatch:
         sentences = list(chain.from_iterable(documents))
-        encoded = iter(self._ids(sentences))
+        encoded = iter(
+            self._tokenizer(
+                sentences,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+            if sentences
+            else ()
+        )
         parts, lengths, with_special = [], [], 0
         for document in documents:
             filled = [ids for ids in islice(encoded, len(document)) if ids]
@@ -70,19 +107,7 @@ class Encoder:
                 filled[-1] = filled[-1] + self._eod
             lengths.append([len(ids) for ids in filled])
             parts += filled
-        return EncodedBatch(np.array(list(chain.from_iterable(parts)), self._dtype), lengths, with_special)
-
-    def _ids(self, sentences: list[str]) -> list[list[int]]:
-        if not sentences:
-            return []
-        encoded = self._tokenizer(
-            sentences,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return encoded["input_ids"]
+        return EncodedBatch(np.array(list(chain.from_iterable(parts)), self.dtype), lengths, with_special)
 
 
 def encode_in_order(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
 from patch.data.pretraining.provenance import check_tokenizer, read_provenance
-from patch.data.samples import Sample
+from patch.data.samples import Sample, lengths_between
 from patch.errors import DataError
 from patch.logger import get_logger
 
@@ -52,7 +52,7 @@ class IndexedSftSource:
         if (learned & ~follows).any():
             place = int((learned & ~follows).nonzero()[0])
             self._refuse(f"document {index + 1}: label {place + 1} is not the next token of its conversation")
-        return Sample(tokens, labels, learned.float(), _lengths(ends))
+        return Sample(tokens, labels, learned.float(), lengths_between(ends))
 
     def place(self, index: int) -> str:
         """See `SampleSource`."""
@@ -110,12 +110,3 @@ def load_indexed_sft(
     source.check()
     _logger.info("%s: %d samples of %d tokens", prefix, len(source), sequence_length)
     return source
-
-
-def _lengths(ends: torch.Tensor) -> torch.Tensor:
-    """int32: tokens of each conversation, then those of the padding, if there is any."""
-    borders = torch.nonzero(ends).flatten() + 1
-    size = len(ends)
-    if not len(borders) or borders[-1] != size:
-        borders = torch.cat([borders, borders.new_full((1,), size)])
-    return torch.cat([borders.new_zeros(1), borders]).diff().int()

@@ -7,8 +7,10 @@ empty text is a document without a sequence, and a list of texts is one document
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +18,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from transformers import PreTrainedTokenizerBase
 
 import patch
-from patch.data.pretraining.documents import DocumentReader, progress_of
-from patch.data.pretraining.encode import EncodedBatch, Encoder, encode_in_order
+from patch.data.pretraining.encode import EncodedBatch, Encoder, document_reader, encode_in_order
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
+from patch.data.readers import shown_progress
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -27,15 +29,15 @@ from patch.storage.atomic import publish_file
 _logger = get_logger(__name__)
 
 
-class Written(NamedTuple):
+class WrittenSet(NamedTuple):
     """What was written for one key."""
 
-    documents: int
+    documents: int = 0
     """All rows."""
-    empty: int
+    empty: int = 0
     """Those whose text is empty."""
-    tokens: int
-    with_special: int
+    tokens: int = 0
+    with_special: int = 0
     """Documents that spell out a special token."""
 
 
@@ -46,7 +48,7 @@ def write_indexed(
     *,
     append_eod: bool,
     workers: int = 1,
-) -> dict[str, Written]:
+) -> dict[str, WrittenSet]:
     """Write a .bin, an .idx and a .meta.json for each key, with one document for each row.
 
     The .idx appears last, and an old one disappears first, so that whatever interrupts this, no .bin has the
@@ -70,23 +72,32 @@ def write_indexed(
             "give one that has, or --no-append-eod"
         )
     encoder = Encoder(tokenizer, eod)
-    sets = {key: _Set(key, prefix, encoder) for key, prefix in outputs.items()}
+    sets: dict[str, _Set] = {}
     try:
         with ExitStack() as cleanup:
+            for key, prefix in outputs.items():
+                sets[key] = _Set(key, prefix, encoder)
+                cleanup.callback(sets[key].discard)
+            reader, began = document_reader(files, list(outputs)), time.monotonic()
+            show = cleanup.enter_context(shown_progress("tokenizing", reader))
+            encoded = encode_in_order(reader.batches(), encoder, workers)
+            for batches in cleanup.enter_context(closing(encoded)):
+                for each, batch in zip(sets.values(), batches, strict=True):
+                    each.add(batch)
+                tokens = sum(each.written.tokens for each in sets.values())
+                rate = tokens / (time.monotonic() - began)
+                documents = max(each.written.documents for each in sets.values())
+                show(f"{documents} documents, {tokens} tokens, {rate:.0f} tokens/s")
             for each in sets.values():
-                cleanup.callback(each.discard)
-                each.open()
-            reading = DocumentReader(files, list(outputs))
-            encoded = encode_in_order(reading.batches(), encoder, workers)
-            _fill(list(sets.values()), cleanup.enter_context(closing(encoded)), reading)
-            for each in sets.values():
-                each.check(files)
+                if not each.written.tokens:
+                    names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+                    raise DataError(f"{names}: no row has a text under {each.key} (--json-keys)")
             for each in sets.values():
                 each.publish(tokenizer, eod)
     except OSError as error:
         names = ", ".join(outputs.values())
         raise DataError(f"{names}: cannot be written: {error.strerror} (--output-prefix)") from error
-    return {key: each.written() for key, each in sets.items()}
+    return {key: each.written for key, each in sets.items()}
 
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
@@ -110,84 +121,52 @@ class _Set:
     """The files of one key while they are written, under a temporary name."""
 
     def __init__(self, key: str, prefix: str, encoder: Encoder) -> None:
-        self.key, self.prefix = key, prefix
+        self.key, self._prefix = key, prefix
         self._partial = f"{prefix}.partial"
-        self._encoder = encoder
-        self._builder: IndexedDatasetBuilder | None = None
-        self._documents = self._empty = self.tokens = self._with_special = 0
-
-    def open(self) -> None:
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._builder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=self._encoder.dtype)
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._builder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=encoder.dtype)
+        self.written = WrittenSet()
 
     def add(self, batch: EncodedBatch) -> None:
-        assert self._builder is not None, "open comes first"
         start = 0
         for lengths in batch.lengths:
             end = start + sum(lengths)
             self._builder.add_document(batch.ids[start:end], lengths)
             start = end
-        self._documents += len(batch.lengths)
-        self._empty += batch.lengths.count([])
-        self._with_special += batch.with_special
-        self.tokens += len(batch.ids)
-
-    def check(self, files: Sequence[Path]) -> None:
-        if not self.tokens:
-            names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
-            raise DataError(f"{names}: no row has a text under {self.key} (--json-keys)")
+        counts = (len(batch.lengths), batch.lengths.count([]), len(batch.ids), batch.with_special)
+        self.written = WrittenSet(*map(add, self.written, counts))
 
     def publish(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
-        assert self._builder is not None, "open comes first"
         self._builder.finalize(f"{self._partial}.idx")
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        path_of(self.prefix).unlink(missing_ok=True)
-        publish_file(Path(f"{self._partial}.bin"), Path(f"{self.prefix}.bin"))
+        Path(f"{self._prefix}.idx").unlink(missing_ok=True)
+        path_of(self._prefix).unlink(missing_ok=True)
+        publish_file(Path(f"{self._partial}.bin"), Path(f"{self._prefix}.bin"))
         size = vocabulary_size(tokenizer)
+        documents, empty, tokens, with_special = self.written
         Provenance(
             tokenizer=tokenizer.name_or_path,
             vocabulary_size=size,
             vocabulary_sha256=vocabulary_hash(tokenizer, size),
             eod=eod,
             json_key=self.key,
-            documents=self._documents,
-            tokens=self.tokens,
+            documents=documents,
+            tokens=tokens,
             made_by=f"llama-megatron-patch {patch.__version__}",
-        ).write(self.prefix)
-        publish_file(Path(f"{self._partial}.idx"), Path(f"{self.prefix}.idx"))
-        self._report()
-
-    def discard(self) -> None:
-        """Remove the temporary files, if there still are any."""
-        if self._builder is not None:
-            with suppress(OSError):  # what it could not write is thrown away
-                self._builder.data_file.close()
-        for suffix in (".bin", ".idx"):
-            Path(self._partial + suffix).unlink(missing_ok=True)
-
-    def written(self) -> Written:
-        return Written(self._documents, self._empty, self.tokens, self._with_special)
-
-    def _report(self) -> None:
-        counts = self.written()
+        ).write(self._prefix)
+        publish_file(Path(f"{self._partial}.idx"), Path(f"{self._prefix}.idx"))
         _logger.info(
-            "%s: %d documents, %d of them empty, %d tokens",
-            self.prefix, counts.documents, counts.empty, counts.tokens,
-        )  # fmt: skip
-        if counts.with_special:
+            "%s: %d documents, %d of them empty, %d tokens", self._prefix, documents, empty, tokens
+        )
+        if with_special:
             _logger.warning(
                 "%s: %d documents spell out special tokens in their text, which have become these tokens, as "
                 "in Megatron-LM",
-                self.prefix, counts.with_special,
+                self._prefix, with_special,
             )  # fmt: skip
 
-
-def _fill(sets: list[_Set], encoded: Iterator[list[EncodedBatch]], reading: DocumentReader) -> None:
-    documents = tokens = 0
-    with progress_of(reading) as show:
-        for batches in encoded:
-            for each, batch in zip(sets, batches, strict=True):
-                each.add(batch)
-            documents += len(batches[0].lengths)
-            tokens += sum(len(batch.ids) for batch in batches)
-            show(documents, tokens)
+    def discard(self) -> None:
+        """Remove the temporary files, if there still are any."""
+        with suppress(OSError):  # what it could not write is thrown away
+            self._builder.data_file.close()
+        for suffix in (".bin", ".idx"):
+            Path(self._partial + suffix).unlink(missing_ok=True)

@@ -1,71 +1,122 @@
-"""The pre-training sets of a run, as its configuration names them."""
+"""One set of a pre-training run: its files, the documents of a split, and what ends them, all checked."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_spec import DataPart, parse_data, split_shares
+from patch.config.data_spec import DataPart
 from patch.config.schema import DataConfig, ModelConfig
-from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
-from patch.data.pretraining.part import WHOLE, PretrainOptions, open_part
+from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
+from patch.data.pretraining.provenance import check_tokenizer, read_provenance
+from patch.errors import DataError
+
+UNSPLIT = "1"
+"""The split of a set that is not split."""
+_TOKENS_CHECKED = 1 << 24
+_PURPOSE = {Split.train: "training", Split.valid: "validation"}
 
 
-class RunSets(NamedTuple):
-    """The training set and the validation sets of a run."""
+@dataclass(frozen=True, slots=True)
+class PretrainOptions:
+    """How the sets of a run are read."""
 
-    train: PretrainSource
-    """All sets together."""
-    num_train_samples: int
-    """How many samples the run takes."""
-    valid_parts: tuple[DataPart, ...]
-    """The validation sets as they are named: at position 21, or by the split those of position 20."""
-    valid: list[PretrainSource]
-    """The samples of each."""
+    sequence_length: int
+    """Tokens of one sample."""
+    vocab_size: int
+    """Rows of the model's vocabulary; larger ids are refused."""
+    seed: int
+    """Decides the order of the samples."""
+    cache: Path
+    """The folder of the index files, which state where each sample is; all ranks must share it."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """A set that is known to have another vocabulary is refused; None: not checked."""
+    split: str = UNSPLIT
+    """Shares of each set's documents for training, validation and neither, as in Megatron-LM: 99,1,0."""
+    reset_attention_mask: bool = False
+    """A sample's documents are sequences of their own (`Sample.lengths`)."""
+    eod_mask_loss: bool = False
+    """What follows an end of document is not learned."""
+
+    @classmethod
+    def of(
+        cls,
+        data: DataConfig,
+        model: ModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int = 0,
+        cache: Path = Path(),
+    ) -> PretrainOptions:
+        """The options of a run; without a seed and a folder nothing can be read but the sizes."""
+        return cls(
+            sequence_length=model.seq_length,
+            vocab_size=model.vocab_size,
+            seed=seed,
+            cache=cache,
+            tokenizer=tokenizer,
+            split=data.split or UNSPLIT,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
 
 
-def load_run_sets(
-    data: DataConfig,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_train_samples: Callable[[int], int],
-    seed: int,
-    index_folder: Path,
-) -> RunSets:
-    """Open all sets; a collective over the job.
+class RunSet(NamedTuple):
+    """The documents of one set that a run trains on, or evaluates."""
 
-    With a split, the validation documents are those that the split leaves for it in each training set.
+    prefix: str
+    eod: int | None
+    """The id that ends its documents."""
+    indexed: IndexedDataset
+    documents: range
+    """The documents of the split; upstream counts sequences, of which a document may have several."""
+    config: GPTDatasetConfig
 
-    Args:
-        data: the sets and what is done with them.
-        model: vocabulary and sequence length.
-        tokenizer: a set that is known to have another vocabulary is refused.
-        num_train_samples: from the samples of one pass over the training sets, how many the run takes.
-        seed: decides the order of the samples.
-        index_folder: the folder of the index files; all ranks must share it.
+    @property
+    def tokens(self) -> int:
+        """Tokens of these documents."""
+        lengths = self.indexed.sequence_lengths[self.documents.start : self.documents.stop]
+        return int(lengths.sum(dtype=np.int64))
 
-    Raises:
-        DataError: on all ranks; see `load_training`.
-    """
-    options = _options(data, model, tokenizer, seed, index_folder)
-    parts = parse_data(data.train_data_path, "train_data_path")
-    weights = [part.weight for part in parts if part.weight is not None]
-    prefixes = [part.path for part in parts]
-    train = load_training(prefixes, weights or None, options, num_train_samples)
-    valid: tuple[DataPart, ...] = ()
-    if data.valid_data_path is not None:
-        valid = parse_data(data.valid_data_path, "valid_data_path")
-        options = dataclasses.replace(options, split=WHOLE)
-    elif split_shares(options.split)[1]:
-        valid = parts
-    sources = [load_validation(part.path, options) for part in valid]
-    return RunSets(train, train.num_samples, valid, sources)
+    def samples(self, length: int) -> int:
+        """Whole samples of `length` tokens in one pass."""
+        return (self.tokens - 1) // length
+
+
+def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
+    """Open a set's files and check the first token ids; the others are checked when they are read."""
+    indexed = open_indexed(prefix)
+    head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
+    check_ids(prefix, int(head.min()), int(head.max()), options.vocab_size)
+    is_known = split is Split.valid and options.split != UNSPLIT  # it was opened for training
+    eod = _end_of_document(prefix, indexed, options, warns=not is_known)
+    config = GPTDatasetConfig(
+        random_seed=options.seed,
+        sequence_length=options.sequence_length,
+        blend=([prefix], None),
+        split=options.split,
+        path_to_cache=str(options.cache),
+        tokenizer=_Vocabulary(prefix, options.vocab_size, eod),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=options.eod_mask_loss,
+        create_attention_mask=False,
+        drop_last_partial_validation_sequence=False,
+    )
+    opened = RunSet(prefix, eod, indexed, _documents(indexed, config, options, split), config)
+    if opened.tokens < 2:
+        raise DataError(
+            f"{prefix}: --split {options.split} leaves {opened.tokens} tokens in {len(opened.documents)} of "
+            f"{len(indexed)} documents for {_PURPOSE[split]}, expected at least two",
+            field="split",
+        )
+    return opened
 
 
 def train_samples(
@@ -75,27 +126,59 @@ def train_samples(
 
     Args:
         part: the set.
-        data: see `load_run_sets`, also for the others.
+        data: what is done with the sets of the run.
         model: vocabulary and sequence length.
         tokenizer: a set that is known to have another vocabulary is refused.
 
     Raises:
         DataError: see `load_training`.
     """
-    options = _options(data, model, tokenizer, seed=0, index_folder=Path())
-    return max(1, open_part(part.path, options, Split.train).samples(model.seq_length))
+    opened = open_set(part.path, PretrainOptions.of(data, model, tokenizer), Split.train)
+    return max(1, opened.samples(model.seq_length))
 
 
-def _options(
-    data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, index_folder: Path
-) -> PretrainOptions:
-    return PretrainOptions(
-        sequence_length=model.seq_length,
-        vocab_size=model.vocab_size,
-        seed=seed,
-        cache=index_folder,
-        tokenizer=tokenizer,
-        split=data.split or WHOLE,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
+def _documents(
+    indexed: IndexedDataset, config: GPTDatasetConfig, options: PretrainOptions, split: Split
+) -> range:
+    """The documents of a split, by upstream's rule (blended_megatron_dataset_builder.py:441)."""
+    shares = (0.0, 1.0) if options.split == UNSPLIT else config.split_matrix[split.value]
+    first, last = (0, 0) if shares is None else (int(round(share * len(indexed))) for share in shares)
+    return range(first, last)
+
+
+def _end_of_document(
+    prefix: str, indexed: IndexedDataset, options: PretrainOptions, *, warns: bool
+) -> int | None:
+    """The id that ends documents: what the set's file says, or else the tokenizer's end-of-text token.
+
+    Raises:
+        DataError: the set was made with another vocabulary; or no id ends its documents, but one is needed.
+    """
+    provenance = read_provenance(
+        prefix, len(indexed.document_indices) - 1, total_tokens(indexed), warns=warns
     )
+    if provenance is not None and options.tokenizer is not None:
+        check_tokenizer(prefix, provenance, options.tokenizer)
+    if provenance is not None:
+        eod, why = provenance.eod, "was made with --no-append-eod"
+    else:
+        eod = None if options.tokenizer is None else options.tokenizer.eos_token_id
+        why = "the tokenizer has no eos token"
+    for field in ("reset_attention_mask", "eod_mask_loss"):
+        if eod is None and getattr(options, field):
+            raise DataError(f"{prefix}: no token ends its documents: {why}; expected one", field=field)
+    return eod
+
+
+class _Vocabulary:
+    """The attributes of a tokenizer that GPTDataset reads."""
+
+    pad = int(np.iinfo(np.int64).min)
+    """A value that no token id can have, so that upstream never takes a token of the set for padding."""
+
+    def __init__(self, prefix: str, vocab_size: int, eod: int | None) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        file = Path(f"{prefix}.bin").stat()
+        # Upstream names its index files by a hash of this and of the path. With size and time in it, it does
+        # not use old index files after the data at the path has changed.
+        self.unique_identifiers = {"bytes": file.st_size, "modified_ns": file.st_mtime_ns}

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
 from io import BufferedReader
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from patch.data.readers.brackets import outermost_values
-from patch.data.readers.streams import NOT_UTF8
 from patch.errors import DataError
 
 LONGEST_ROW = 1 << 28
+NOT_UTF8 = "which is not UTF-8; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
 _PIECE_BYTES = 1 << 17
-"""Bytes that are cut into values at once; more do not fit into a core's cache."""
-_BLANKS = b" \t\r\n"
-_FILE_ENDS = "is the file cut off?"
-_LINE_ENDS = "the line ends before its object does, and the lines below do not complete it"
+_BLANKS = " \t\r\n"
+_BLANK = f"[{_BLANKS}]*"
+_BETWEEN = re.compile(_BLANK)
+_JOINED = (_BETWEEN, _BETWEEN)
+"""What stands before a value, and what at the end of the text: where values follow each other."""
+_LIST_BEGINS = (re.compile(rf"{_BLANK}\[{_BLANK}"), re.compile(rf"{_BLANK}\[{_BLANK}\]{_BLANK}"))
+_LIST_GOES_ON = (re.compile(rf"{_BLANK}(?:,|\]{_BLANK}\[){_BLANK}"), re.compile(rf"{_BLANK}\]{_BLANK}"))
+"""The same in a list, or several one after another."""
+_Signs = tuple[re.Pattern[str], re.Pattern[str]]
+_LONGEST_SIGN = 16
+"""More than the characters of an escape or a word: a mistake nearer to the end may be one of a cut text."""
 
 
 def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
@@ -32,126 +40,148 @@ def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
     Raises:
         DataError: malformed JSON, or a row over 256 MiB.
     """
-    head = stream.peek().lstrip(_BLANKS)
+    head = stream.peek().lstrip(_BLANKS.encode())
     if head[:1] == b"[":
-        yield from _list_rows(path, stream)
-    elif head[:1] not in (b"{", b""):
+        values = _Text(path, stream).values(_LIST_BEGINS, _LIST_GOES_ON)
+        yield from ((f"row {number}", value) for number, (_, value) in enumerate(values, start=1))
+    elif head[:1] in (b"{", b""):
+        for line, value in _lines(path, stream) if b"\n" in head else _Text(path, stream).values():
+            yield f"line {line}", value
+    else:
         raise DataError(
             f"{path}: begins with {_excerpt(head)}, expected JSON, which begins with [ or {{, "
             "parquet or Arrow; or CSV in a file whose name ends in .csv or .tsv"
         )
-    elif _begins_with_a_line(head):
-        yield from _line_rows(path, stream)
-    else:
-        yield from _joined_rows(path, _pieces(stream), 1)
 
 
-def _begins_with_a_line(head: bytes) -> bool:
-    first, end, _ = head.partition(b"\n")
-    try:
-        return bool(end and orjson.loads(first))
-    except orjson.JSONDecodeError:
-        return False
-
-
-def _pieces(stream: BufferedReader) -> Iterator[bytes]:
-    while piece := stream.read(_PIECE_BYTES):
-        yield piece
-
-
-def _line_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path, stream: BufferedReader) -> Iterator[tuple[int, Any]]:
     """One value on each line; from the first line that is none on, values one after another."""
-    number = 0
-    while line := stream.readline(LONGEST_ROW + 1):
-        number += 1
-        if line.isspace():
-            continue
+    for number, line in enumerate(iter(partial(stream.readline, LONGEST_ROW + 1), b""), start=1):
         if len(line) > LONGEST_ROW:
             raise _too_long(path, number)
+        if line.isspace():
+            continue
         try:
             value = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            end = _LINE_ENDS if stream.peek().strip(_BLANKS) else _FILE_ENDS
-            cut = (line[start : start + _PIECE_BYTES] for start in range(0, len(line), _PIECE_BYTES))
-            joined = _joined_rows(path, chain(cut, _pieces(stream)), number)
-            try:
-                yield next(joined)
-            except DataError:
-                raise _malformed(path, line, number, error, end) from error
-            yield from joined
+        except orjson.JSONDecodeError:
+            yield from _Text(path, stream, line, number).values()
             return
-        yield f"line {number}", value
+        yield number, value
 
 
-def _joined_rows(path: Path, pieces: Iterable[bytes], line: int) -> Iterator[tuple[str, Any]]:
-    """Values one after another, over any number of lines; the first piece begins with this line."""
-    for between, value in outermost_values(pieces, 0, LONGEST_ROW):
-        if between.strip():
-            _refuse_unreadable(path, between, line)
-            yield f"line {line}", _parse(path, between, line)
-        line += between.count(b"\n")
-        if value:
-            yield f"line {line}", _parse(path, value, line)
-            line += value.count(b"\n")
+class _Text:
+    """JSON text of which only the value that is read is held.
 
-
-def _list_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
-    """The values of a list, or of several lists one after another, as joined files have them."""
-    number, line = 1, 1
-    for between, value in outermost_values(_pieces(stream), 1, LONGEST_ROW):
-        signs = between.translate(None, _BLANKS)
-        if value:
-            is_good = signs == b"[" if number == 1 else signs in (b",", b"][")
-        else:
-            is_good = signs == b"]" or (signs == b"[]" and number == 1)
-        if not is_good:
-            yield from _stray_rows(path, between, number, line, is_end=not value)
-        line += between.count(b"\n")
-        if value:
-            yield f"row {number}", _parse(path, value, line)
-            line += value.count(b"\n")
-            number += 1
-
-
-def _stray_rows(
-    path: Path, text: bytes, number: int, line: int, *, is_end: bool
-) -> Iterator[tuple[str, Any]]:
-    """The numbers, strings and words that stand where a list has a comma or ends; or why it is malformed.
+    Python's scanner finds where a value ends, and orjson says what it is. The text is held as Latin-1, with a
+    character for each byte: the signs of JSON are ASCII, and orjson checks that the rest is UTF-8.
 
     Args:
         path: the file, for messages.
-        text: what stands there.
-        number: of the next row.
-        line: where the text begins.
-        is_end: whether the file ends behind the text.
+        stream: what follows `begun`.
+        begun: the beginning of the text.
+        line: where it stands in the file.
     """
-    _refuse_unreadable(path, text, line)
-    body = text.lstrip(_BLANKS + b"[,")
-    first_line = line + text.count(b"\n", 0, len(text) - len(body))
-    if body[:1] in (b"{", b"["):
-        _parse(path, body, first_line)  # it has no end, so it cannot be parsed
-    elif body[:1] not in (b"]", b""):
-        values = _parse(path, b"[" + body.rstrip(_BLANKS + b"],") + b"]", first_line)
-        yield from ((f"row {number + index}", value) for index, value in enumerate(values))
-        return
-    found = "the end of the file inside the list" if is_end and not body else _excerpt(text)
-    raise DataError(
-        f"{path}: line {first_line}: malformed JSON: got {found}, expected a comma between two rows and ] "
-        "after the last one"
-    )
+
+    def __init__(self, path: Path, stream: BufferedReader, begun: bytes = b"", line: int = 1) -> None:
+        self._path, self._stream, self._line = path, stream, line
+        self._text, self._begin = begun.decode("latin-1"), 0
+        self._scan = json.JSONDecoder().raw_decode
+
+    def values(self, first: _Signs = _JOINED, following: _Signs = _JOINED) -> Iterator[tuple[int, Any]]:
+        """Line and value of each.
+
+        Args:
+            first: what stands before the first value, or at the end if there is none.
+            following: what stands before each other one, or at the end.
+        """
+        signs = first
+        while (found := self._next(*signs)) is not None:
+            start, end = found
+            self._line += self._text.count("\n", self._begin, start)
+            yield self._line, _parse(self._path, self._text[start:end].encode("latin-1"), self._line)
+            self._line += self._text.count("\n", start, end)
+            self._begin, signs = end, following
+
+    def _next(self, before: re.Pattern[str], at_end: re.Pattern[str]) -> tuple[int, int] | None:
+        """Where the next value begins and ends; None at the end of the text."""
+        while True:
+            separator, blank = (each.match(self._text, self._begin) for each in (before, _BETWEEN))
+            assert blank is not None, "it may be empty"
+            start, error = (separator or blank).end(), None
+            try:
+                if separator:
+                    return start, self._scan(self._text, start)[1]
+            except json.JSONDecodeError as mistake:
+                error = mistake
+            except RecursionError:
+                raise _malformed(self._path, self._line, self._line, "too many brackets") from None
+            if self._may_go_on(start, error, _LONGEST_SIGN) and self._read():
+                continue
+            if at_end.fullmatch(self._text, self._begin):
+                return None
+            if error is not None and error.pos == start and at_end is not _BETWEEN:
+                error = None  # no value begins here
+            raise self._fault(start, error)
+
+    def _may_go_on(self, start: int, error: json.JSONDecodeError | None, margin: int) -> bool:
+        """Whether more text may mend what the scanner refuses: it ends too early, or in a word."""
+        if error is None:
+            return not self._text[start:].strip(_BLANKS + "]")
+        return error.msg.startswith("Unterminated") or error.pos + margin >= len(self._text.rstrip(_BLANKS))
+
+    def _read(self) -> bool:
+        """Read on, as much as is held, so that a long value is not scanned often; False at the end."""
+        held = len(self._text) - self._begin
+        if held > LONGEST_ROW:
+            raise _too_long(self._path, self._line)
+        piece = self._stream.read(min(max(_PIECE_BYTES, held), LONGEST_ROW + _PIECE_BYTES - held))
+        if piece:
+            self._text, self._begin = self._text[self._begin :] + piece.decode("latin-1"), 0
+        return bool(piece)
+
+    def _fault(self, start: int, error: json.JSONDecodeError | None) -> DataError:
+        """What is wrong where neither a value nor the end of the text comes.
+
+        Args:
+            start: where the value begins.
+            error: what the scanner says of it; None: there is neither a value nor a comma of a list.
+        """
+        begin = self._line + self._text.count("\n", self._begin, start)
+        if error is None:
+            rest = self._text[start:].encode("latin-1")
+            found = _excerpt(rest) if rest else "the end of the file inside the list"
+            return DataError(
+                f"{self._path}: line {begin}: malformed JSON: got {found}, expected a comma between two "
+                "rows and ] after the last one"
+            )
+        if self._may_go_on(start, error, 0):
+            return _malformed(self._path, begin, begin, "unexpected end of data; is the file cut off?")
+        line = begin + self._text.count("\n", start, error.pos)
+        found = _excerpt(self._text[error.pos :].encode("latin-1"))
+        return _malformed(self._path, begin, line, f"{error.msg}, got {found}")
 
 
-def _excerpt(text: bytes) -> str:
-    return repr(text.strip()[:20].decode(errors="replace")) if text.strip() else "nothing"
+def _parse(path: Path, data: bytes, line: int) -> Any:
+    """The value of a text that begins at this line."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        found, before = error.doc[error.pos :][:20], error.lineno - 1
+        word = next((word for word in ("NaN", "Infinity") if found.startswith(word)), None)
+        what = f"got {word}, which is no JSON value; expected a number or null"
+        if word is None:
+            what = f"{error.msg}, got {found!r}"
+        try:
+            data.decode()
+        except UnicodeDecodeError as undecodable:  # orjson reports each at the first character
+            before = data.count(b"\n", 0, undecodable.start)
+            what = f"got {data[undecodable.start : undecodable.end]!r}, {NOT_UTF8}"
+        raise _malformed(path, line, line + before, what) from error
 
 
-def _refuse_unreadable(path: Path, text: bytes, line: int) -> None:
-    """Refuse text in which no value ends, if that is because of a zero byte or of its length."""
-    if (place := text.find(b"\0")) >= 0:
-        line += text.count(b"\n", 0, place)
-        raise DataError(f"{path}: line {line}: malformed JSON: a zero byte; is it a text file?")
-    if len(text) > LONGEST_ROW:
-        raise _too_long(path, line)
+def _malformed(path: Path, begin: int, line: int, what: str) -> DataError:
+    within = "" if line == begin else f" (in the text that begins at line {begin})"
+    return DataError(f"{path}: line {line}: malformed JSON{within}: {what}")
 
 
 def _too_long(path: Path, line: int) -> DataError:
@@ -161,38 +191,5 @@ def _too_long(path: Path, line: int) -> DataError:
     )
 
 
-def _parse(path: Path, data: bytes, first_line: int) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise _malformed(path, data, first_line, error) from error
-
-
-def _malformed(
-    path: Path, data: bytes, first_line: int, error: orjson.JSONDecodeError, end: str = _FILE_ENDS
-) -> DataError:
-    """What is wrong with a text that orjson refuses, and where.
-
-    Args:
-        path: the file.
-        data: the text.
-        first_line: where it begins.
-        error: what orjson says.
-        end: what is said if the text ends too early. The place is then where it begins, because its end says
-            nothing about where the mistake is.
-    """
-    found = error.doc[error.pos : error.pos + 20]
-    is_short = not found.strip()
-    line = first_line + (0 if is_short else error.lineno - 1)
-    what = f"{error.msg}; {end}" if is_short else f"{error.msg}, got {found!r}"
-    if word := next((word for word in ("NaN", "Infinity") if found.startswith(word)), None):
-        what = f"got {word}, which is no JSON value; expected a number or null"
-    try:
-        data.decode()
-    except UnicodeDecodeError as undecodable:
-        # orjson reports every encoding error at the first character, so find the line here.
-        line = first_line + data.count(b"\n", 0, undecodable.start)
-        got = data[undecodable.start : undecodable.end]
-        what = f"got {got!r}, {NOT_UTF8}"
-    begin = "" if line == first_line else f" (in the text that begins at line {first_line})"
-    return DataError(f"{path}: line {line}: malformed JSON{begin}: {what}")
+def _excerpt(text: bytes) -> str:
+    return repr(text[:20].decode(errors="replace"))

@@ -6,20 +6,35 @@ not grow with the file: it holds one row, or one batch of a parquet file's rows.
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patch.data.readers.arrow_rows import arrow_rows, magic_of
-from patch.data.readers.csv_rows import csv_rows
 from patch.data.readers.json_rows import json_rows
-from patch.data.readers.streams import DamagedDataError, open_stream
+from patch.data.readers.tables import KINDS, arrow_rows, csv_rows
 from patch.errors import DataError
 from patch.storage.row_files import TABLES
 
 _Places = Iterator[tuple[str, Any]]
 _LIST_KEY = "data"
+_BUFFER_BYTES = 1 << 18
+_BOM = b"\xef\xbb\xbf"
+_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_OTHER_KINDS = {
+    b"PK\x03\x04": "a zip archive, or the workbook of a spreadsheet; unpack it, or save the sheet as CSV",
+    b"BZh": "compressed by bzip2; unpack it, or use gzip or zstd",
+    b"\xfd7zXZ": "compressed by xz; unpack it, or use gzip or zstd",
+    b"7z\xbc\xaf": "a 7z archive; unpack it",
+    b"PARE": "an encrypted parquet file; decrypt it",
+    b"\x89HDF": "an HDF5 file; write it as JSONL or parquet",
+    b"\x80": "a Python pickle or other binary data; write it as JSONL or parquet",
+    **dict.fromkeys(_CODECS, "compressed twice; unpack it"),
+    **{magic: f"a compressed {kind} file or stream; unpack it" for magic, kind in KINDS.items()},
+}
+"""What users give by mistake: first bytes, and what they are."""
 
 
 class Row(NamedTuple):
@@ -74,29 +89,64 @@ def _without_wrapper(rows: _Places) -> _Places:
             yield from ((f"row {number}", value) for number, value in enumerate(wrapped, start=1))
             return
         rows = chain([second], rows)
-    yield first
-    yield from rows
+    yield from chain([first], rows)
 
 
 def _places_and_values(path: Path) -> _Places:
     with path.open("rb") as file:
-        magic = magic_of(file.read(8))
-    if magic is not None:
-        yield from arrow_rows(path, magic)
-        return
-    is_table = any(suffix.lower() in TABLES for suffix in path.suffixes[-2:])
-    place = None
-    try:
-        with open_stream(path) as stream:
-            is_json = stream.peek().lstrip()[:1] in (b"{", b"[")
-            for place, value in (csv_rows if is_table and not is_json else json_rows)(path, stream):
-                yield place, value
-    except DamagedDataError as error:
-        what, reason = error.args
-        after = "in its first row" if place is None else f"after {place}"
+        head = file.read(8)
+        if (magic := _known(head, KINDS)) is not None:
+            yield from arrow_rows(path, magic)
+            return
+        file.seek(0)
+        codec = _CODECS.get(_known(head, _CODECS) or b"")
+        place = None
+        try:
+            with _opened(path, file, codec) as stream:
+                is_table = any(suffix.lower() in TABLES for suffix in path.suffixes[-2:])
+                is_json = stream.peek().lstrip()[:1] in (b"{", b"[")
+                for place, value in (csv_rows if is_table and not is_json else json_rows)(path, stream):
+                    yield place, value
+        except OSError as error:
+            if codec is None or error.errno is not None:
+                raise
+            # pyarrow's errors have nothing but a text, such as "Truncated compressed stream".
+            what = "ends early" if "Truncated" in str(error) else "is damaged"
+            after = "in its first row" if place is None else f"after {place}"
+            raise DataError(
+                f"{path}: its {codec} data {what} {after} ({error}); expected a whole file: copy or make it "
+                "again"
+            ) from error
+
+
+def _known(head: bytes, kinds: dict[bytes, str]) -> bytes | None:
+    """The first bytes of the kind of which this is the beginning."""
+    return next((magic for magic in kinds if head.startswith(magic)), None)
+
+
+def _opened(path: Path, file: Any, codec: str | None) -> io.BufferedReader:
+    """The text of a file, decompressed, from behind its byte-order mark; what is no UTF-8 text is refused."""
+    if codec is not None:
+        import pyarrow  # only tables and compressed files need it
+
+        # It refuses data that ends early, and zstd windows over 128 MiB.
+        file = pyarrow.CompressedInputStream(file, codec)
+    stream = io.BufferedReader(file, _BUFFER_BYTES)
+    head = stream.peek(8)
+    kind = _OTHER_KINDS.get(_known(head, _OTHER_KINDS) or b"")
+    if head[257:262] == b"ustar":
+        kind = "a tar archive; unpack it"
+    if kind is not None:
+        raise DataError(f"{path}: is {kind}; expected JSON, JSONL, parquet, Arrow or CSV")
+    encoding = json.detect_encoding(head) if head.strip(b"\0") else "utf-8"
+    if not encoding.startswith("utf-8"):
+        name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
         raise DataError(
-            f"{path}: its {what} {after} ({reason}); expected a whole file: copy or make it again"
-        ) from error
+            f"{path}: is {name} text, expected UTF-8; convert it: iconv -f {name} -t UTF-8 FILE > NEW"
+        )
+    if head.startswith(_BOM):
+        stream.read(len(_BOM))
+    return stream
 
 
 def _json_type(value: Any) -> str:

@@ -5,28 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.readers import read_rows
+from patch.data.readers import Row, SetReader, shown_progress
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.sft.cache import TokenWriter
 from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport
 from patch.data.sft.rows import Item, RowTokenizer, TokenizedRow
-from patch.data.sft.token_files import TokenWriter
-from patch.logger import get_logger
-from patch.progress import LineTimer, ProgressBar, is_terminal
-
-_logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 << 18
 """Limits of one batch. Each worker has one, and a few more wait, so they also limit the memory."""
-_BAR_STEPS = 1000
 _PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 
 Work = Callable[[Iterable[list[Item]]], Iterator[tuple[list[Item], list[TokenizedRow]]]]
@@ -63,19 +55,25 @@ def tokenize(
         options.render.allow_special_tokens,
         unseen_columns=dict(options.format.columns),
     )
-    reading = _Reading(files, names_of(files))
+    names = dict(zip(files, names_of(files), strict=True))
+
+    def item(file: Path, row: Row) -> tuple[Item, int]:
+        value = pickle.dumps(row.value)
+        return Item(f"{file}: {row.place}", names[file] + row.place, value), len(value)
+
+    reader = SetReader(files, item, _ROWS_AT_ONCE, _BYTES_AT_ONCE)
     tokenized = start_workers(tokenizer, options, length)
-    with _progress(name, reading, report) as show:
-        for items, rows in tokenized(reading.batches()):
-            for item, row in zip(items, rows, strict=True):
-                report.add(item.place, row)
+    with shown_progress(f"tokenizing {name}", reader) as show:
+        for items, rows in tokenized(reader.batches()):
+            for item_of_row, row in zip(items, rows, strict=True):
+                report.add(item_of_row.place, row)
             writer.write(
                 b"".join(row.ids for row in rows),
                 b"".join(row.learned for row in rows),
                 [size for row in rows for size in row.sizes],
             )
-            writer.share = reading.share
-            show()
+            writer.share = reader.share
+            show(f"{report.rows} rows")
     return report
 
 
@@ -91,8 +89,13 @@ def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, lengt
         TrainingError: the processes cannot be started.
     """
     work = RowTokenizer(tokenizer, options, length)
-    with _without_threads_of_tokenizers():
+    before = os.environ.get(_PARALLEL_TOKENIZERS)
+    os.environ[_PARALLEL_TOKENIZERS] = "false"  # the children encode without threads, which survive no fork
+    try:
         rows: BoundedMap[Item, TokenizedRow] = BoundedMap(work, options.num_workers)
+    finally:
+        del os.environ[_PARALLEL_TOKENIZERS]
+        os.environ |= {} if before is None else {_PARALLEL_TOKENIZERS: before}
 
     def tokenized(batches: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[TokenizedRow]]]:
         try:
@@ -109,83 +112,3 @@ def names_of(files: Sequence[Path]) -> list[str]:
         return [""]
     folder = Path(os.path.commonpath([file.parent for file in files]))
     return [f"{file.relative_to(folder)}: " for file in files]
-
-
-class _Reading:
-    """Reads the rows of files in batches, and knows how much is read.
-
-    Args:
-        files: the files.
-        names: the name of each in the report.
-    """
-
-    def __init__(self, files: Sequence[Path], names: Sequence[str]) -> None:
-        self._files, self._names = files, names
-        self._sizes = [file.stat().st_size for file in files]
-        self._num_done = 0
-        """Bytes of the files that have been read."""
-        self._num_read = 0
-        """Bytes of the rows of the present file: of plain JSON about as many as were read of the file."""
-        self._size = 0
-        """Bytes of the present file."""
-
-    @property
-    def share(self) -> float:
-        """The share of all bytes that is read, estimated."""
-        return (self._num_done + min(self._num_read, self._size)) / max(1, sum(self._sizes))
-
-    def batches(self) -> Iterator[list[Item]]:
-        """The rows of all files, in order."""
-        batch: list[Item] = []
-        num_bytes = 0
-        for item in self._items():
-            batch.append(item)
-            num_bytes += len(item.value)
-            if len(batch) >= _ROWS_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
-                yield batch
-                batch, num_bytes = [], 0
-        if batch:
-            yield batch
-
-    def _items(self) -> Iterator[Item]:
-        for file, name, size in zip(self._files, self._names, self._sizes, strict=True):
-            self._size = size
-            for row in read_rows(file):
-                value = pickle.dumps(row.value)
-                self._num_read += len(value)
-                yield Item(f"{file}: {row.place}", name + row.place, value)
-            self._num_done += self._size
-            self._num_read = self._size = 0
-
-
-@contextmanager
-def _without_threads_of_tokenizers() -> Iterator[None]:
-    """The children that are forked here encode without threads, which do not survive a fork."""
-    before = os.environ.get(_PARALLEL_TOKENIZERS)
-    os.environ[_PARALLEL_TOKENIZERS] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_PARALLEL_TOKENIZERS]
-        else:
-            os.environ[_PARALLEL_TOKENIZERS] = before
-
-
-@contextmanager
-def _progress(name: str, reading: _Reading, report: SetReport) -> Iterator[Callable[[], None]]:
-    """Gives a function that shows how far the work is: with a bar on a terminal, with log lines elsewhere."""
-    if not is_terminal():
-        yield partial(_log_progress, LineTimer(), name, reading, report)
-        return
-    bar = ProgressBar(f"tokenizing {name}", _BAR_STEPS, TextColumn("{task.fields[rows]} rows"), rows=0)
-    try:
-        yield lambda: bar.update(int(_BAR_STEPS * reading.share), rows=report.rows)
-    finally:
-        bar.close()
-
-
-def _log_progress(timer: LineTimer, name: str, reading: _Reading, report: SetReport) -> None:
-    if timer.is_due():
-        left = timer.seconds_left(reading.share, 1.0)
-        _logger.info("tokenizing %s: %d rows, about %.0f s left", name, report.rows, left)

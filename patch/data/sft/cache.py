@@ -18,21 +18,17 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
-from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
 
-from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport
-from patch.data.sft.token_files import TYPES, TokenArrays, TokenWriter, file_of, map_files
-from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, write_atomically
@@ -42,13 +38,7 @@ from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
-RULES = 4
-"""The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
-every change of them that changes a token or a mask, so that older entries are not used."""
-
 _REPORT = "report.json"
-_PACKAGES = ("jinja2", "tokenizers", "transformers")
-"""Their versions are part of the key: they render and encode."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ABANDONED_S = 3600.0
 """A temporary folder of another machine counts as abandoned when its files are unchanged for so long."""
@@ -60,51 +50,70 @@ while no run is starting; it is made again when needed. A folder in sets/ that b
 .tmp belongs to a run that is starting, or that was killed.
 """
 
+TYPES: dict[str, type[np.generic]] = {"ids": np.int32, "learned": np.bool_, "ends": np.int64}
+"""The arrays, 5 bytes for each token: ids int32 [T], the tokens of all samples, concatenated; learned bool
+[T], whether the loss covers each; ends int64 [N], where each sample ends in `ids`."""
+
+
+class TokenWriter:
+    """Writes the arrays piece by piece, and hashes them meanwhile.
+
+    Args:
+        streams: where each array goes.
+    """
+
+    def __init__(self, streams: Mapping[str, BinaryIO]) -> None:
+        self._streams = streams
+        self.share = 0.0
+        """The share of the set that is written, as far as it is known; set by those who write."""
+        self.num_bytes = 0
+        """Written so far."""
+        self._hashes = {name: sha256() for name in TYPES}
+        self._num_tokens = 0
+
+    def write(self, ids: bytes, learned: bytes, sizes: list[int]) -> None:
+        """Append samples.
+
+        Args:
+            ids: of int32 [T].
+            learned: of bool [T].
+            sizes: ids of each sample; the sum is T.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        ends = self._num_tokens + np.cumsum(sizes, dtype=np.int64)
+        self._num_tokens += sum(sizes)
+        for name, content in (("ids", ids), ("learned", learned), ("ends", ends.tobytes())):
+            self._streams[name].write(content)
+            self._hashes[name].update(content)
+            self.num_bytes += len(content)
+
+    def sha256(self) -> dict[str, str]:
+        """The hash of each array, in hexadecimal digits."""
+        return {name: each.hexdigest() for name, each in self._hashes.items()}
+
+
 Build = Callable[[TokenWriter], SetReport]
 
 
 class TokenizedSet(NamedTuple):
     """The tokens of a set, and what happened to its rows."""
 
-    arrays: TokenArrays
+    arrays: Mapping[str, np.ndarray]
+    """Those of `TYPES`."""
     report: SetReport
     sha256: dict[str, str]
     """The hash of each array."""
 
 
-def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
-    """What decides the tokens of a set, beside its rows: a name for messages, and its value or a hash of it.
-
-    Args:
-        tokenizer: the tokenizer with its chat template.
-        options: how rows become samples.
-        length: tokens of a sample.
-    """
-    backend = tokenizer.backend_tokenizer.to_str().encode()
-    named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return {
-        "the rules of this program": str(RULES),
-        **{package: version(package) for package in _PACKAGES},
-        "the settings of the data": _hash(
-            [asdict(options.format), asdict(options.render), options.long_samples, length]
-        ),
-        "the chat template": _hash(tokenizer.chat_template),
-        "the tokenizer": _hash([sha256(backend).hexdigest(), special_tokens(tokenizer), named_tokens]),
-    }
-
-
-def set_key(files: Sequence[tuple[str, str]], origin: dict[str, str]) -> str:
-    """A hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
-
-    Args:
-        files: for each file, its name in the report and the hash of its content.
-        origin: of `origin_of`.
-    """
-    return _hash([files, origin])
-
-
-def _hash(value: Any) -> str:
-    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+def tokenized_in_memory(build: Build) -> TokenizedSet:
+    """The set that `build` writes, without a cache."""
+    streams = {name: BytesIO() for name in TYPES}
+    writer = TokenWriter(streams)
+    report = build(writer)
+    arrays = {name: np.frombuffer(streams[name].getbuffer(), kind) for name, kind in TYPES.items()}
+    return TokenizedSet(arrays, report, writer.sha256())
 
 
 class TokenCache:
@@ -130,7 +139,7 @@ class TokenCache:
         Raises:
             DataError: of `build`, in all processes that waited for it; or the folder cannot be written.
         """
-        entry = self._entry(key)
+        entry = self._sets / key[:32]
         if (found := self._read(entry, key)) is None:
             found = self._make(entry, key, name, build)
         else:
@@ -140,10 +149,7 @@ class TokenCache:
 
     def find(self, key: str) -> TokenizedSet | None:
         """The set of this key; None if the cache does not have it."""
-        return self._read(self._entry(key), key)
-
-    def _entry(self, key: str) -> Path:
-        return self._sets / key[:32]
+        return self._read(self._sets / key[:32], key)
 
     def _read(self, entry: Path, key: str) -> TokenizedSet | None:
         """The set in a folder; None if there is none, or if it is damaged, which is logged."""
@@ -155,9 +161,9 @@ class TokenCache:
                 raise ValueError("it belongs to another set")
             report, hashes = SetReport.from_json(values["report"]), values["sha256"]
             for array in TYPES:
-                if self.hashes.sha256(file_of(entry, array)) != hashes[array]:
-                    raise ValueError(f"{file_of(entry, array).name} has another content than was written")
-            return TokenizedSet(map_files(entry), report, hashes)
+                if self.hashes.sha256(_file(entry, array)) != hashes[array]:
+                    raise ValueError(f"{_file(entry, array).name} has another content than was written")
+            return _mapped(entry, report, hashes)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{_REPORT} lacks a value"
             _logger.warning("the token cache's %s is damaged: %s; it is made again", entry, reason)
@@ -175,7 +181,10 @@ class TokenCache:
             try:
                 found = self._build(entry, key, name, build)
             except DataError as error:
-                self._note_failure(note, error)
+                # Those who wait should not fail one after the other at the same row.
+                content = {"message": str(error), "field": error.field, "time_ns": time.time_ns()}
+                with suppress(OSError):
+                    write_atomically(note, json.dumps(content))
                 raise
             with suppress(OSError):
                 note.unlink(missing_ok=True)
@@ -184,15 +193,15 @@ class TokenCache:
 
     def _build(self, entry: Path, key: str, name: str, build: Build) -> TokenizedSet:
         """Write the entry. This process has its lock."""
-        draft = _draft(entry)
-        writer = TokenWriter()
+        own = f".{entry.name}.{socket.gethostname()}.{os.getpid()}"
+        draft = StagedFolder(entry, entry.with_name(f"{own}.tmp"), entry.with_name(f"{own}.old.tmp"))
+        writer = TokenWriter({})
         try:
             _remove_abandoned(entry)
             draft.open()
             with ExitStack() as stack:
-                writer.streams = {
-                    array: stack.enter_context(file_of(draft.partial, array).open("wb")) for array in TYPES
-                }
+                files = {array: _file(draft.partial, array) for array in TYPES}
+                writer = TokenWriter({a: stack.enter_context(file.open("wb")) for a, file in files.items()})
                 report = build(writer)
             content = {"key": key, "set": name, "report": report.to_json(), "sha256": writer.sha256()}
             (draft.partial / _REPORT).write_text(json.dumps(content, indent=1) + "\n")
@@ -204,8 +213,8 @@ class TokenCache:
         finally:
             draft.discard()
         for array, digest in writer.sha256().items():
-            self.hashes.remember(file_of(entry, array), digest)
-        return TokenizedSet(map_files(entry), report, writer.sha256())
+            self.hashes.remember(_file(entry, array), digest)
+        return _mapped(entry, report, writer.sha256())
 
     def _create_folders(self) -> None:
         try:
@@ -231,16 +240,15 @@ class TokenCache:
             field="cache_dir",
         )
 
-    def _note_failure(self, note: Path, error: DataError) -> None:
-        """Tell the processes that wait, so that they do not fail one after the other at the same row."""
-        content = {"message": str(error), "field": error.field, "time_ns": time.time_ns()}
-        with suppress(OSError):
-            write_atomically(note, json.dumps(content))
+
+def _file(folder: Path, array: str) -> Path:
+    return folder / f"{array}.bin"
 
 
-def _draft(entry: Path) -> StagedFolder:
-    name = f".{entry.name}.{socket.gethostname()}.{os.getpid()}"
-    return StagedFolder(entry, entry.with_name(f"{name}.tmp"), entry.with_name(f"{name}.old.tmp"))
+def _mapped(entry: Path, report: SetReport, hashes: dict[str, str]) -> TokenizedSet:
+    """The arrays of an entry, mapped and read-only, so that all processes of a machine share their memory."""
+    arrays = {name: np.memmap(_file(entry, name), kind, mode="r") for name, kind in TYPES.items()}
+    return TokenizedSet(arrays, report, hashes)
 
 
 def _remove_abandoned(entry: Path) -> None:
@@ -265,4 +273,4 @@ def _content(note: Path) -> dict[str, Any] | None:
 
 
 def _size(found: TokenizedSet) -> str:
-    return f"{sum(array.nbytes for array in found.arrays) / 1e6:.1f} MB"
+    return f"{sum(array.nbytes for array in found.arrays.values()) / 1e6:.1f} MB"

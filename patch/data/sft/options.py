@@ -1,19 +1,36 @@
-"""What a user says about a fine-tuning set; the folder of the user's cache, by the XDG Base Directory
-Specification."""
+"""What a user says about a fine-tuning set, what decides its tokens, and the folder of the user's cache.
+
+The folder is that of the XDG Base Directory Specification.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from patch.config.choices import LongSamples
+from patch.config.data_spec import parse_columns
 from patch.config.schema import DataConfig
-from patch.data.formats import FormatOptions, format_options
+from patch.data.formats import FormatOptions
 from patch.data.rendering import RenderOptions
+from patch.data.tokenizer import special_tokens
 from patch.device import usable_cores
 from patch.storage.places import StrPath
 
+TOKEN_RULES = 4
+"""The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
+every change of them that changes a token or a mask, so that older entries are not used."""
+
+_PACKAGES = ("jinja2", "tokenizers", "transformers")
+"""Their versions are part of the key: they render and encode."""
 _NAME = "llama-megatron-patch"
 
 
@@ -63,12 +80,50 @@ def sft_options(data: DataConfig, fallback_cache: Path) -> SftOptions:
     Args:
         data: the run's settings.
         fallback_cache: the folder of the token cache if none is chosen and the user's own cannot be written.
+
+    Raises:
+        ConfigError: the map of columns cannot be read.
     """
     return SftOptions(
-        format=format_options(data),
+        format=FormatOptions(parse_columns(data.columns), data.alpaca_input_join),
         render=RenderOptions(data.train_on, data.allow_special_tokens),
         long_samples=data.long_samples,
         max_dropped_share=data.max_dropped_share,
         num_workers=data.data_workers or min(_MOST_WORKERS, usable_cores()),
         cache_dir=user_cache(fallback_cache) if data.cache_dir is None else Path(data.cache_dir),
     )
+
+
+def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
+    """What decides the tokens of a set, beside its rows: a name for messages, and its value or a hash of it.
+
+    Args:
+        tokenizer: the tokenizer with its chat template.
+        options: how rows become samples.
+        length: tokens of a sample.
+    """
+    backend = tokenizer.backend_tokenizer.to_str().encode()
+    named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return {
+        "the rules of this program": str(TOKEN_RULES),
+        **{package: version(package) for package in _PACKAGES},
+        "the settings of the data": _hash(
+            [asdict(options.format), asdict(options.render), options.long_samples, length]
+        ),
+        "the chat template": _hash(tokenizer.chat_template),
+        "the tokenizer": _hash([sha256(backend).hexdigest(), special_tokens(tokenizer), named_tokens]),
+    }
+
+
+def set_key(files: Sequence[tuple[str, str]], origin: dict[str, str]) -> str:
+    """A hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
+
+    Args:
+        files: for each file, its name in the report and the hash of its content.
+        origin: of `origin_of`.
+    """
+    return _hash([files, origin])
+
+
+def _hash(value: Any) -> str:
+    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

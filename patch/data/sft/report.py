@@ -136,28 +136,15 @@ class SetReport:
                 + (f"; the longest row with one has {self.longest} tokens" if self.longest else "")
             )
 
-    def refuse_drops(self, name: str, most: float) -> None:
-        """Refuse a set that loses too many rows.
-
-        Args:
-            name: of the set.
-            most: the largest share of rows that may be dropped.
-
-        Raises:
-            DataError: a larger share is dropped.
-        """
-        if self.num_dropped > most * self.rows:
-            raise DataError(
-                f"{name}: {self.num_dropped} of {self.rows} rows ({self.num_dropped / self.rows:.1%}) are "
-                f"dropped: {self._reasons()}; expected at most {most:.1%}; {self._cure()}, or allow more",
-                field="max_dropped_share",
-            )
-
-    def log(self, name: str) -> None:
+    def log(self, name: str, max_dropped_share: float) -> None:
         """Log the counts, and a warning for each kind of row that a user should know of.
 
         Args:
             name: of the set.
+            max_dropped_share: the largest share of rows that may be dropped.
+
+        Raises:
+            DataError: a larger share is dropped.
         """
         _logger.info(
             "%s: %d rows, %d samples, %d of %d tokens learned (%.1f %%), %d tokens in the longest row",
@@ -183,6 +170,25 @@ class SetReport:
                 "%s: no row has the key %s of --columns %s=%s; rows were read by their usual keys",
                 name, theirs, ours, theirs,
             )  # fmt: skip
+
+        self.refuse_drops(name, max_dropped_share)
+
+    def refuse_drops(self, name: str, most: float) -> None:
+        """Refuse a set that loses too many rows.
+
+        Args:
+            name: of the set.
+            most: the largest share of rows that may be dropped.
+
+        Raises:
+            DataError: a larger share is dropped.
+        """
+        if self.num_dropped > most * self.rows:
+            raise DataError(
+                f"{name}: {self.num_dropped} of {self.rows} rows ({self.num_dropped / self.rows:.1%}) are "
+                f"dropped: {self._reasons()}; expected at most {most:.1%}; {self._cure()}, or allow more",
+                field="max_dropped_share",
+            )
 
     def _cure(self) -> str:
         if not self.longest_dropped:

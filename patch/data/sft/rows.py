@@ -178,7 +178,7 @@ class RowTokenizer:
             if self._options.long_samples == "cut-begin":
                 ids = self._ids_at_end(spans, size)
             else:
-                ids = self._encoder.encode([_beginning(spans, size)])[0]
+                ids = self._encoder.encode([_clipped(spans, size)])[0]
             if sum(map(len, ids)) >= self._length + 1 + _SPARE_TOKENS:
                 return ids + [[]] * (len(spans) - len(ids)), False
             size *= 2
@@ -186,10 +186,10 @@ class RowTokenizer:
 
     def _ids_at_end(self, spans: list[Span], size: int) -> list[list[int]]:
         """The first id, which may be the begin-of-text token, and those of the last `size` characters."""
-        end = _end(spans, size)
+        end = _clipped(spans, size, at_end=True)
         skipped = len(spans) - len(end)
         ids = self._encoder.encode([end])[0]
-        head = self._encoder.encode([_beginning(spans, _SPARE_TOKENS)])[0][0][:1]
+        head = self._encoder.encode([_clipped(spans, _SPARE_TOKENS)])[0][0][:1]
         at_end: list[list[int]] = [[]] * skipped + [ids[0][_SPARE_TOKENS:], *ids[1:]]
         return [head + at_end[0], *at_end[1:]]
 
@@ -200,26 +200,15 @@ class RowTokenizer:
         return [[token for _ in of_span for token in next(encoded)] for of_span in pieces]
 
 
-def _beginning(spans: list[Span], size: int) -> list[Span]:
-    """The spans of the first `size` characters."""
+def _clipped(spans: list[Span], size: int, *, at_end: bool = False) -> list[Span]:
+    """The spans of the first `size` characters, or of the last ones."""
     taken: list[Span] = []
-    for span in spans:
-        taken.append(span._replace(text=span.text[:size]))
+    for span in reversed(spans) if at_end else spans:
+        taken.append(span._replace(text=span.text[-size:] if at_end else span.text[:size]))
         size -= len(span.text)
         if size <= 0:
             break
-    return taken
-
-
-def _end(spans: list[Span], size: int) -> list[Span]:
-    """The spans of the last `size` characters."""
-    taken: list[Span] = []
-    for span in reversed(spans):
-        taken.append(span._replace(text=span.text[-size:]))
-        size -= len(span.text)
-        if size <= 0:
-            break
-    return taken[::-1]
+    return taken[::-1] if at_end else taken
 
 
 def _pieces(span: Span) -> list[Span]:

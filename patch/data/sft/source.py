@@ -6,18 +6,17 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
+from patch.data.packing import packed_sample
 from patch.data.samples import Sample
 from patch.data.sft.build import names_of, tokenize
-from patch.data.sft.cache import Build, TokenCache, TokenizedSet, origin_of, set_key
-from patch.data.sft.options import SftOptions
+from patch.data.sft.cache import TokenCache, TokenizedSet, TokenWriter, tokenized_in_memory
+from patch.data.sft.options import SftOptions, origin_of, set_key
 from patch.data.sft.report import SetReport
-from patch.data.sft.token_files import TokenWriter
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 from patch.preflight.data_record import SetRecord
@@ -31,11 +30,10 @@ class SftSource(Dataset[Sample]):
 
     Args:
         tokens: the tokens, at 5 bytes each; those of a token cache are mapped, not loaded.
+        name: of the set, for `place` and messages.
+        tokenizer: encoded them. The loss mask excludes padding by position, so any id can be that of padding.
         length: tokens S of one sample.
-        padding: the token id of padding. The loss mask excludes padding by position, so any id can be used.
-        name: of the set, for `place`.
         origin: what decides the tokens (see `origin_of`), with a hash of the rows if they have a cache.
-        reads_clock: the chat template writes the date.
     """
 
     is_shuffled = False
@@ -43,16 +41,14 @@ class SftSource(Dataset[Sample]):
     def __init__(
         self,
         tokens: TokenizedSet,
-        *,
-        length: int,
-        padding: int,
         name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
         origin: dict[str, str],
-        reads_clock: bool,
     ) -> None:
-        self._ids, self._learned, ends = tokens.arrays
-        self._offsets = np.concatenate(([0], ends))
-        self._length, self.padding, self._name = length, padding, name
+        self._ids, self._learned = tokens.arrays["ids"], tokens.arrays["learned"]
+        self._offsets = np.concatenate(([0], tokens.arrays["ends"]))
+        self._length, self.padding, self._name = length, padding_id(tokenizer), name
         self.sizes = np.diff(self._offsets) - 1
         """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
         self.report: SetReport = tokens.report
@@ -61,7 +57,8 @@ class SftSource(Dataset[Sample]):
         """Tokens that the loss covers. A first token is never a label."""
         self.fingerprint = sha256(f"{length} {sorted(tokens.sha256.items())}".encode()).hexdigest()
         """The same on two machines if and only if their samples are the same, up to padding."""
-        self._hash_of_sizes, self._origin, self._reads_clock = tokens.sha256["ends"], origin, reads_clock
+        self._hash_of_sizes, self._origin = tokens.sha256["ends"], origin
+        self._reads_clock = "strftime_now" in str(tokenizer.chat_template)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -75,15 +72,7 @@ class SftSource(Dataset[Sample]):
         return SetRecord(path, self.fingerprint, self._hash_of_sizes, self._origin, self._reads_clock)
 
     def __getitem__(self, index: int) -> Sample:
-        conversation, learned = self.conversation(index)
-        ids = torch.from_numpy(conversation.astype(np.int64))
-        count = len(ids) - 1
-        tokens = torch.full((self._length,), self.padding)
-        labels = torch.full((self._length,), self.padding)
-        loss_mask = torch.zeros(self._length)
-        tokens[:count], labels[:count] = ids[:-1], ids[1:]
-        loss_mask[:count] = torch.from_numpy(learned[1:].astype(np.float32))
-        return Sample(tokens, labels, loss_mask)
+        return packed_sample(self, [index], self._length)._replace(lengths=None)
 
     def place(self, index: int) -> str:
         """See `SampleSource`. Rows are counted from 1 over all files; where some gave no sample or several,
@@ -124,23 +113,21 @@ def load_sft(
     """
     ensure_chat_template(tokenizer)
     name, files = str(path), files_of(str(path))
+    cache = None if options.cache_dir is None else TokenCache(Path(options.cache_dir))
+    hashes = _hash(files, cache)
 
     def build(writer: TokenWriter) -> SetReport:
         report = tokenize(files, name, tokenizer, options, sequence_length, writer)
         report.refuse_empty(name)
+        for file, before, after in zip(files, hashes, _hash(files, cache), strict=cache is not None):
+            if before != after:
+                raise DataError(f"{file} has changed while it was read; start again when it is complete")
         return report
 
-    origin = origin_of(tokenizer, options, sequence_length)
-    if options.cache_dir is None:
-        writer = TokenWriter()
-        report = build(writer)
-        tokens = TokenizedSet(writer.arrays_in_memory(), report, writer.sha256())
-    else:
-        cache = TokenCache(Path(options.cache_dir))
-        hashes = _hash(files, cache)
-        tokens = _from_cache(name, files, hashes, origin, build, cache)
-        origin |= {"the rows": sha256(" ".join(hashes).encode()).hexdigest()}
-    return _source(tokens, name, tokenizer, sequence_length, options, origin)
+    key, origin = _origin(files, hashes, tokenizer, options, sequence_length)
+    tokens = tokenized_in_memory(build) if cache is None else cache.get(key, name, build)
+    tokens.report.log(name, options.max_dropped_share)
+    return SftSource(tokens, name, tokenizer, sequence_length, origin)
 
 
 def find_sft(
@@ -166,70 +153,35 @@ def find_sft(
     hashes = [digest for file in files if (digest := cache.hashes.remembered(file)) is not None]
     if len(hashes) < len(files):
         return None
-    origin = origin_of(tokenizer, options, sequence_length)
-    tokens = cache.find(set_key(list(zip(names_of(files), hashes, strict=True)), origin))
+    key, origin = _origin(files, hashes, tokenizer, options, sequence_length)
+    tokens = cache.find(key)
     if tokens is None:
         return None
-    origin |= {"the rows": sha256(" ".join(hashes).encode()).hexdigest()}
-    return _source(tokens, name, tokenizer, sequence_length, options, origin)
+    tokens.report.log(name, options.max_dropped_share)
+    return SftSource(tokens, name, tokenizer, sequence_length, origin)
 
 
-def _source(
-    tokens: TokenizedSet,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    options: SftOptions,
-    origin: dict[str, str],
-) -> SftSource:
-    tokens.report.log(name)
-    tokens.report.refuse_drops(name, options.max_dropped_share)
-    return SftSource(
-        tokens,
-        length=length,
-        padding=padding_id(tokenizer),
-        name=name,
-        origin=origin,
-        reads_clock="strftime_now" in str(tokenizer.chat_template),
-    )
-
-
-def _from_cache(
-    name: str,
+def _origin(
     files: list[Path],
     hashes: list[str],
-    origin: dict[str, str],
-    build: Build,
-    cache: TokenCache,
-) -> TokenizedSet:
-    """The set from the cache, which may have to build it.
-
-    Args:
-        name: of the set.
-        files: its files.
-        hashes: of their contents.
-        origin: what else decides the tokens.
-        build: writes the tokens.
-        cache: the cache.
-    """
-
-    def build_unchanged(writer: TokenWriter) -> SetReport:
-        report = build(writer)
-        for file, before, after in zip(files, hashes, _hash(files, cache), strict=True):
-            if before != after:
-                raise DataError(f"{file} has changed while it was read; start again when it is complete")
-        return report
-
-    key = set_key(list(zip(names_of(files), hashes, strict=True)), origin)
-    return cache.get(key, name, build_unchanged)
+    tokenizer: PreTrainedTokenizerBase,
+    options: SftOptions,
+    length: int,
+) -> tuple[str, dict[str, str]]:
+    """The key of a set in the cache, and what decides its tokens."""
+    origin = origin_of(tokenizer, options, length)
+    key = set_key(list(zip(names_of(files), hashes, strict=False)), origin)
+    rows = {"the rows": sha256(" ".join(hashes).encode()).hexdigest()} if hashes else {}
+    return key, origin | rows
 
 
-def _hash(files: list[Path], cache: TokenCache) -> list[str]:
+def _hash(files: list[Path], cache: TokenCache | None) -> list[str]:
+    """The hashes of files' contents; none without a cache."""
     for file in files:
         if file.exists() and not file.is_file():
             raise DataError(f"{file}: is a pipe or a device, expected a file of rows")
     try:
-        return [cache.hashes.sha256(file) for file in files]
+        return [] if cache is None else [cache.hashes.sha256(file) for file in files]
     except OSError as error:
         raise DataError(
             f"{error.filename}: cannot be read: {error.strerror}; expected a file of rows"

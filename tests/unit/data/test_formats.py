@@ -8,7 +8,6 @@ import torch
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
-from patch.data.readers import read_rows
 from patch.data.sft.source import load_sft
 from patch.errors import DataError
 
@@ -50,7 +49,17 @@ def converted(row: dict, **options) -> Conversation:
     return conversation
 
 
+def part(kind: str, value: object) -> dict:
+    return {"type": kind, "value": value if isinstance(value, str) else json.dumps(value)}
+
+
+def turn(role: str, *parts: object, **more: object) -> dict:
+    return {"role": role, "content": list(parts), **more}
+
+
 QA = [user("Q"), assistant("A")]
+TOOLS = [{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}]
+CALLS = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
 
 
 def after_q(message: dict) -> dict:
@@ -61,14 +70,11 @@ def after_q(message: dict) -> dict:
     ("row", "messages"),
     [
         # alpaca
-        ({"instruction": "I", "output": "O"}, [user("I"), assistant("O")]),
-        ({"instruction": "I", "input": "", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": None, "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": " \n", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": "X", "output": "O"}, [user("I\nX"), assistant("O")]),
         ({"instruction": "", "input": "X", "output": "O"}, [user("X"), assistant("O")]),
         ({"instruction": "I", "system": "S", "output": "O"}, [system("S"), user("I"), assistant("O")]),
-        ({"instruction": "I", "system": "", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "output": "O", "text": "I and O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "output": "O", "history": [], "tools": None}, [user("I"), assistant("O")]),
         (
@@ -81,14 +87,11 @@ def after_q(message: dict) -> dict:
         ({"system_prompt": "S", "query": "Q", "response": "A"}, [system("S"), *QA]),
         # prompt and completion
         ({"prompt": "Q", "completion": "A"}, QA),
-        ({"prompt": [user("Q")], "completion": [assistant("A")]}, QA),
         ({"prompt": [user("Q")], "completion": "A"}, QA),
         ({"prompt": "Q", "completion": [assistant("A")]}, QA),
         # ShareGPT
         ({"conversations": [says("human", "Q"), says("gpt", "A")]}, QA),
-        ({"conversation": [says("user", "Q"), says("assistant", "A")]}, QA),
         ({"conversations": [says("User", "Q"), says("ASSISTANT", "A")]}, QA),
-        ({"conversations": [says("human", "Q"), says("chatgpt", "A")]}, QA),
         ({"conversations": QA}, QA),
         ({"conversations": [{"role": "human", "value": "Q"}, {"from": "bot", "content": "A"}]}, QA),
         ({"conversations": [says("human", "Q"), says("gpt", "A")], "system": "S"}, [system("S"), *QA]),
@@ -101,8 +104,6 @@ def after_q(message: dict) -> dict:
         ({"messages": [json.dumps(message) for message in QA]}, QA),
         ({"messages": [{"role": "developer", "content": "S"}, *QA]}, [system("S"), *QA]),
         ({"messages": [system("S"), *QA, user("R")], "instruction": "-"}, [system("S"), *QA, user("R")]),
-        ({"messages": [{**user("Q"), "id": 3, "tool_calls": None}]}, [user("Q")]),
-        ({"messages": [user("Q"), *QA, assistant("B")]}, [user("Q"), *QA, assistant("B")]),
         ({"messages": [{**user("Q"), "name": "Ann", "tool_calls": []}]}, [{**user("Q"), "name": "Ann"}]),
         (
             {"messages": [user("Q"), {**assistant("A"), "reasoning_content": "R", "name": None}]},
@@ -163,9 +164,6 @@ def test_an_answer_without_words_is_context() -> None:
     assert converted({"instruction": "I", "output": "  "}).learned == (False, False)
 
 
-TOOLS = [{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}]
-
-
 @pytest.mark.parametrize(
     "tools",
     [
@@ -183,6 +181,37 @@ def test_tools_have_one_form(tools: dict) -> None:
     assert converted({"instruction": "Q", "output": "A", **tools}).tools == [tool("f"), tool("g")]
 
 
+def test_parts_are_words_thoughts_calls_and_tools() -> None:
+    thinks = [part("reasoning", "R"), part("text", "B"), *(part("tool_call", each) for each in CALLS)]
+    turns = [
+        turn("system", part("text", "S"), part("tools", TOOLS), loss_weight=0.0),
+        turn("user", part("text", "Q"), loss_weight=0.0),
+        turn("assistant", part("text", "A"), loss_weight=0.0),
+        turn("user", part("text", "R"), loss_weight=0.0),
+        turn("assistant", *thinks, loss_weight=1.0),
+        turn("tool", part("text", "[1]"), loss_weight=0.0),
+        turn("assistant", part("tool_calls", CALLS), loss_weight=1.0),
+    ]
+    conversation = converted({"messages": turns, "extra_info": ""})
+    calls = [call("f", {"x": 1}), call("g", {})]
+    assert conversation.messages == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": "R"},
+        {"role": "assistant", "content": "B", "reasoning_content": "R", "tool_calls": calls},
+        {"role": "tool", "content": "[1]"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    assert conversation.learned == (False, False, False, False, True, False, True)
+    assert conversation.tools == [tool("f"), tool("g")]
+    # A system message of tools alone says nothing; and tools may stand beside the messages instead.
+    turns[0]["content"].pop(0)
+    assert converted({"messages": turns}).messages == conversation.messages[1:]
+    assert converted({"messages": turns[1:], "tools": json.dumps(TOOLS)}).tools == conversation.tools
+    assert converted({"prompt": turns[:2], "completion": turns[4:]}).tools == conversation.tools
+
+
 ARGUMENTS = {"z": 1, "a": {"unit": None, "\u4e16": ["x"]}}
 
 
@@ -196,8 +225,8 @@ ARGUMENTS = {"z": 1, "a": {"unit": None, "\u4e16": ["x"]}}
         ({"tool_calls": [call("f", "not JSON")]}, calling(call("f", "not JSON"))),
         ({"content": None, "function_call": {"name": "f", "arguments": "{}"}}, calling(call("f", {}))),
         (
-            {"content": "Let me see.", "tool_calls": [call("f", {})]},
-            {**calling(call("f", {})), "content": "Let me see."},
+            {"content": [part("text", "See."), part("tool_call", CALLS[1])], "tool_calls": [call("f", {})]},
+            {**calling(call("f", {}), call("g", {})), "content": "See."},
         ),
     ],
 )
@@ -237,6 +266,7 @@ def test_columns_name_the_rows_keys() -> None:
     swapped = {"instruction": "input", "input": "instruction"}
     row = {"instruction": "X", "input": "Q", "output": "A"}
     assert converted(row, columns=swapped).messages == [user("Q\nX"), assistant("A")]
+    assert converted(row, columns=swapped, alpaca_input_join="empty").messages == [user("QX"), assistant("A")]
     turns = [{"speaker": "human", "utterance": "Q"}, {"speaker": "bot", "utterance": "A"}]
     row = {"dialog": turns, "role": 3}
     names = {"messages": "dialog", "role": "speaker", "content": "utterance"}
@@ -257,77 +287,48 @@ def test_rows_of_another_shape_need_no_columns() -> None:
     assert converted({"messages": QA}, columns={"content": "utterance", "role": "speaker"}).messages == QA
 
 
-def test_join_of_instruction_and_input() -> None:
-    row = {"instruction": "I", "input": "X", "output": "O"}
-    assert converted(row, alpaca_input_join="empty").messages == [user("IX"), assistant("O")]
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"instructoin": "I", "output": "O"}, "found the keys instructoin, output"),
-        ({"instructoin": "I", "output": "O"}, "instructoin, did you mean instruction?"),
+        ({"instructoin": "I", "output": "O"}, "found the keys instructoin, output; expected messages"),
         ({"instruction": "I", "ouput": "O"}, "ouput, did you mean output?"),
         ({"instruction": "I", "imput": "X", "output": "O"}, "key imput is unknown, did you mean input?"),
-        ({"massages": []}, "massages, did you mean messages?"),
-        ({"question": "Q", "answer": "A"}, "found the keys question, answer; expected messages"),
         ({"question": "Q", "answer": "A"}, "--columns instruction=question,output=answer"),
         ({}, "found the keys none"),
-        ({"text": None}, "text: got null, expected text"),
-        ({"text": 5}, "text: got 5, expected text"),
-        ({"instruction": 3, "output": "O"}, "instruction: got 3, expected text"),
         ({"instruction": "I", "output": None}, "output: got null, expected text (where nothing is"),
         ({"instruction": "I", "input": ["X"], "output": "O"}, "input: got ['X'], expected text"),
         ({"prompt": [user("Q")], "input": "X", "completion": "O"}, "prompt: got [{'role'"),
-        ({"instruction": "I", "output": "O", "system": 1}, "system: got 1, expected text"),
-        ({"instruction": "I", "output": "O", "history": [["a"]]}, "history: 1: got ['a'], expected a"),
-        ({"instruction": "I", "output": "O", "history": [["a", "b"], ["a", None]]}, "history: 2: got"),
+        ({"instruction": "I", "output": "O", "history": [["a", "b"], ["a"]]}, "history: 2: got ['a'], exp"),
         ({"instruction": "I", "output": "O", "history": "none"}, "history: 1: got 'none'"),
-        ({"messages": "hello"}, "expected a list of objects with role and content, or JSON text of one"),
         ({"messages": ["hello"]}, "messages: got ['hello'], expected a list of objects"),
-        ({"messages": {"role": "user"}}, "messages: got {'role'"),
         ({"messages": []}, "nobody speaks first"),
         ({"messages": [system("S"), assistant("A")]}, "assistant speaks first, expected the user"),
-        ({"conversations": [says("gpt", "A"), says("human", "Q")]}, "assistant speaks first"),
         (after_q({"role": "asistant", "content": "A"}), "did you mean assistant?"),
         ({"conversations": [says("humann", "A")]}, "message 1: from: got 'humann', expected one of"),
-        ({"messages": [{"role": None, "content": "A"}]}, "message 1: role: got null, expected one of system"),
-        ({"messages": [{"role": 3, "content": "A"}]}, "message 1: role: got 3, expected one of system, user"),
         (after_q({"role": "assistant", "contnt": "A"}), "contnt, did you mean content?"),
         (after_q({"content": "A"}), "message 2: found the keys content; expected role"),
+        (after_q({"speaker": "user", "text": "a"}), "--columns role=speaker,content=text"),
         (after_q({"role": "assistant", "content": None}), "message 2: content: got null"),
-        (after_q({"role": "assistant", "content": 7}), "message 2: content: got 7, expected"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: content: got {'a': 1}"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content: part 1: found"),
-        (
-            {"messages": [{"role": "user", "content": ["Q", {"type": "image_url", "image_url": {}}]}]},
-            "content: part 2: got type 'image_url', expected text, reasoning",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio'"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "text: got null"),
-        ({"messages": [{**user("Q"), "images": ["a.png"]}]}, "message 1: key images is not supported"),
-        ({"messages": [{**system("S"), "tools": "[{}]"}]}, "message 1: key tools is not supported"),
-        ({"chosen_messages": QA, "rejected_messages": QA}, "key chosen_messages is not supported: pref"),
-        (after_q({**assistant("A"), "loss_weight": 0.5}), "message 2: loss_weight: got 0.5, expected 0, 1"),
+        (after_q({**user("Q"), "images": ["a.png"]}), "message 2: key images is not supported"),
+        (after_q({**system("S"), "tools": "[{}]"}), "message 2: key tools is not supported"),
         (after_q({**assistant("A"), "weight": 0.5}), "message 2: weight: got 0.5, expected 0, 1"),
-        (after_q({**assistant("A"), "train": "no"}), "message 2: train: got 'no'"),
-        (after_q({**assistant("A"), "train_detail": [1]}), "key train_detail is not supported"),
-        (after_q({**assistant("A"), "name": 5}), "message 2: name: got 5, expected text (write it as"),
         (after_q({**assistant(""), "tool_calls": [{}]}), "message 2: tool_calls: found the keys"),
-        (after_q({**assistant(""), "tool_calls": [1, 2]}), "tool_calls: 1: got 1, expected"),
         (after_q({**assistant(""), "tool_calls": [call("f", [1])]}), "arguments: got [1]"),
-        ({"conversations": [user("Q"), says("function_call", "f(1)")]}, "message 2: value: got 'f(1)'"),
         ({"messages": QA, "tools": "search"}, "tools: got 'search', expected a list of tools"),
         ({"messages": QA, "tools": [{"nam": "f"}]}, "tools: found the keys nam; expected a list of tools"),
         ({"messages": [system("S"), *QA], "system": "T"}, "system: got 'T', but message 1 is another system"),
-        ({"instruction": "I", "output": "O", "rejected": "B"}, "key rejected is not supported: pref"),
-        ({"messages": QA, "rejected_response": "B"}, "key rejected_response is not supported"),
+        ({"messages": [turn("system", part("tools", TOOLS)), *QA], "tools": TOOLS}, "and in message 1;"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "key chosen is not supported: preference pairs"),
-        ({"chosen": [{"role": "user"}], "rejected": []}, "key chosen is not supported: preference pairs"),
         ({"prompt": "Q", "completion": "A", "label": False}, "key label is not supported: preference pairs"),
-        ({"instruction": "I", "output": "O", "kto_tag": True}, "key kto_tag is not supported"),
         ({"conversations": [says("human", "Q")], "image": "a.png"}, "key image is not supported: only text"),
-        ({"messages": QA, "chat_template_kwargs": {"x": 1}}, "key chat_template_kwargs is not supported"),
+        # Parts of a content.
+        (after_q(turn("assistant", part("text", "A"), part("reasoning", "R"))), "part 2: got type 'reas"),
+        (after_q(turn("assistant", part("image_url", "a.png"))), "content: part 1: got type 'image_url'"),
+        (after_q(turn("assistant", {"words": "A"})), "part 1: found the keys words; expected text or value"),
+        (after_q(turn("assistant", part("tool_call", "f(1)"))), "part 1: got 'f(1)', expected an object"),
+        (after_q(turn("system", part("tools", "f"))), "part 1: got 'f', expected a list of tools"),
+        (after_q(turn("assistant", 7)), "part 1: got 7, expected text"),
     ],
 )  # fmt: skip
 def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
@@ -337,25 +338,12 @@ def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_key_of_another_meaning_is_not_called_a_misspelled_one() -> None:
-    with pytest.raises(DataError, match="--columns instruction=question,output=answer$"):
-        to_conversation({"question": "Q", "answer": "A"}, WHERE)
-
-
 @pytest.mark.parametrize(
     ("row", "columns", "said"),
     [
-        (
-            {"qestion": "Q", "output": "A"},
-            {"instruction": "question"},
-            "--columns instruction=question: ",
-        ),
-        ({"qestion": "Q", "output": "A"}, {"instruction": "question"}, "did you mean qestion?"),
-        (
-            {"instruction": "Q", "output": "A"},
-            {"system": "persona"},
-            "expected the key persona",
-        ),
+        ({"qestion": "Q"}, {"instruction": "question"}, "--columns instruction=question: found the keys q"),
+        ({"qestion": "Q"}, {"instruction": "question"}, "(null if it has none), did you mean qestion?"),
+        ({"instruction": "Q", "output": "A"}, {"system": "persona"}, "expected the key persona"),
         ({"messages": [{"role": "user", "txt": ""}]}, {"content": "text"}, "1: --columns content=text: "),
     ],
 )
@@ -391,22 +379,6 @@ def test_keys_that_only_look_like_ours_are_ignored() -> None:
         "id": 1,
     }
     assert converted(row).messages == QA
-
-
-@pytest.mark.parametrize("name", ["alpaca_en_demo.json", "alpaca_zh_demo.json"])
-def test_real_alpaca_rows(name: str, shared_data: Path) -> None:
-    for row in json.loads((shared_data / name).read_text()):
-        question = row["instruction"] + (f"\n{row['input']}" if row["input"] else "")
-        conversation = converted(row)
-        assert conversation.messages == [user(question), assistant(row["output"])]
-        assert conversation.learned == (False, bool(row["output"].strip()))
-
-
-def test_real_text_rows(shared_data: Path) -> None:
-    path = shared_data / "c4_demo.jsonl"
-    texts = [to_conversation(row.value, f"{path}: {row.place}") for row in read_rows(path)]
-    lines = path.read_text().splitlines()
-    assert texts == [Text(json.loads(line)["text"], f"{path}: line {n}") for n, line in enumerate(lines, 1)]
 
 
 # Writes tools and calls with `tojson`, as published templates do.
@@ -463,15 +435,3 @@ def test_one_conversation_in_every_format_is_one_sample(tmp_path: Path) -> None:
     assert tiny_tokenizer().decode(learned) == "world<|eot_id|>there<|eot_id|>"
     for index in range(1, len(rows)):
         assert torch.equal(torch.stack(source[index][:3]), torch.stack(source[0][:3])), rows[index]
-
-
-def test_misspelled_column_names_the_key_that_the_rows_have() -> None:
-    options = FormatOptions({"instruction": "questoin"})
-    with pytest.raises(DataError, match=r"key questoin \(null if it has none\), did you mean question\?$"):
-        to_conversation({"question": "a", "answer": "b"}, "f: line 1", options)
-
-
-def test_turns_with_other_keys_are_sent_to_columns() -> None:
-    row = {"messages": [{"speaker": "user", "text": "a"}]}
-    with pytest.raises(DataError, match="--columns role=speaker,content=text"):
-        to_conversation(row, "f: line 1")

@@ -18,7 +18,7 @@ from small_runs import small_run
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.formats import to_conversation
 from patch.data.pretraining.dataset import load_training
-from patch.data.pretraining.part import PretrainOptions
+from patch.data.pretraining.run_sets import PretrainOptions
 from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.rendering.template import MarkedChat, Template

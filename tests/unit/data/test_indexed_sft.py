@@ -1,4 +1,4 @@
-"""Fine-tuning sets in .bin/.idx, written by Pai-Megatron-Patch's description, read back and trained on."""
+"""Fine-tuning sets in .bin/.idx, written by Pai-Megatron-Patch's description and read back."""
 
 import functools
 from pathlib import Path
@@ -7,20 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from distributed_runner import run_distributed
-from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
+from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from small_runs import hf_llama, small_run
-from training_runs import CPU
 
-from patch.config.schema import RunConfig
 from patch.data.pretraining.indexed_sft import IndexedSftSource, load_indexed_sft
 from patch.errors import DataError
 
 LENGTH, PAD, ROWS = 16, 4, 400
 tokenizer = functools.cache(tiny_tokenizer)
-LOSS_BOUND = 1e-5
-"""fp32: transformers sums attention in another order, conversation by conversation."""
 
 
 class Talk(NamedTuple):
@@ -105,14 +99,11 @@ def changed(place: int, value: int) -> list[int]:
     [
         ([document(PACKS[0], 20)], "documents of 40 numbers, expected 32: .* made for sequences of 20"),
         ([document(PACKS[0]), document(PACKS[0], 20)], "documents of 32 to 40 numbers; expected a fine-t"),
-        ([[5] * 31], "documents of 31 to 31 numbers"),
         ([[5, 6] * 16], "document 1: label 1 is not the next token"),
         ([document(PACKS[0]), changed(LENGTH + 3, 15)], "document 2: label 4 is not the next token"),
-        ([changed(LENGTH + 7, 30)], "document 1: label 8 is not the next token"),
         ([changed(2 * LENGTH - 1, 30)], "document 1: label 16 is not the next token"),
         ([changed(LENGTH + 3, -7)], "has token id -7"),
         ([changed(0, ROWS)], f"has token id {ROWS}, the model's vocabulary has {ROWS} rows"),
-        ([changed(0, -1 - ROWS)], f"has token id {ROWS}"),
     ],
 )
 def test_other_sets_are_refused(tmp_path: Path, documents: list[list[int]], said: str) -> None:
@@ -150,37 +141,3 @@ def test_damaged_numbers_are_refused_or_harmless(tmp_path: Path) -> None:
             assert 0 <= int(sample.tokens.min()) and int(sample.tokens.max()) < ROWS and not learned[-1]
             assert int(sample.lengths.sum()) == LENGTH and int(sample.lengths.min()) > 0
     assert 30 < refused < 145
-
-
-def sft_run(folder: Path, prefix: str, **changes) -> RunConfig:
-    return small_run(
-        dataset_type="idxmap", sft=True, seq_length=LENGTH, max_padding_length=LENGTH, vocab_size=ROWS,
-        micro_batch_size=1, train_iters=5, train_data_path=prefix, load=str(folder / "hf"),
-        tokenizer_name_or_path=str(folder / "tokenizer"), output_path=str(folder / "out"), **changes,
-    )  # fmt: skip
-
-
-def first_loss(rank: int, world_size: int, folder: Path, prefix: str) -> float:
-    from patch import compat
-    from patch.distributed.groups import initialize
-    from patch.training.setup import build_run
-    from patch.training.step import train_step
-
-    compat.apply(cuda=False)
-    config = sft_run(folder, prefix, global_batch_size=len(PACKS))
-    return train_step(build_run(config, CPU, initialize(config, CPU)), 0).loss
-
-
-def test_run_trains_each_conversation_for_itself(tmp_path: Path) -> None:
-    """The loss of one step over all packs is transformers' on the conversations one by one."""
-    prefix = write_documents(tmp_path / "set", [document(pack) for pack in PACKS])
-    build_tiny_tokenizer(tmp_path / "tokenizer")
-    model = hf_llama(sft_run(tmp_path, prefix), tmp_path / "hf")
-    total = learned = 0.0
-    for prompt, answer in (each for pack in PACKS for each in pack):
-        ids = torch.tensor([prompt + answer])
-        labels = torch.tensor([[-100] * len(prompt) + answer])
-        total += float(model(ids, labels=labels).loss) * len(answer)
-        learned += len(answer)
-    (loss,) = run_distributed(first_loss, 1, tmp_path, prefix)
-    assert loss == pytest.approx(total / learned, abs=LOSS_BOUND)

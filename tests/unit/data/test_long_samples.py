@@ -1,6 +1,7 @@
 """What becomes of conversations that are too long: by every rule, against rules written by hand."""
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
 
+RULES = ("cut-end", "cut-begin", "split", "drop")
 BEGIN = 1000
 ANSWER = 500
 """Ids from here on are learned."""
@@ -104,40 +106,23 @@ def test_no_sample_begins_inside_a_header(conversation, length, rule, expected) 
     assert [text_of(sample) for sample in given] == expected
 
 
-def test_samples_of_many_conversations_begin_at_turns_or_inside_texts() -> None:
+def test_samples_of_many_conversations() -> None:
+    """They begin at turns or inside texts; split learns every token once; cuts change no conversation."""
     pick = np.random.default_rng(0)
-    for _ in range(500):
+    for number in range(500):
         sizes = pick.integers(1, 30, size=(pick.integers(1, 9), 2))
-        turns = [f"pq{'a' * question}gh{'B' * answer}" for question, answer in sizes]
-        whole = tokens("^" + "|".join(turns))
+        signs = list("BCbd") if number % 2 else list("BC")  # small letters are not learned
+        turns = [f"pq{'a' * asked}gh{''.join(pick.choice(signs, told))}" for asked, told in sizes]
+        whole = tokens(("^" if pick.integers(2) else "") + "|".join(turns))
+        ids, marks = whole.ids.copy(), whole.learned.copy()
         length = int(pick.integers(12, 60))
-        for rule in ("split", "cut-begin"):
-            for number, sample in enumerate(cut(whole, length, rule, BEGIN, Headers(2, 2))):
-                text = text_of(sample).removeprefix("^")
-                assert text[0] not in "qh", (rule, text)
-                assert rule == "cut-begin" or number == 0 or "B" in text and len(text) > 4
-
-
-def test_split_learns_every_token_once_and_keeps_their_order() -> None:
-    pick = np.random.default_rng(0)
-    for _ in range(500):
-        answers = [
-            "".join(pick.choice(list("abAB"), pick.integers(1, 9))) for _ in range(pick.integers(1, 6))
-        ]
-        turns = [f"c{answer}" for answer in answers]
-        begin = "^" if pick.integers(2) else ""
-        whole = tokens(begin + "|".join(turns))
-        samples = cut(whole, int(pick.integers(1, 8)), "split", BEGIN, Headers(*pick.integers(3, size=2)))
-        learned = [token for sample in samples for token in sample.ids[1:][sample.learned[1:]]]
+        samples = {rule: cut(whole, length, rule, BEGIN, Headers(2, 2)) for rule in RULES}
+        for sample in samples["split"] + samples["cut-begin"]:
+            assert len(sample.ids) <= length + 1
+            assert number % 2 or text_of(sample).lower().removeprefix("^")[0] not in "qh"
+        learned = [token for each in samples["split"] for token in each.ids[1:][each.learned[1:]]]
         assert learned == whole.ids[1:][whole.learned[1:]].tolist()
-
-
-def test_cuts_leave_the_conversation_as_it_was() -> None:
-    whole = tokens("^aB|cDEFGHI|jK")
-    ids, learned = whole.ids.copy(), whole.learned.copy()
-    for rule in ("cut-end", "cut-begin", "split", "drop"):
-        cut(whole, 3, rule, BEGIN, Headers())
-    assert np.array_equal(whole.ids, ids) and np.array_equal(whole.learned, learned)
+        assert np.array_equal(whole.ids, ids) and np.array_equal(whole.learned, marks)
 
 
 def write_rows(folder: Path, conversations: list[list[str]]) -> Path:
@@ -174,39 +159,23 @@ def turn(question: str, answer: str) -> str:
     return f"{asked}[{answer}<|eot_id|>]"
 
 
-def test_rules_on_conversations(tmp_path: Path) -> None:
+def test_rules_on_conversations_and_what_they_cost(tmp_path: Path, logged: list[str]) -> None:
     """A turn has 12 tokens. The answer of the second conversation is longer than a sample."""
     path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "world", "x", "yes no " * 9]])
     begin = "<|begin_of_text|>"
-    first, second = turn("hello", "yes"), turn("hello", "no")
+    first, second, third = turn("hello", "yes"), turn("hello", "no"), turn("hello", "world")
     assert texts(load(path, 20, "cut-begin"))[0] == begin + second
-    assert texts(load(path, 20, "split"))[:3] == [
-        begin + first,
-        begin + second,
-        begin + turn("hello", "world"),
-    ]
+    assert any("2 of 2 rows cut at the begin to 20 tokens, 2 of them in an answer" in m for m in logged)
     split = load(path, 20, "split")
+    assert texts(split)[:3] == [begin + first, begin + second, begin + third]
+    assert any("2 of 2 rows split into samples of 20 tokens, 0 of them in an answer" in m for m in logged)
     assert split.num_learned == load(path, 200, "split").num_learned == load(path, 200, "drop").num_learned
     assert split.report.samples == len(split) > 4 and split.report.cut.count == 2
     assert split.sizes.max() == 20
     assert len(load(path, 24, "drop")) == 1
+    assert any("1 of 2 rows dropped: over 24 tokens: line 2" in m for m in logged)
     with pytest.raises(DataError, match="none of 2 rows has anything .*2 over 20 tokens: line 1, line 2"):
         load(path, 20, "drop")
-
-
-def test_cut_says_what_it_costs(tmp_path: Path, logged: list[str]) -> None:
-    path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "yes"]])
-    for rule, said in (
-        (
-            "cut-begin",
-            "1 of 2 rows cut at the begin to 20 tokens, 1 of them in an answer; the longest row has 24",
-        ),
-        ("split", "1 of 2 rows split into samples of 20 tokens, 0 of them in an answer"),
-        ("drop", "1 of 2 rows dropped: over 20 tokens: line 1"),
-    ):
-        logged.clear()
-        load(path, 20, rule)
-        assert any(said in message for message in logged), (rule, logged)
 
 
 def test_too_many_drops_end_the_run_with_the_flag_that_allows_them(tmp_path: Path) -> None:
@@ -239,36 +208,30 @@ def test_answers_beyond_the_length_name_the_length_that_keeps_them(tmp_path: Pat
         load_sft(path, tiny_tokenizer(), 20, SftOptions())
 
 
-@pytest.mark.parametrize("rule", ["cut-begin", "split", "drop", "cut-end"])
+@pytest.mark.parametrize("rule", RULES)
 def test_long_texts_give_the_samples_that_encoding_all_of_them_gives(
-    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    """Long questions, long answers, many turns. Words divided by blanks, where pieces of a text may end."""
+    """Long questions, long answers, many turns; runs that are one token each, or one word to the pattern."""
     words = "hello world the quick brown fox jumps over lazy dog yes no " * 100
-    path = write_rows(
-        tmp_path,
-        [
-            ["hello", words],
-            [words, "yes"],
-            ["hello", "yes"],
-            [words[:3000], words[:700], "hello", words[:400]],
-            ["hello world", "the fox\n\njumps"] * 60,
-            ["x" * 3000, "y" * 3000],
-        ],
-    )
+    chats = [
+        ["hello", words],
+        [words, "yes"],
+        ["hello", "yes"],
+        [words[:3000], words[:700], "hello", words[:400]],
+        ["hello world", "the fox\n\njumps"] * 60,
+    ]
+    if rule != "split":  # of pieces without a blank the border may be another
+        mixed = "".join(random.Random(0).choices(["two plus", "\n\n", "1234", " <|eot_id|> ", "\t"], k=3000))
+        long = ["y" * 3000, "x" + " " * 9000 + "y", "\u4f60\u597d" * 5000, mixed]
+        chats += [["x" * 3000, text] for text in long] + [["hello", text] for text in long]
+    path = write_rows(tmp_path, chats)
     whole = texts(load(path, 300, rule))
     monkeypatch.setattr("patch.data.sft.rows.LONG_TEXT", 1000)
     monkeypatch.setattr("patch.data.sft.rows._NEAR", 100)
-    part = load(path, 300, rule)
-    assert part.report.partly_encoded.count == (0 if rule == "split" else 5)
-    if rule == "split":  # of the last row the border of two pieces may be another
-        whole, got = (
-            ([text for text in found if "xx" not in text and "yy" not in text])
-            for found in (whole, texts(part))
-        )
-        assert got == whole
-    else:
-        assert texts(part) == whole
+    assert texts(load(path, 300, rule)) == whole
+    said = f"{len(chats) - 1} of {len(chats)} rows so long that only the part that samples need was encoded"
+    assert any(said in message for message in logged) == (rule != "split")
 
 
 def test_last_turn_alone_is_learned_and_kept(tmp_path: Path) -> None:
@@ -287,8 +250,8 @@ def test_last_turn_alone_is_learned_and_kept(tmp_path: Path) -> None:
     ("row", "lengths", "begins"),
     [
         # 35 ids: begin of text, 4 of a header, the question, its end, 4 of a header, the answer, its end.
-        (["yes " * 12, "no"], (31, 32, 33), "yes"),  # from id 4, 3, 2 on
-        (["yes", "no " * 12], (25, 26, 27), "no"),  # from id 10, 9, 8 on
+        (["yes " * 12, "no"], (32, 33), "yes"),  # from id 3, 2 on
+        (["yes", "no " * 12], (25, 27), "no"),  # from id 10, 8 on
         (["yes", "no " * 12], (28,), "<|start_header_id|>assistant<|end_header_id|>"),  # from id 7 on
     ],
 )

@@ -1,4 +1,4 @@
-"""Order is a function of seed, epoch and index; sets with weights have their shares at every sample."""
+"""Order is a function of seed, epoch and index: of a set, of several, and of a rank's micro-batches."""
 
 import random
 from fractions import Fraction
@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from patch.data.batches import BatchReader
-from patch.data.blend import Blend, Concatenation
-from patch.data.order import ShuffledOrder, WeightedTurns
-from patch.data.samples import Sample
+from patch.data import Batch, BatchReader, Sample, collate
+from patch.data.order import Blend, Concatenation, ShuffledOrder, WeightedTurns
 
 RANDOM = random.Random(12)
 WEIGHTS = [
@@ -35,80 +33,53 @@ class Named:
     def __getitem__(self, index: int) -> Sample:
         assert 0 <= index < self._size
         tokens = torch.tensor([self._name, index])
-        return Sample(tokens, tokens, torch.ones(2))
+        return Sample(tokens, tokens + 100, torch.ones(2))
 
 
-def shares_of(weights: list[float]) -> list[Fraction]:
-    exact = [Fraction(str(weight)) for weight in weights]
-    return [weight / sum(exact) for weight in exact]
+def reader(size: int, **changes) -> BatchReader:
+    options = dict(micro_batch_size=1, global_batch_size=4, dp_rank=0, dp_size=1, seed=3, shuffle=True)
+    return BatchReader(Named(0, size), **(options | changes))
 
 
-def names(source: Blend, indices: range) -> list[tuple[int, ...]]:
-    return [tuple(source[index].tokens.tolist()) for index in indices]
+def numbers(batches: list[Batch]) -> list[int]:
+    return [int(row[1]) for batch in batches for row in batch.tokens]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS + MANY, ids=lambda weights: f"{len(weights)} sets")
-def test_every_set_has_its_share_at_every_sample(weights: list[float]) -> None:
-    """Counted one by one, against shares in exact fractions; and each turn goes on where the set was."""
-    turns, shares, counts = WeightedTurns(weights), shares_of(weights), [0] * len(weights)
-    bound = 1 if len(weights) <= 4 else Fraction(11, 10)
-    for index in range(400):
-        which, turn = turns.turn(index)
-        assert turn == counts[which]
-        counts[which] += 1
-        assert turns.counts(index + 1) == counts
-        assert all(abs(c - (index + 1) * s) < bound for c, s in zip(counts, shares, strict=True)), index
+@pytest.mark.parametrize("size", [4, 7, 3, 1])
+def test_each_epoch_takes_each_sample_once(size: int) -> None:
+    """Also when epochs end within a global batch, or a global batch spans several epochs."""
+    source = reader(size)
+    seen = [number for iteration in range(3 * size) for number in numbers(source.step(iteration))]
+    epochs = [seen[start : start + size] for start in range(0, len(seen), size)]
+    assert len(epochs) == 12
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
-@pytest.mark.parametrize("start", [10**9, 10**12 + 7, 10**18])
-@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: f"{len(weights)} sets")
-def test_shares_are_exact_after_any_number_of_samples_without_counting_them(
-    weights: list[float], start: int
-) -> None:
-    turns, shares = WeightedTurns(weights), shares_of(weights)
-    before, after = turns.counts(start), turns.counts(start + 200)
-    assert sum(before) == start
-    assert all(abs(c - start * s) < 1 for c, s in zip(before, shares, strict=True))
-    counts = list(before)
-    for index in range(start, start + 200):
-        which, turn = turns.turn(index)
-        assert turn == counts[which]
-        counts[which] += 1
-    assert counts == after
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("larger", [2, 8])
+def test_another_batch_size_goes_on_where_the_first_stopped(larger: int, shuffle: bool) -> None:
+    """Three steps of four samples, then those of a run that has another batch size from there on."""
+    before, whole = reader(36, shuffle=shuffle), reader(36, global_batch_size=36, shuffle=shuffle)
+    after = reader(36, global_batch_size=larger, shuffle=shuffle, ahead=3 * 4 - 3 * larger)
+    steps = 3 + (36 - 12) // larger
+    assert len(after) == steps
+    found = [before.step(iteration) for iteration in range(3)]
+    found += [after.step(iteration) for iteration in range(3, steps)]
+    assert [number for step in found for number in numbers(step)] == numbers(whole.step(0))
 
 
-def test_set_of_weight_1e_9_has_one_sample_in_a_thousand_million() -> None:
-    turns = WeightedTurns([1, 1e-9])
-    assert turns.counts(10**9 + 1) == [10**9, 1]
-    assert turns.counts(10**6) == [10**6, 0]
-
-
-def test_turns_depend_on_the_ratio_of_weights_alone() -> None:
-    first, second = WeightedTurns([0.7, 0.2, 0.1]), WeightedTurns([7000, 2e3, 1000.0])
-    assert [first.turn(k) for k in range(300)] == [second.turn(k) for k in range(300)]
-
-
-def test_order_of_weighted_sets_is_the_one_that_earlier_versions_gave() -> None:
-    """A resumed run goes on in the same order."""
+def test_order_is_the_one_that_earlier_versions_gave() -> None:
+    """A run resumed with a later NumPy or a later version of the project goes on in the same order."""
+    golden = [[1, 6, 4, 0, 3, 5, 2, 7], [6, 7, 4, 2, 0, 1, 5, 3]]
+    source = reader(8, global_batch_size=8, seed=1234)
+    assert [numbers(source.step(iteration)) for iteration in range(2)] == golden
     turns = WeightedTurns([0.5, 0.3, 0.2])
     assert "".join("abc"[turns.turn(index)[0]] for index in range(20)) == "abacabacababacabacab"
     blend = Blend([Named(0, 4), Named(1, 3)], [2, 1], num_samples=9, seed=1234)
-    assert names(blend, range(9)) == [
+    assert [tuple(sample.tokens.tolist()) for sample in map(blend.__getitem__, range(9))] == [
         *[(0, 1), (1, 2), (0, 0), (0, 2), (1, 1)],
         *[(0, 3), (0, 0), (1, 0), (0, 2)],
     ]
-
-
-def test_each_set_of_a_blend_has_epochs_of_its_own() -> None:
-    sizes = [5, 1, 8]
-    blend = Blend([Named(i, size) for i, size in enumerate(sizes)], [0.2, 0.5, 0.3], num_samples=400, seed=3)
-    seen = names(blend, range(400))
-    for which, size in enumerate(sizes):
-        own = [index for name, index in seen if name == which]
-        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
-        assert all(sorted(epoch) == list(range(size)) for epoch in epochs) and len(epochs) > 9
-        assert size == 1 or len({tuple(epoch) for epoch in epochs}) > 1
-    assert [round(passes) for passes in blend.passes()] == [16, 200, 15]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -123,33 +94,94 @@ def test_order_of_a_set_is_one_permutation_after_the_other(size: int) -> None:
     assert [order[index] for index in reversed(range(4 * size))] == expected[::-1]
 
 
-def test_sets_of_one_size_have_different_orders_and_the_first_that_of_a_set_alone() -> None:
-    orders = [[ShuffledOrder(50, 9, which)[index] for index in range(100)] for which in range(3)]
-    assert len({tuple(order) for order in orders}) == 3
-    assert orders[0] == [ShuffledOrder(50, 9)[index] for index in range(100)]
+@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("mbs", [1, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_micro_batch_of_a_rank_is_one_of_the_single_process(dp: int, mbs: int, shuffle: bool) -> None:
+    """Micro-batch m of rank r is micro-batch m * DP + r: then losses can be compared bit by bit."""
+    options = {"micro_batch_size": mbs, "global_batch_size": 8 * mbs, "shuffle": shuffle}
+    for iteration in range(2):
+        alone = reader(21, **options).step(iteration)
+        ranks = [reader(21, dp_rank=rank, dp_size=dp, **options).step(iteration) for rank in range(dp)]
+        assert [len(batches) for batches in ranks] == [8 // dp] * dp
+        for rank, batches in enumerate(ranks):
+            for index, batch in enumerate(batches):
+                assert batch.cu_seqlens is None and batch.tokens.shape == (mbs, 2)
+                for mine, expected in zip(batch[:3], alone[index * dp + rank][:3], strict=True):
+                    torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("start", [0, 17, 203])
-def test_blend_resumed_in_the_middle_of_an_epoch_goes_on_in_its_order(start: int) -> None:
-    def blend(num_samples: int) -> Blend:
-        return Blend([Named(0, 30), Named(1, 7)], [0.6, 0.4], num_samples=num_samples, seed=5)
+@pytest.mark.parametrize("size", [8, 9, 11, 1])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_evaluation_counts_each_sample_once_in_the_sources_order(size: int, dp: int) -> None:
+    learned: list[int] = []
+    one_pass = [reader(size, micro_batch_size=2, dp_rank=r, dp_size=dp, shuffle=False) for r in range(dp)]
+    assert [len(each) for each in one_pass] == [-(-size // 4)] * dp
+    for iteration in range(len(one_pass[0])):
+        batches = [each.step(iteration) for each in one_pass]
+        for batch in (batch for of_ranks in zip(*batches, strict=True) for batch in of_ranks):
+            learned += batch.tokens[batch.loss_mask.sum(1) > 0][:, 1].tolist()
+    assert learned == list(range(size))
 
-    assert names(blend(260), range(start, 260)) == names(blend(300), range(260))[start:]
+
+def _sample(*lengths: int) -> Sample:
+    of_parts = torch.tensor(lengths, dtype=torch.int32) if lengths else None
+    return Sample(torch.arange(6), torch.arange(6), torch.ones(6), of_parts)
+
+
+def test_borders_of_packed_samples_are_counted_row_after_row() -> None:
+    batch = collate([_sample(2, 3, 1), _sample(6), _sample(1, 5)])
+    assert batch.tokens.shape == (3, 6) and batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 12, 13, 18]
+    assert collate([_sample(), _sample(4, 2)]).cu_seqlens.tolist() == [0, 6, 10, 12]
+    assert collate([_sample()] * 2).cu_seqlens is None
+
+
+def shares_of(weights: list[float]) -> list[Fraction]:
+    exact = [Fraction(str(weight)) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
+
+
+@pytest.mark.parametrize("start", [0, 10**12 + 7])
+@pytest.mark.parametrize("weights", WEIGHTS + MANY, ids=lambda weights: f"{len(weights)} sets")
+def test_every_set_has_its_share_at_every_sample(weights: list[float], start: int) -> None:
+    """Counted one by one, against shares in exact fractions; and each turn goes on where the set was."""
+    turns, shares, counts = WeightedTurns(weights), shares_of(weights), WeightedTurns(weights).counts(start)
+    bound = 1 if len(weights) <= 4 else Fraction(11, 10)
+    for index in range(start, start + 400):
+        which, turn = turns.turn(index)
+        assert turn == counts[which]
+        counts[which] += 1
+        assert turns.counts(index + 1) == counts
+        assert all(abs(c - (index + 1) * s) < bound for c, s in zip(counts, shares, strict=True)), index
+
+
+def test_turns_depend_on_the_ratio_of_weights_alone() -> None:
+    first, second = WeightedTurns([0.7, 0.2, 0.1]), WeightedTurns([7000, 2e3, 1000.0])
+    assert [first.turn(k) for k in range(300)] == [second.turn(k) for k in range(300)]
+
+
+def test_each_set_of_a_blend_has_epochs_and_an_order_of_its_own() -> None:
+    sizes = [8, 1, 8]
+    blend = Blend([Named(i, size) for i, size in enumerate(sizes)], [0.3, 0.4, 0.3], num_samples=400, seed=3)
+    assert blend.is_shuffled and len(blend) == 400
+    seen = [blend[index].tokens.tolist() for index in range(400)]
+    orders = []
+    for which, size in enumerate(sizes):
+        own = [index for name, index in seen if name == which]
+        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs) and len(epochs) > 9
+        orders.append(own)
+    alone = ShuffledOrder(8, 3)
+    assert orders[0] == [alone[index] for index in range(120)] != orders[2]
+    assert [round(passes) for passes in blend.passes()] == [15, 160, 15]
 
 
 def test_sets_without_weights_are_read_as_one_set_of_all_their_samples() -> None:
-    """The same batches as one file with the rows of all: also the shuffled order is that of one set."""
-    parts = [Named(0, 3), Named(0, 1), Named(0, 6)]
-
-    both = Concatenation(parts)
+    both = Concatenation([Named(0, 3), Named(1, 1), Named(2, 6)])
     assert len(both) == 10 and not both.is_shuffled
-    assert [both[index].tokens[1].item() for index in range(10)] == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
-    options = dict(micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, seed=1, shuffle=True)
-    joined, alone = BatchReader(both, **options), BatchReader(Named(0, 10), **options)
-    number_of = {index: both[index].tokens.tolist() for index in range(10)}
-    for iteration in range(6):
-        for ours, theirs in zip(joined.step(iteration), alone.step(iteration), strict=True):
-            assert ours.tokens.tolist() == [number_of[row[1]] for row in theirs.tokens.tolist()]
+    found = [tuple(both[index].tokens.tolist()) for index in range(10)]
+    assert found == [(name, index) for name, size in enumerate((3, 1, 6)) for index in range(size)]
 
 
 @pytest.mark.parametrize("index", [-1, 10])

@@ -29,7 +29,7 @@ def one_by_one(sizes: np.ndarray, capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_packs_are_those_of_best_fit_decreasing(seed: int) -> None:
     random = np.random.default_rng(seed)
     capacity = int(random.integers(1, 60))
@@ -49,13 +49,6 @@ def test_same_sizes_give_the_same_packs_and_members_keep_their_order() -> None:
     assert [members.tolist() for members in pack(np.array([3, 3, 3, 3, 3]), 7)] == [[0, 1], [2, 3], [4]]
 
 
-def test_many_conversations_leave_almost_nothing_empty() -> None:
-    """Of 245 tokens on average, some much longer, as chat rows are."""
-    sizes = np.clip(np.random.default_rng(0).lognormal(5, 1, 300_000).astype(np.int64), 1, 4096)
-    packs = pack(sizes, 4096)
-    assert sizes.sum() / (len(packs) * 4096) > 0.999
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> SftSource:
     """Conversations of several lengths, the last one of which is cut to fill a sample."""
@@ -69,6 +62,7 @@ def test_a_pack_has_the_tokens_labels_and_masks_of_its_conversations(source: Sft
     packs = pack(source.sizes, CAPACITY)
     samples = PackedSource(source, packs)
     assert len(samples) == len(packs) < len(source) and not samples.is_shuffled
+    assert source.sizes[-1] == CAPACITY, "one fills its sample"
     for members, sample in zip(packs, samples, strict=True):
         assert sample.tokens.shape == sample.labels.shape == sample.loss_mask.shape == (CAPACITY,)
         assert sample.lengths.dtype == torch.int32 and sample.lengths.sum() == CAPACITY
@@ -82,16 +76,6 @@ def test_a_pack_has_the_tokens_labels_and_masks_of_its_conversations(source: Sft
             begin += length
         assert not sample.loss_mask[begin:].any()
         assert len(sample.lengths) == len(members) + (begin < CAPACITY)
-
-
-def test_a_conversation_that_fills_its_sample_is_the_unpacked_sample(source: SftSource) -> None:
-    assert source.sizes[-1] == CAPACITY
-    packs = pack(source.sizes, CAPACITY)
-    (number,) = (index for index, members in enumerate(packs) if len(source) - 1 in members)
-    sample = PackedSource(source, packs)[number]
-    assert sample.lengths.tolist() == [CAPACITY]
-    for ours, theirs in zip(sample[:3], source[len(source) - 1][:3], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_log_says_what_the_tokens_are_used_for(source: SftSource, logged: list[str]) -> None:

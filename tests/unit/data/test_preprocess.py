@@ -17,9 +17,8 @@ from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizer
 
-from patch.data.pretraining.documents import DocumentReader
-from patch.data.pretraining.encode import Encoder, encode_in_order
-from patch.data.pretraining.preprocess import Written, write_indexed
+from patch.data.pretraining.encode import Encoder, document_reader, encode_in_order
+from patch.data.pretraining.preprocess import WrittenSet, write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 from toolkits.preprocess_pretrain import main
@@ -78,7 +77,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("append_eod", [True, False])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_key_has_the_bytes_of_megatron_lm(
-    tmp_path: Path, tiny_folder: Path, append_eod: bool, workers: int
+    tmp_path: Path, tiny_folder: Path, append_eod: bool, workers: int, logged: list[str]
 ) -> None:
     """Empty texts, lists of sentences, special tokens in the text; more rows than one batch of a worker."""
     rows = ROWS * 400
@@ -93,17 +92,17 @@ def test_every_key_has_the_bytes_of_megatron_lm(
     empty, with_special = {"text": 800, "title": 800}, {"text": 400, "title": 0}
     for key, prefix in outputs.items():
         tokens = len(np.fromfile(f"{prefix}.bin", np.uint16))
-        assert written[key] == Written(2400, empty[key], tokens, with_special[key])
-    assert (
-        sorted(path.suffix for path in (tmp_path / "new").iterdir())
-        == [".bin"] * 2 + [".idx"] * 2 + [".json"] * 2
-    )
+        assert written[key] == WrittenSet(2400, empty[key], tokens, with_special[key])
+    suffixes = [path.suffix for path in (tmp_path / "new").iterdir()]
+    assert sorted(suffixes) == sorted([".bin", ".idx", ".json"] * 2)
+    assert any("text: 2400 documents, 800 of them empty" in message for message in logged)
+    assert [m for m in logged if "spell out special" in m][0].startswith(f"{outputs['text']}: 400 documents")
 
 
 def test_reader_knows_how_much_is_read(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 2000))
-    reading = DocumentReader([tmp_path / "one", tmp_path / "two"], ["text"])
+    reading = document_reader([tmp_path / "one", tmp_path / "two"], ["text"])
     assert reading.share == 0
     shares = [reading.share for _ in reading.batches()]
     assert shares == sorted(shares) and 0.8 < shares[-1] <= reading.share == 1
@@ -120,14 +119,6 @@ def test_large_vocabulary_has_the_bytes_of_megatron_lm(
     assert indexed[0].tolist() == [15339, 1917, 128001]
     documents = [{"text": text} for text in TEXTS]
     assert set_bytes(tmp_path / "set") == upstream_bytes(tmp_path, documents, "text", llama3_folder, True)
-
-
-def test_what_is_written_is_told(tmp_path: Path, rows: Path, logged: list[str]) -> None:
-    (tmp_path / "more.jsonl").write_text('{"text": "<|eot_id|>"}\n')
-    files = [rows, tmp_path / "more.jsonl"]
-    write_indexed(files, tiny_tokenizer(), {"text": str(tmp_path / "set")}, append_eod=True)
-    assert any("5 documents, 1 of them empty" in message for message in logged)
-    assert any("1 documents spell out special tokens" in message for message in logged)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +286,3 @@ def test_command_line_names_a_missing_file(tmp_path: Path, capsys, monkeypatch) 
     assert "absent does not exist, expected a file, a folder or a glob" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--input", "x", *options, "--workers", "0"])
-
-
-@pytest.mark.parametrize("flag", ["--tokenizer", "--tokenizer-model", "--tokenizer-name_or_path"])
-def test_command_line_names_the_flag_that_is_meant(flag: str, capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--input", "x", "--output-prefix", "set", flag, "folder"])
-    assert caught.value.code == 2
-    said = f"unknown argument {flag}, did you mean --tokenizer-name-or-path? (--help lists the flags)\n"
-    assert capsys.readouterr().err.endswith(said)

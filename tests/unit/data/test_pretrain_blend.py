@@ -18,9 +18,9 @@ from megatron.core.datasets.gpt_dataset import (
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from small_runs import small_run
 
-from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
-from patch.data.pretraining.part import PretrainOptions
-from patch.data.pretraining.run_sets import load_run_sets
+from patch.config.data_spec import parse_data
+from patch.data.pretraining.dataset import PretrainSource, load_run_sets, load_training, load_validation
+from patch.data.pretraining.run_sets import PretrainOptions
 from patch.data.samples import Sample
 from patch.errors import DataError
 
@@ -237,23 +237,25 @@ def test_run_names_its_sets(tmp_path: Path, prefixes: list[str], logged: list[st
         config = small_run(
             dataset_type="idxmap", sft=False, seq_length=LENGTH, vocab_size=ROWS, seed=SEED, **changes
         )
+        named = [config.data.train_data_path, config.data.valid_data_path]
+        train, valid = (() if text is None else parse_data(text) for text in named)
         return load_run_sets(
-            config.data, config.model, tokenizer,
+            config.data, config.model, tokenizer, train=train, valid=valid,
             num_train_samples=lambda one_pass: 2 * one_pass, seed=SEED, index_folder=tmp_path / "index",
         )  # fmt: skip
 
     first, second, third = prefixes
-    found = sets(train_data_path=f"0.7 {first} 0.3 {second}", valid_data_path=f"{second} {third}")
+    train, found = sets(train_data_path=f"0.7 {first} 0.3 {second}", valid_data_path=f"{second} {third}")
     one_pass = 299 // LENGTH + 134 // LENGTH
-    assert found.num_train_samples == 2 * one_pass
+    assert train.num_samples == 2 * one_pass
     expected, *_ = upstream([first, second], [0.7, 0.3], 2 * one_pass)
-    assert tokens_of(found.train, 2 * one_pass) == tokens_of(expected, 2 * one_pass)
-    assert [len(source) for source in found.valid] == [-(-134 // LENGTH), -(-40 // LENGTH)]
+    assert tokens_of(train, 2 * one_pass) == tokens_of(expected, 2 * one_pass)
+    assert [len(source) for _, source in found] == [-(-134 // LENGTH), -(-40 // LENGTH)]
     assert sum("cannot be checked which tokenizer" in message for message in logged) == 4
     assert any(f"{first}: the run takes" in message for message in logged)
-    found = sets(train_data_path=f"{first} {second}", split="8,2")
-    assert [len(source) for source in found.valid] == [-(-59 // LENGTH), -(-39 // LENGTH)]
-    assert [part.path for part in found.valid_parts] == [first, second]
-    assert sets(train_data_path=first, split="9").valid == []
-    kept = sets(train_data_path=first, split="5,0,5", valid_data_path=third)
-    assert [len(source) for source in kept.valid] == [-(-40 // LENGTH)]
+    train, found = sets(train_data_path=f"{first} {second}", split="8,2")
+    assert [len(source) for _, source in found] == [-(-59 // LENGTH), -(-39 // LENGTH)]
+    assert [part.path for part, _ in found] == [first, second]
+    assert sets(train_data_path=first, split="9")[1] == []
+    _, kept = sets(train_data_path=first, split="5,0,5", valid_data_path=third)
+    assert [len(source) for _, source in kept] == [-(-40 // LENGTH)]

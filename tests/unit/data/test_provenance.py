@@ -1,7 +1,6 @@
 """PREFIX.meta.json: a set of another tokenizer is refused; one without the file is warned about."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 import patch
 from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
-from patch.data.pretraining.part import PretrainOptions
 from patch.data.pretraining.preprocess import write_indexed
+from patch.data.pretraining.run_sets import PretrainOptions
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 
@@ -81,19 +80,7 @@ def test_another_vocabulary_is_refused_with_both_names(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        None,
-        "",
-        "{",
-        "[]",
-        "{}",
-        '"format"',
-        "[" * 100_000,
-        '{"format": 2}',
-        '{"format": 1, "tokenizer": 3}',
-        "other",
-        "types",
-    ],
+    [None, "{", "[]", '"format"', "[" * 100_000, '{"format": 2}', '{"format": 1}', "other", "types"],
 )
 def test_file_that_tells_nothing_is_warned_about(
     prefix: Path, content: str | None, logged: list[str]
@@ -110,16 +97,6 @@ def test_file_that_tells_nothing_is_warned_about(
     said = {None: "is missing", "other": "is of other files"}.get(content, "cannot be read")
     warned = [message for message in logged if "cannot be checked which tokenizer made the set" in message]
     assert len(warned) == 2 and all(f"set.meta.json {said}, so" in message for message in warned)
-
-
-def test_files_copied_over_a_set_are_not_judged_by_its_old_file(prefix: Path, logged: list[str]) -> None:
-    tokenizer = tiny_tokenizer(special=SPECIAL_TOKENS[:-1])
-    other = prefix.with_name("other")
-    write_indexed([prefix.with_name("rows.jsonl")] * 2, tokenizer, {"text": str(other)}, append_eod=True)
-    for suffix in ("bin", "idx"):
-        shutil.copy(f"{other}.{suffix}", f"{prefix}.{suffix}")
-    load(prefix, tokenizer)
-    assert any("set.meta.json is of other files" in message for message in logged)
 
 
 def test_end_of_document_is_that_of_the_set_not_of_the_tokenizer(prefix: Path) -> None:

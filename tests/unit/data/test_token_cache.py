@@ -16,11 +16,11 @@ from llama3_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.formats import FormatOptions
+from patch.data.readers import sets
 from patch.data.rendering import RenderOptions
-from patch.data.sft import build
+from patch.data.sft.cache import TokenWriter
 from patch.data.sft.options import SftOptions, user_cache
 from patch.data.sft.source import SftSource, load_sft
-from patch.data.sft.token_files import TokenWriter
 from patch.errors import DataError
 
 LENGTH = 40
@@ -83,17 +83,15 @@ def test_set_is_the_same_without_cache_made_and_read_again(rows: Path, tmp_path:
     assert all(sample.tokens.shape == (LENGTH,) for sample in (plain[0], made[0]))
 
 
-def test_second_use_reads_no_row(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(rows, tmp_path)
-    monkeypatch.setattr("patch.data.sft.build.read_rows", lambda path: pytest.fail("the rows are read"))
-    load(rows, tmp_path)
-
-
-def test_equal_rows_in_another_file_need_no_other_entry(rows: Path, tmp_path: Path) -> None:
-    load(rows, tmp_path / "cache")
-    write_rows(tmp_path / "copy.json")
-    load(tmp_path / "copy.json", tmp_path / "cache")
-    assert len(entries(tmp_path / "cache")) == 1
+def test_entry_serves_equal_rows_in_another_file(rows: Path, tmp_path: Path, monkeypatch) -> None:
+    """Also with options that do not decide the tokens; no row is read."""
+    cache, copy = tmp_path / "cache", write_rows(tmp_path / "copy.json")
+    load(rows, cache)
+    monkeypatch.setattr("patch.data.readers.sets.read_rows", lambda path: pytest.fail("the rows are read"))
+    load(copy, cache, num_workers=2, max_dropped_share=0.9)
+    with pytest.raises(DataError, match="are dropped"):
+        load(rows, cache, max_dropped_share=0.01)
+    assert len(entries(cache)) == 1
 
 
 def test_whatever_decides_the_tokens_makes_another_entry(rows: Path, tmp_path: Path, monkeypatch) -> None:
@@ -124,17 +122,9 @@ def test_whatever_decides_the_tokens_makes_another_entry(rows: Path, tmp_path: P
         cached = load_sft(path, tokenizer, length, replace(options, cache_dir=cache))
         assert_same(load_sft(path, tokenizer, length, options), cached)
         assert len(entries(cache)) == number
-    monkeypatch.setattr("patch.data.sft.cache.RULES", 0)
+    monkeypatch.setattr("patch.data.sft.options.TOKEN_RULES", 0)
     load(rows, cache, max_dropped_share=1.0)
     assert len(entries(cache)) == len(cases) + 1
-
-
-def test_what_does_not_decide_the_tokens_makes_no_other_entry(rows: Path, tmp_path: Path) -> None:
-    load(rows, tmp_path)
-    load(rows, tmp_path, num_workers=2, max_dropped_share=0.9)
-    with pytest.raises(DataError, match="are dropped"):
-        load(rows, tmp_path, max_dropped_share=0.01)
-    assert len(entries(tmp_path)) == 1
 
 
 def test_changed_file_is_read_again_even_if_its_size_and_time_stay(tmp_path: Path) -> None:
@@ -157,8 +147,8 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
         with file.open("a") as stream:
             stream.write('{"instruction": "late", "output": "late"}\n')
 
-    build_read = build.read_rows
-    monkeypatch.setattr("patch.data.sft.build.read_rows", read_and_append)
+    build_read = sets.read_rows
+    monkeypatch.setattr("patch.data.readers.sets.read_rows", read_and_append)
     with pytest.raises(DataError, match=f"^{path} has changed while it was read"):
         load(path, cache)
     assert not entries(cache)
@@ -167,9 +157,8 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("file", "harm"),
     [
-        ("ids.bin", "flip"), ("learned.bin", "cut"), ("ends.bin", "remove"), ("ids.bin", "empty"),
+        ("ids.bin", "flip"), ("ends.bin", "remove"), ("ends.bin", "foreign"),
         ("report.json", "cut"), ("report.json", "remove"), ("report.json", "foreign"),
-        ("ends.bin", "foreign"),
     ],
 )  # fmt: skip
 def test_damaged_entry_is_named_and_made_again(
@@ -188,7 +177,7 @@ def test_damaged_entry_is_named_and_made_again(
     else:
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        path.write_bytes({"flip": flipped, "cut": content[:-9], "empty": b""}[harm])
+        path.write_bytes({"flip": flipped, "cut": content[:-9]}[harm])
     logged.clear()
     again = load(rows, tmp_path)
     assert (entry / "ids.bin").read_bytes() and not leftovers(tmp_path)
@@ -242,29 +231,6 @@ def test_process_that_is_killed_at_any_moment_leaves_nothing_that_misleads(
     assert moment > 20 and 0 < num_kept < moment / 2
 
 
-def test_two_processes_build_it_once(tmp_path: Path) -> None:
-    """The second begins while the first has the lock, and reads no row."""
-    path, cache = write_rows(tmp_path / "rows.jsonl"), tmp_path / "cache"
-    log = tmp_path / "log"
-
-    def slow_write(writer, *args):
-        with log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(0.2)
-        return write(writer, *args)
-
-    def load_slowly() -> None:
-        TokenWriter.write = slow_write
-        load(path, cache)
-
-    write = TokenWriter.write
-    pids = [in_child(load_slowly) for _ in range(4)]
-    assert [exit_code(pid) for pid in pids] == [0] * 4
-    assert len(set(log.read_text().split())) == 1
-    assert_same(load(path, cache), load(path, None))
-    assert not leftovers(cache)
-
-
 def test_builder_that_is_killed_is_followed_by_one_that_waited(tmp_path: Path) -> None:
     path, cache = write_rows(tmp_path / "rows.jsonl"), tmp_path / "cache"
 
@@ -284,11 +250,12 @@ def test_builder_that_is_killed_is_followed_by_one_that_waited(tmp_path: Path) -
     assert len(entries(cache)) == 1 and not leftovers(cache)
 
 
-def test_those_who_wait_fail_with_the_builder_and_a_later_start_tries_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_one_process_reads_the_rows_and_those_who_wait_end_as_it_does(tmp_path: Path, is_bad: bool) -> None:
     """A bad row at the end of a large file must not be looked for by one rank after the other."""
     path, cache, log = write_rows(tmp_path / "rows.jsonl", 20), tmp_path / "cache", tmp_path / "log"
     with path.open("a") as file:
-        file.write('{"instruction": "no answer"}\n')
+        file.write('{"instruction": "no answer"}\n' * is_bad)
 
     def load_slowly() -> None:
         def read(file):
@@ -297,16 +264,17 @@ def test_those_who_wait_fail_with_the_builder_and_a_later_start_tries_again(tmp_
             time.sleep(0.5)
             yield from read_rows(file)
 
-        read_rows, build.read_rows = build.read_rows, read
+        read_rows, sets.read_rows = sets.read_rows, read
         load(path, cache)
 
     pids = [in_child(load_slowly) for _ in range(3)]
-    assert [exit_code(pid) for pid in pids] == [1] * 3
+    assert [exit_code(pid) for pid in pids] == [is_bad] * 3
     assert len(log.read_text().split()) == 1
-    with pytest.raises(DataError, match="line 21: found the keys instruction"):
-        load(path, cache)
-    write_rows(path)
-    load(path, cache)
+    if is_bad:
+        with pytest.raises(DataError, match="line 21: found the keys instruction"):
+            load(path, cache)
+        write_rows(path)
+    assert_same(load(path, cache), load(path, None))
     assert len(entries(cache)) == 1 and not leftovers(cache)
 
 

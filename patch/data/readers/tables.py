@@ -1,0 +1,150 @@
+"""Reads the rows of a table, a few at a time: a CSV or TSV text, a parquet file, an Arrow file or stream."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from io import BufferedReader
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from patch.data.readers.json_rows import LONGEST_ROW, NOT_UTF8
+from patch.errors import DataError
+
+_DELIMITERS = ",\t;"
+"""Delimiters of CSV, of TSV, and of CSV where the comma is the decimal sign."""
+
+_PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+KINDS = {_PARQUET: "parquet", _ARROW_FILE: "Arrow", _ARROW_STREAM: "Arrow"}
+"""The first bytes of binary tables. Hugging Face's `save_to_disk` writes streams."""
+
+_ROWS_AT_ONCE = 128
+"""Few, because compression hides how long the rows are."""
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str, str]]]:
+    """Place and value of each row; memory holds one row. Every cell is a text.
+
+    What separates the cells is the comma, tabulator or semicolon that the first line has most of. A cell in
+    quotation marks may hold it, and line feeds; a quotation mark is doubled there.
+
+    Args:
+        path: the file, for messages.
+        stream: its text in UTF-8; the first row names the columns.
+
+    Raises:
+        DataError: the text is not UTF-8, a row has not as many cells as the first one, a quotation mark is
+            not closed, a cell is over 256 MiB, or two columns have one name.
+    """
+    csv.field_size_limit(LONGEST_ROW)
+    lines = _lines(path, stream)
+    first = next(lines, "")
+    delimiter = max(_DELIMITERS, key=first.count)
+    reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        names = next(reader)
+        _check_names(path, names)
+        line = reader.line_num + 1
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise DataError(
+                    f"{path}: line {line}: got {len(cells)} cells, expected {len(names)} as in the first "
+                    f"row; a cell that holds {delimiter!r}, quotes or line ends stands in quotation marks"
+                )
+            if cells:
+                yield f"line {line}", dict(zip(names, cells, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}: line {line}: malformed CSV: {error}; is a quotation mark not doubled or not closed?"
+        ) from error
+
+
+def _lines(path: Path, stream: BufferedReader) -> Iterator[str]:
+    number = 0
+    while data := stream.readline(LONGEST_ROW):
+        number += 1
+        try:
+            yield data.decode()
+        except UnicodeDecodeError as error:
+            got = data[error.start : error.end]
+            raise DataError(f"{path}: line {number}: malformed CSV: got {got!r}, {NOT_UTF8}") from error
+
+
+def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and value of each row; memory holds few rows, of parquet also one page of each column.
+
+    A null in a struct is an absent key: all rows have the same keys. Dates, decimals and binary columns
+    become Python's objects.
+
+    Args:
+        path: the file.
+        magic: its first bytes, of `KINDS`.
+
+    Raises:
+        DataError: the file is damaged or ends early, or two columns have one name.
+        OSError: the file cannot be read.
+    """
+    number = 0
+    try:
+        for batch in _parquet_batches(path) if magic == _PARQUET else _arrow_batches(path, magic):
+            _check_names(path, batch.schema.names)
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", {key: _without_nulls(value) for key, value in row.items()}
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - pyarrow has many errors for damaged data, ValueError among them
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(
+            f"{path}: its {KINDS[magic]} data is damaged or ends early after row {number} ({error!s:.300}); "
+            "expected a whole file: copy or make it again"
+        ) from error
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    from pyarrow.parquet import ParquetFile  # only parquet files need it
+
+    # Threads would be in the way of forked workers; the buffer replaces reading whole columns.
+    with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        yield from file.iter_batches(_ROWS_AT_ONCE, use_threads=False)
+
+
+def _arrow_batches(path: Path, magic: bytes) -> Iterator[Any]:
+    import pyarrow  # only these files need it
+
+    # Mapped: a batch may be the whole file.
+    with pyarrow.memory_map(str(path)) as file:
+        if magic == _ARROW_FILE:
+            reader = pyarrow.ipc.open_file(file)
+            batches: Any = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            # pyarrow takes a stream that is cut between two batches as whole.
+            if file.read_at(len(_STREAM_END), max(0, file.size() - len(_STREAM_END))) != _STREAM_END:
+                raise ValueError("the end of the stream is missing")
+            batches = pyarrow.ipc.open_stream(file)
+        for batch in batches:
+            batch.validate(full=True)  # damaged offsets would lead anywhere in memory
+            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                yield batch.slice(start, _ROWS_AT_ONCE)
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    """Refuse two columns of one name, of which a row could have only one."""
+    doubled = [name for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise DataError(f"{path}: has two columns {doubled[0]!r}, expected a name for each column")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A struct has every field that any row has; the ones that this row lacks are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
