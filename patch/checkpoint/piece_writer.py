@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from patch.checkpoint.data_files import write_record
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
-from patch.compat.save_plan import common_files
-from patch.compat.torch_checkpoint import StorageInfo
+from patch.compat.checkpoint_format import StorageInfo, common_files
 from patch.storage.checksums import SummedFile, write_summed
 from patch.storage.names import METADATA_FILE
 

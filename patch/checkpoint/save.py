@@ -31,8 +31,7 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
-from patch.compat.save_plan import SavePlanner
-from patch.compat.torch_checkpoint import StorageInfo
+from patch.compat.checkpoint_format import SavePlanner, StorageInfo
 from patch.device import start_thread
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError

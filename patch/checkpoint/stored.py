@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from patch.checkpoint.compatibility import check_files
-from patch.compat.torch_checkpoint import StorageInfo, create_file_view
+from patch.compat.checkpoint_format import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain, load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE

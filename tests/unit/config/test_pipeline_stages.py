@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from refusals import refused
 
-from patch.compat.stage_layout import StageLayout
+from patch.compat.corrections import StageLayout
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.layout.pipeline_stages import (
