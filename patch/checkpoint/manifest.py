@@ -20,7 +20,7 @@ from patch.distributed.collectives import all_gather_object, fail_together, from
 from patch.errors import CheckpointError
 from patch.parse_numbers import to_int
 from patch.storage.atomic import sync
-from patch.storage.checksums import Content, difference, from_json, to_json
+from patch.storage.checksums import Checksum, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
 from patch.storage.places import AnyPath, file_sizes
 from patch.storage.remote import RemotePath
@@ -31,7 +31,7 @@ _OWN = "crc32"
 _NUM_THREADS = 2
 
 
-def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Content]) -> None:
+def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Checksum]) -> None:
     """Write checksums.json, the last file of a checkpoint, and make it durable.
 
     Args:
@@ -102,7 +102,7 @@ def has_saved_lengths(folder: AnyPath) -> bool:
     return isinstance(files, dict) and all(lengths.get(name) == saved.length for name, saved in files.items())
 
 
-def read_manifest(folder: AnyPath) -> dict[str, Content] | str | None:
+def read_manifest(folder: AnyPath) -> dict[str, Checksum] | str | None:
     """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing.
 
     Raises:

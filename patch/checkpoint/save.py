@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from patch.checkpoint.data_files import Value, Written, data_file, write_data
+from patch.checkpoint.data_files import Value, WrittenFiles, data_file, write_data
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
@@ -37,7 +37,7 @@ from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder
-from patch.storage.checksums import Content, SummedFile, write_summed
+from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE, REFUSED_FILE
 from patch.storage.places import AnyPath
@@ -137,7 +137,7 @@ class Writing(NamedTuple):
     is_publishing: bool
     """Whether only the last files of rank 0 are missing."""
     num_bytes: int
-    """Written to this rank's data files so far."""
+    """WrittenFiles to this rank's data files so far."""
     num_flushing: int
     """Number of the files among them that are being made durable, which may take long without a sign of
     progress."""
@@ -166,7 +166,7 @@ class Save:
         self._target, self._spare = target, spare
         self._store_error: CheckpointError | None = None
         self._planner = planner
-        self._written: Written | None = None
+        self._written: WrittenFiles | None = None
         self._is_publishing = False
         self._files: list[SummedFile] = []
         self._error: Exception | None = None
@@ -246,7 +246,7 @@ class Save:
         if self._spare is None:
             self._planner.values = []
         if by_rank is not None:
-            written: list[Written] = by_rank
+            written: list[WrittenFiles] = by_rank
             self._start(lambda: self._publish(written))
         return False
 
@@ -314,7 +314,7 @@ class Save:
             _wait_for_folder(partial, self._cancelled)
         self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
-    def _publish(self, by_rank: list[Written]) -> None:
+    def _publish(self, by_rank: list[WrittenFiles]) -> None:
         """Write the index and the checksums, and publish the folder; in a thread of rank 0."""
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
@@ -326,7 +326,7 @@ class Save:
         publish(self._target)
         self.seconds = time.perf_counter() - self._begin
 
-    def _write_index(self, places_by_rank: list[np.ndarray]) -> Content:
+    def _write_index(self, places_by_rank: list[np.ndarray]) -> Checksum:
         index = self._planner.index
         assert index is not None, "rank 0 has planned"
         index.storage_data = {

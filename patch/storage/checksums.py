@@ -18,7 +18,7 @@ _WINDOW_BYTES = 2**20
 """Bytes summed and then written or read on: they are still in the processor's cache."""
 
 
-class Content(NamedTuple):
+class Checksum(NamedTuple):
     """Length and checksum of a file's contents."""
 
     length: int
@@ -27,7 +27,7 @@ class Content(NamedTuple):
     """Eight hexadecimal digits."""
 
 
-def content(path: AnyPath) -> Content:
+def content(path: AnyPath) -> Checksum:
     """Length and checksum of the file as it is now.
 
     Raises:
@@ -39,7 +39,7 @@ def content(path: AnyPath) -> Content:
         while count := stream.readinto(window):  # type: ignore[attr-defined]
             crc = zlib.crc32(window[:count], crc)
             length += count
-    return Content(length, f"{crc:08x}")
+    return Checksum(length, f"{crc:08x}")
 
 
 class SummedFile:
@@ -81,28 +81,28 @@ class SummedFile:
         """Bytes written so far."""
         return self._length
 
-    def finish(self) -> Content:
+    def finish(self) -> Checksum:
         """Make the file durable (on a disk: fsync) and close it; its length and checksum."""
         self.is_flushing = True
         try:
             self._file.commit()
         finally:
             self.is_flushing = False
-        return Content(self._length, f"{self._crc:08x}")
+        return Checksum(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:
         """Close the file; one that was not finished is given up."""
         self._file.discard()
 
 
-def write_summed(path: AnyPath, data: bytes) -> Content:
+def write_summed(path: AnyPath, data: bytes) -> Checksum:
     """Write a small file and make it durable; its length and checksum.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def attempt() -> Content:
+    def attempt() -> Checksum:
         file = SummedFile(path)
         try:
             file.write(data)
@@ -113,7 +113,7 @@ def write_summed(path: AnyPath, data: bytes) -> Content:
     return retried(path, attempt)
 
 
-def difference(path: AnyPath, expected: Content) -> str | None:
+def difference(path: AnyPath, expected: Checksum) -> str | None:
     """How the file differs from the expected content, in words; None if it does not.
 
     Raises:
@@ -133,15 +133,15 @@ def difference(path: AnyPath, expected: Content) -> str | None:
     return None
 
 
-def to_json(contents: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
+def to_json(contents: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
     """The contents of files, by file name, as plain values for JSON; sorted by name."""
     return {name: contents[name]._asdict() for name in sorted(contents)}
 
 
-def from_json(values: Any) -> dict[str, Content]:
+def from_json(values: Any) -> dict[str, Checksum]:
     """The inverse of `to_json`.
 
     Raises:
         AttributeError, TypeError: the values were not made by `to_json`.
     """
-    return {name: Content(**fields) for name, fields in values.items()}
+    return {name: Checksum(**fields) for name, fields in values.items()}

@@ -34,7 +34,7 @@ from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
-from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage.checksums import Checksum, content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE
 from patch.storage.text_files import read_json
 
@@ -68,7 +68,7 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
     write_atomically(checksums, json.dumps(to_json(known), indent=1) + "\n")
 
 
-def _read(path: Path) -> dict[str, Content]:
+def _read(path: Path) -> dict[str, Checksum]:
     """The checksums by file name; empty if they cannot be read, so that all files are made again."""
     try:
         return from_json(read_json(path))

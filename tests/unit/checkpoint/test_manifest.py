@@ -18,7 +18,7 @@ from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint,
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.manifest import write_manifest
 from patch.errors import CheckpointError
-from patch.storage.checksums import Content
+from patch.storage.checksums import Checksum
 
 
 def state(value: float, rank: int = 0, world_size: int = 1) -> dict:
@@ -72,7 +72,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
         "checksums.json lists no files",
     ),
     "manifest of a rank of 5000 digits": (
-        lambda folder: write_manifest(folder, 3, {f"__{'1' * 5000}_0": Content(0, "0" * 8)}),
+        lambda folder: write_manifest(folder, 3, {f"__{'1' * 5000}_0": Checksum(0, "0" * 8)}),
         "_0 cannot be read: File name too long",
     ),
     "manifest of deep values": (
@@ -222,7 +222,7 @@ def verify_together(rank: int, world_size: int, folder: str) -> tuple[list[str],
     compat.apply(cuda=False)
     root, read, difference = Path(folder), [], manifest.difference
 
-    def noted(path: Path, expected: manifest.Content) -> str | None:
+    def noted(path: Path, expected: manifest.Checksum) -> str | None:
         read.append(f"{path.parent.name}/{path.name}")
         return difference(path, expected)
 

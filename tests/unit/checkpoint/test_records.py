@@ -14,8 +14,7 @@ from upstream_saver import let_upstream_save
 
 from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint, stored
-from patch.checkpoint.data_files import NUM_FILES, write_data
-from patch.checkpoint.piece_writer import PieceWriter
+from patch.checkpoint.data_files import NUM_FILES, PieceWriter, write_data
 from patch.checkpoint.stored import Box, Piece, TorchDistReader
 from patch.storage.checksums import content
 

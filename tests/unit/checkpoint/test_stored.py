@@ -9,7 +9,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from patch.checkpoint import stored
-from patch.checkpoint.piece_writer import PieceWriter
+from patch.checkpoint.data_files import PieceWriter
 from patch.checkpoint.stored import Box, LegacyReader, Piece, TorchDistReader, open_stored
 from patch.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from distributed_runner import run_distributed
 from hf_families import FAMILIES, family_model, family_run
 from safetensors.torch import load_file, save_file
 
-from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline_import
+from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline
 
 SHARDED = "qwen-2"
 
@@ -22,7 +22,7 @@ def root(tmp_path_factory) -> Path:
     """Each family as NAME, converted as NAME-mcore and back as NAME-back; pieces of a few rows."""
     root = tmp_path_factory.mktemp("stream")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offline_import, "WINDOW_BYTES", 5000)
+        patch.setattr(offline, "WINDOW_BYTES", 5000)
         for name in FAMILIES:
             family_model(name, root / name, **({"max_shard_size": "60KB"} if name == SHARDED else {}))
             (root / name / "tokenizer.json").write_text('{"a": 1}')
@@ -53,7 +53,7 @@ def test_one_piece_is_made_ahead_and_an_error_comes_in_its_turn():
             yield item
         raise ConversionError("torn")
 
-    ahead = offline_import._made_ahead(make())
+    ahead = offline._made_ahead(make())
     assert next(ahead) == 0
     assert second_is_made.wait(timeout=30) and made == [0, 1]  # not 2, which takes the buffer of 0
     assert [next(ahead), next(ahead)] == [1, 2]
