@@ -26,7 +26,6 @@ from patch.storage.places import AnyPath, file_sizes
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import parse_json, read_small
 
-_PREFIX = "iter_"
 _OWN = "crc32"
 _NUM_THREADS = 2
 
@@ -129,6 +128,6 @@ def read_manifest(folder: AnyPath) -> dict[str, Checksum] | str | None:
         return f"{path} lists no files"
     if any(Path(name).name != name or not name.isprintable() for name in files):
         return f"{path} names a file outside of its folder"
-    if folder.name.startswith(_PREFIX) and folder.name != iteration_name(iteration):
+    if folder.name.startswith("iter_") and folder.name != iteration_name(iteration):
         return f"{path} was written for iteration {iteration}, not for {folder.name}"
     return files

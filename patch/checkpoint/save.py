@@ -137,7 +137,7 @@ class Writing(NamedTuple):
     is_publishing: bool
     """Whether only the last files of rank 0 are missing."""
     num_bytes: int
-    """WrittenFiles to this rank's data files so far."""
+    """Written to this rank's data files so far."""
     num_flushing: int
     """Number of the files among them that are being made durable, which may take long without a sign of
     progress."""

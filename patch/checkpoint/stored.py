@@ -400,8 +400,8 @@ class _Record(NamedTuple):
 def _read_header(stream: IO[bytes], place: StorageInfo, shape: Sequence[int], dtype: torch.dtype) -> _Record:
     """A record's tensor without its values, unless they were stored with strides, which ours never are.
 
-    That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619). Place, shape
-    and dtype are those of the index.
+    That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619). Place,
+    shape and dtype are those of the index.
 
     Raises:
         OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it is

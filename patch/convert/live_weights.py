@@ -345,9 +345,8 @@ def _write_weights(
             shards.
         layout: file name by tensor name.
     """
-    by_name = {tensor.name: dtype for tensor, dtype in dtypes.items()}
     try:
-        with SafetensorsWriter(partial, list(dtypes), layout, by_name) as files:
+        with SafetensorsWriter(partial, dtypes, layout) as files:
             for name, tensor in weights:
                 files.write(HFBlock(name, 0, 0, tensor))
             files.check_complete()

@@ -260,12 +260,15 @@ def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
 
 def _write_weights(weights: StoredWeights, partial: Path, described: _Description) -> None:
     """Write the weights, and the index of several files; the layout is that of `described.folder`."""
-    tensors, dtypes = hf_tensors(described.model), weights.dtypes
-    sizes = {name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in tensors}
+    stored = weights.dtypes
+    dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
+    sizes = {
+        name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()
+    }
     layout = known_layout(described.folder, list(sizes)) or name_files(divide(sizes))
     with (
         writing(partial),
-        SafetensorsWriter(partial, tensors, layout, dtypes) as files,
+        SafetensorsWriter(partial, dtypes, layout) as files,
         progress(f"{weights.folder.name} to Hugging Face", sum(sizes.values())) as advance,
     ):
         for block in weights.blocks():

@@ -15,8 +15,9 @@ the final norm may be outside of the decoder (Pai-Megatron-Patch's LLaMA). Other
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby, product
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-_RANK_KEY = re.compile(rf"{_RANK_FOLDER.pattern}\.(model\d*)\.(.+)")
+_RANK_KEY = re.compile(rf"{_RANK_FOLDER.pattern}\.model(\d*)\.(.+)")
 _NOT_WEIGHTS = ("_extra_state", "inv_freq")
 
 
@@ -216,21 +217,21 @@ def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
 
     Interleaved stages alternate.
     """
-    found = []
+    by_stage: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for key in reader.tensors:
         match = _RANK_KEY.fullmatch(key)
         if match and not key.endswith(_NOT_WEIGHTS):
             tp, pp, chunk, name = match.groups()
-            found.append(((len(chunk), chunk), int(pp or 0), int(tp), name, key))
-    first_layers: dict[int, int] = {}
-    for (_, _, tp_rank), tensors in groupby(sorted(found), key=lambda tensor: tensor[:3]):
-        first = following = first_layers.get(tp_rank, 0)
-        for *_, name, key in tensors:
+            by_stage.setdefault((int(chunk or 0), int(pp or 0), int(tp)), []).append((key, name))
+    first_layers: dict[int, int] = defaultdict(int)
+    for (_, _, tp_rank), tensors in sorted(by_stage.items(), key=lambda stage: stage[0]):
+        first = first_layers[tp_rank]
+        for key, name in tensors:
             match = _LAYER.search(name)
             layer = first + int(match[1]) if match else None
-            following = max(following, (-1 if layer is None else layer) + 1)
+            if layer is not None:
+                first_layers[tp_rank] = max(first_layers[tp_rank], layer + 1)
             yield key, _Place(table_name(_LAYER.sub("layers.*.", name)), layer, tp_rank=tp_rank)
-        first_layers[tp_rank] = following
 
 
 def _check_rank_files(reader: LegacyReader) -> int:
