@@ -64,27 +64,23 @@ class MachineFacts:
         Args:
             nodes: the folder of device nodes.
         """
-        cores, host, unusable = usable_cores(), usable_memory(), unusable_gpus(nodes)
-        if unusable is not None or not present_gpus(nodes):
-            return MachineFacts(
-                cuda_devices=0, cpu_cores=cores, host_memory_bytes=host, libraries=installed_libraries(),
-                multiplies_16_bits=multiplies_16_bits(), unusable_gpus=": ".join(unusable or ()),
-            )  # fmt: skip
-        import torch
+        gpus: list[Any] = []  # torch has no annotations of their PCI numbers
+        unusable = unusable_gpus(nodes)
+        if unusable is None and present_gpus(nodes):
+            import torch
 
-        gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+            gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
         return MachineFacts(
             cuda_devices=len(gpus),
-            cpu_cores=cores,
+            cpu_cores=usable_cores(),
             cuda_memory_bytes=gpus[0].total_memory if gpus else 0,
-            host_memory_bytes=host,
+            host_memory_bytes=usable_memory(),
             compute_capability=(gpus[0].major, gpus[0].minor) if gpus else (0, 0),
             cuda_name=gpus[0].name if gpus else "",
-            gpu_nodes=tuple(
-                numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)  # type: ignore[attr-defined]
-                for gpu in gpus
-            ),
+            gpu_nodes=tuple(numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) for gpu in gpus),
             libraries=installed_libraries(),
+            multiplies_16_bits=bool(gpus) or multiplies_16_bits(),
+            unusable_gpus=": ".join(unusable or ()),
         )
 
 

@@ -1,20 +1,41 @@
-"""The data files of one rank, written by a few threads, each with the checksum of what went into it."""
+"""Writes data files: those of one rank by a few threads, or a whole checkpoint piece by piece in one process.
+
+The latter never has all of it in memory. Upstream's writer needs the whole state at once
+(megatron/core/dist_checkpointing/serialization.py:278). The format itself does not: a `.distcp` file is a
+sequence of torch.save records, and the pickled `.metadata` states where each piece of a tensor is stored
+(torch/distributed/checkpoint/metadata.py). A tensor may be tiled in any way; a reader with another layout
+takes what it needs from each piece.
+"""
 
 from __future__ import annotations
 
 import heapq
 import io
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from patch.checkpoint.manifest import write_manifest
+from patch.checkpoint.stored import Piece
+from patch.compat.checkpoint_format import StorageInfo, common_files
 from patch.device import start_thread
-from patch.storage.checksums import Content, SummedFile
+from patch.storage.checksums import Checksum, SummedFile, write_summed
+from patch.storage.names import METADATA_FILE
 from patch.storage.places import AnyPath, retried
 
 NUM_FILES = 2
@@ -26,12 +47,12 @@ _crc32_lock = threading.Lock()
 _crc32_users = 0
 
 
-class Written(NamedTuple):
+class WrittenFiles(NamedTuple):
     """What a rank has written."""
 
     places: np.ndarray
     """(n, 3) int64: the file's number, and the offset and length in bytes of each value, in their order."""
-    contents: dict[str, Content]
+    contents: dict[str, Checksum]
     """Length and checksum of each file, by name."""
 
 
@@ -50,7 +71,7 @@ def write_data(
     values: Sequence[Value],
     cancelled: threading.Event,
     files: list[SummedFile],
-) -> Written:
+) -> WrittenFiles:
     """Write a rank's values and make them durable; a file that a store refuses is written again for a while.
 
     Args:
@@ -66,7 +87,7 @@ def write_data(
     """
     shares = _split(values)
     places = np.zeros((len(values), 3), np.int64)
-    contents: dict[str, Content] = {}
+    contents: dict[str, Checksum] = {}
     errors: list[Exception] = []
 
     def write(number: int) -> None:
@@ -88,7 +109,7 @@ def write_data(
         thread.join()
     if errors:
         raise errors[0]
-    return Written(places, contents)
+    return WrittenFiles(places, contents)
 
 
 def _write_file(
@@ -99,7 +120,7 @@ def _write_file(
     places: np.ndarray,
     cancelled: threading.Event,
     files: list[SummedFile],
-) -> Content:
+) -> Checksum:
     file = SummedFile(path)
     files.append(file)
     try:
@@ -183,3 +204,61 @@ def _split(values: Sequence[Value]) -> list[list[int]]:
 
 def _num_bytes(value: Value) -> int:
     return value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
+
+
+class PieceWriter:
+    """Writes the data file of a checkpoint piece by piece; `finish` adds the other files.
+
+    Args:
+        folder: an existing, empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stream = SummedFile(folder / data_file(0, 0))
+        self._index = Metadata(state_dict_metadata={}, storage_data={})
+
+    def add(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Append a piece of a tensor. The pieces of one key must tile the tensor and have the same dtype.
+
+        Args:
+            piece: the piece.
+            shape: the shape of the whole tensor.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        stored = self._index.state_dict_metadata.setdefault(
+            piece.key,
+            TensorStorageMetadata(TensorProperties(dtype=piece.tensor.dtype), torch.Size(shape), []),
+        )
+        assert isinstance(stored, TensorStorageMetadata)
+        assert stored.properties.dtype == piece.tensor.dtype and tuple(stored.size) == shape
+        offsets = torch.Size(piece.offsets)
+        index = MetadataIndex(piece.key, offsets, len(stored.chunks))
+        stored.chunks.append(ChunkStorageMetadata(offsets, piece.tensor.shape))
+        self._append(index, piece.tensor)
+
+    def add_object(self, key: str, value: Any) -> None:
+        """Append an opaque object in the format of megatron-core's ShardedObject."""
+        self._index.state_dict_metadata[key] = BytesStorageMetadata()
+        self._append(MetadataIndex(key), [value])
+
+    def _append(self, index: MetadataIndex, value: Any) -> None:
+        begin, length = write_record(self._stream, value)
+        self._index.storage_data[index] = StorageInfo(data_file(0, 0), begin, length)
+
+    def finish(self, common: dict[str, Any]) -> None:
+        """Finish the data file and write the other files of the checkpoint; the checksums last.
+
+        Args:
+            common: plain values, stored in common.pt.
+        """
+        contents = {data_file(0, 0): self._stream.finish()}
+        small_files = {METADATA_FILE: pickle.dumps(self._index), **common_files(common)}
+        contents |= {name: write_summed(self._folder / name, data) for name, data in small_files.items()}
+        write_manifest(self._folder, 0, contents)
+
+    def close(self) -> None:
+        """Close the data file."""
+        self._stream.close()

@@ -157,15 +157,12 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
             f"folder with .metadata{hint_of_store(load)}"
         )
     _logger.info("weights are those of iteration %d in %s", found[0], root)
-    return iteration_folder(root, found[0]), _newest_cure(root) if is_ours else None
-
-
-def _newest_cure(root: AnyPath) -> str:
-    """A caller that only reads weights is never given an older checkpoint, since users expect the newest."""
-    return (
+    # Who only reads weights is never given an older checkpoint, since users expect the newest.
+    cure = (
         "the newest checkpoint is not what was saved; to take an older one, name its own folder "
         f"({root / 'iter_*'}), or let a resume of that run train the lost steps again"
     )
+    return iteration_folder(root, found[0]), cure if is_ours else None
 
 
 def _legacy_folder(root: AnyPath) -> AnyPath:

@@ -24,9 +24,17 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.compatibility import NO_CURES, AnyWeights, Cure, check_files, check_fit
 from patch.checkpoint.folder import iteration_folder
-from patch.checkpoint.sharded_tensors import copied, index_key, shards_of
+from patch.checkpoint.sharded_tensors import (
+    NO_CURES,
+    AnyWeights,
+    Cure,
+    check_files,
+    check_fit,
+    copied,
+    index_key,
+    shards_of,
+)
 from patch.checkpoint.stored import Box, TorchDistReader
 from patch.compat.unpickle import load_plain, read_metadata
 from patch.distributed.collectives import all_gather_object, fail_together

@@ -20,18 +20,17 @@ from patch.distributed.collectives import all_gather_object, fail_together, from
 from patch.errors import CheckpointError
 from patch.parse_numbers import to_int
 from patch.storage.atomic import sync
-from patch.storage.checksums import Content, difference, from_json, to_json
+from patch.storage.checksums import Checksum, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
 from patch.storage.places import AnyPath, file_sizes
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import parse_json, read_small
 
-_PREFIX = "iter_"
 _OWN = "crc32"
 _NUM_THREADS = 2
 
 
-def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Content]) -> None:
+def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Checksum]) -> None:
     """Write checksums.json, the last file of a checkpoint, and make it durable.
 
     Args:
@@ -102,7 +101,7 @@ def has_saved_lengths(folder: AnyPath) -> bool:
     return isinstance(files, dict) and all(lengths.get(name) == saved.length for name, saved in files.items())
 
 
-def read_manifest(folder: AnyPath) -> dict[str, Content] | str | None:
+def read_manifest(folder: AnyPath) -> dict[str, Checksum] | str | None:
     """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing.
 
     Raises:
@@ -129,6 +128,6 @@ def read_manifest(folder: AnyPath) -> dict[str, Content] | str | None:
         return f"{path} lists no files"
     if any(Path(name).name != name or not name.isprintable() for name in files):
         return f"{path} names a file outside of its folder"
-    if folder.name.startswith(_PREFIX) and folder.name != iteration_name(iteration):
+    if folder.name.startswith("iter_") and folder.name != iteration_name(iteration):
         return f"{path} was written for iteration {iteration}, not for {folder.name}"
     return files

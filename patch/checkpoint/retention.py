@@ -22,10 +22,10 @@ from patch.storage.names import (
     all_iterations,
     iteration_in,
     iteration_name,
+    read_tracker,
 )
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
-from patch.storage.text_files import read_small
 
 _logger = get_logger(__name__)
 
@@ -170,9 +170,8 @@ def remove_refused(disk: Path, iterations: Collection[int]) -> None:
     Raises:
         OSError: one cannot be removed.
     """
-    tracker = disk / TRACKER
-    if tracker.is_file() and iteration_in(read_small(tracker).decode(errors="replace").strip()) in iterations:
-        tracker.unlink()  # before them: it must not name what is not there
+    if iteration_in(read_tracker(disk)) in iterations:
+        (disk / TRACKER).unlink()  # before them: it must not name what is not there
     for iteration in iterations:
         _set_aside(disk / iteration_name(iteration))
     delete_set_aside(disk)

@@ -25,20 +25,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from patch.checkpoint.data_files import Value, Written, data_file, write_data
+from patch.checkpoint.data_files import Value, WrittenFiles, data_file, write_data
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
-from patch.compat.save_plan import SavePlanner
-from patch.compat.torch_checkpoint import StorageInfo
+from patch.compat.checkpoint_format import SavePlanner, StorageInfo
 from patch.device import start_thread
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder
-from patch.storage.checksums import Content, SummedFile, write_summed
+from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE, REFUSED_FILE
 from patch.storage.places import AnyPath
@@ -167,7 +166,7 @@ class Save:
         self._target, self._spare = target, spare
         self._store_error: CheckpointError | None = None
         self._planner = planner
-        self._written: Written | None = None
+        self._written: WrittenFiles | None = None
         self._is_publishing = False
         self._files: list[SummedFile] = []
         self._error: Exception | None = None
@@ -247,7 +246,7 @@ class Save:
         if self._spare is None:
             self._planner.values = []
         if by_rank is not None:
-            written: list[Written] = by_rank
+            written: list[WrittenFiles] = by_rank
             self._start(lambda: self._publish(written))
         return False
 
@@ -315,7 +314,7 @@ class Save:
             _wait_for_folder(partial, self._cancelled)
         self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
-    def _publish(self, by_rank: list[Written]) -> None:
+    def _publish(self, by_rank: list[WrittenFiles]) -> None:
         """Write the index and the checksums, and publish the folder; in a thread of rank 0."""
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
@@ -327,7 +326,7 @@ class Save:
         publish(self._target)
         self.seconds = time.perf_counter() - self._begin
 
-    def _write_index(self, places_by_rank: list[np.ndarray]) -> Content:
+    def _write_index(self, places_by_rank: list[np.ndarray]) -> Checksum:
         index = self._planner.index
         assert index is not None, "rank 0 has planned"
         index.storage_data = {

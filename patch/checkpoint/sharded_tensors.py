@@ -1,11 +1,17 @@
-"""The tensors and objects of a sharded state dict, with factories expanded."""
+"""What a sharded state dict has on this rank, and whether a checkpoint is complete and fits it.
+
+No tensor is read.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -14,9 +20,32 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# A small tensor's file record (torch.save's zip) is about 1.6 kB, its line in the index 0.4 kB.
+from patch.errors import CheckpointError, nearest
+from patch.storage.places import AnyPath, file_sizes
+from patch.storage.text_files import read_json
+
+_NAMED = 5
 _OVERHEAD = 2048
+"""A small tensor's file record (torch.save's zip) is about 1.6 kB, its line in the index 0.4 kB."""
+
+
+class Cure(NamedTuple):
+    """What a user can do if a checkpoint does not fit the run."""
+
+    advice: str
+    field: str | None = None
+    """The configuration field to change."""
+
+
+_SAME_LAYOUT = Cure("resume with the TP, PP and number of processes that the checkpoint was saved with")
+_SAME_MODEL = Cure(
+    "take the model shape and the tokenizer that the checkpoint was trained with", "model_size"
+)
+SAME_PRECISION = Cure("take the checkpoint's precision", "precision")
+_SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
+NO_CURES: Mapping[str, Cure] = MappingProxyType({})
 
 
 def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
@@ -51,9 +80,144 @@ def bytes_to_write(shards: list[ShardedBase]) -> int:
     written = [
         shard for shard in shards if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]
-    return sum(_nbytes(shard.data) + _OVERHEAD for shard in written)
+    assert all(shard.data is not None for shard in written), "a state dict to save holds its tensors"
+    return sum(shard.data.nbytes + _OVERHEAD for shard in written)
 
 
-def _nbytes(tensor: torch.Tensor | None) -> int:
-    assert tensor is not None, "a state dict to save holds its tensors"
-    return tensor.numel() * tensor.element_size()
+def check_files(folder: AnyPath, index: Metadata) -> None:
+    """Check that metadata.json can be read, and that every data file exists and is as long as the index says.
+
+    Args:
+        folder: the checkpoint.
+        index: its parsed `.metadata`.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or truncated; the message names it.
+    """
+    _check_description(folder / "metadata.json")
+    lengths: dict[str, int] = defaultdict(int)
+    for place in index.storage_data.values():
+        if PurePath(place.relative_path).name != place.relative_path:
+            raise CheckpointError(f"{folder} names a data file outside of itself: {place.relative_path}")
+        lengths[place.relative_path] = max(lengths[place.relative_path], place.offset + place.length)
+    sizes = file_sizes(folder)
+    for name, expected in lengths.items():
+        path, got = folder / name, sizes.get(name)
+        if got is None:
+            raise CheckpointError(f"{path} is missing; take another checkpoint")
+        if got < expected:
+            raise CheckpointError(
+                f"{path} is truncated: {got} bytes, expected {expected}; take another checkpoint"
+            )
+
+
+def _check_description(path: AnyPath) -> None:
+    """Check metadata.json before upstream reads it in the middle of a load; only torch_dist is accepted."""
+    try:
+        backend = read_json(path)["sharded_backend"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; take another checkpoint") from error
+    if backend != "torch_dist":
+        raise CheckpointError(f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'")
+
+
+class AnyWeights(NamedTuple):
+    """A model's weights from any checkpoint, whose dtypes and vocabulary padding may differ."""
+
+    prefixes: tuple[str, ...]
+    """Prefixes of the keys of a model's tensors; other keys of the checkpoint are ignored."""
+    vocab_size: int
+    """Rows of the vocabulary without padding."""
+
+
+def check_fit(
+    folder: AnyPath,
+    index: Metadata,
+    shards: list[ShardedBase],
+    requested: set[str],
+    cures: Mapping[str, Cure],
+    weights: AnyWeights | None = None,
+) -> None:
+    """Check that the checkpoint has exactly the requested keys, with the same shapes and dtypes.
+
+    Sections of which no rank requests a key are not compared.
+
+    Args:
+        folder: the checkpoint, for messages.
+        index: its parsed `.metadata`.
+        shards: the shards that this rank loads.
+        requested: the keys that all ranks together load.
+        cures: prefix of keys -> what to do if such a key is missing or unexpected.
+        weights: only weights are loaded, and these may differ.
+
+    Raises:
+        CheckpointError: it does not fit; the message names the tensors, both shapes or dtypes, and for a
+            missing tensor the nearest stored name.
+    """
+    stored = index.state_dict_metadata
+    keys = {key for key in stored if weights is None or key.startswith(weights.prefixes)}
+    _check_names(folder, keys, requested, cures)
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            _check_tensor(folder, shard, stored[shard.key], weights)
+
+
+def _check_names(folder: AnyPath, stored: set[str], requested: set[str], cures: Mapping[str, Cure]) -> None:
+    stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
+    missing = sorted(requested - stored)
+    if missing:
+        hint = nearest(missing[0], sorted(stored))
+        cure = _cure(missing, cures)
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {cure.advice}", field=cure.field)
+    sections = {_section(key) for key in requested}
+    unexpected = sorted(key for key in stored - requested if _section(key) in sections)
+    if unexpected:
+        cure = _cure(unexpected, cures)
+        raise CheckpointError(
+            f"{folder} holds {_listed(unexpected)}, which this run does not have; {cure.advice}",
+            field=cure.field,
+        )
+
+
+def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights: AnyWeights | None) -> None:
+    if not isinstance(stored, TensorStorageMetadata):
+        raise CheckpointError(f"{folder}: {shard.key} is an object, expected a tensor")
+    got, expected = tuple(stored.size), tuple(shard.global_shape)
+    is_padded = weights is not None and shard.allow_shape_mismatch and got[0] >= weights.vocab_size
+    if got != expected and not (is_padded and got[1:] == expected[1:]):
+        cure = _SECTION_CURES[_section(shard.key)]
+        raise CheckpointError(
+            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; {cure.advice}",
+            field=cure.field,
+        )
+    if weights is None and stored.properties.dtype != shard.dtype:
+        raise CheckpointError(
+            f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
+            + SAME_PRECISION.advice,
+            field=SAME_PRECISION.field,
+        )
+
+
+def _cure(keys: list[str], cures: Mapping[str, Cure]) -> Cure:
+    """What a user can do about keys that are missing or unexpected."""
+    for prefix, cure in cures.items():
+        if any(key.startswith(prefix) for key in keys):
+            return cure
+    cure = _SECTION_CURES[_section(keys[0])]
+    return cure._replace(advice=f"it was saved by another model: {cure.advice}")
+
+
+def _section(key: str) -> str:
+    """The section of a key: its first part, or "model", whose keys have no prefix."""
+    first = key.split(".", 1)[0]
+    return first if first in _SECTION_CURES else "model"
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether the key is that of a layer's opaque object, which only some layer implementations have."""
+    return "._extra_state/" in key
+
+
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(keys[:_NAMED]) + more

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.compatibility import check_files
-from patch.compat.torch_checkpoint import StorageInfo, create_file_view
+from patch.checkpoint.sharded_tensors import check_files
+from patch.compat.checkpoint_format import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain, load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
@@ -32,6 +32,8 @@ from patch.storage.remote import RemotePath
 LEGACY_FILE = "model_optim_rng.pt"
 WINDOW_BYTES = 2 * 2**20
 """Bytes read at once. They fit the processor's cache."""
+_MAPPED_BYTES = 256 * 2**20
+"""After this many bytes a file is mapped again, so that pages that were read leave the memory."""
 
 
 class StoredTensor(NamedTuple):
@@ -147,7 +149,10 @@ class TorchDistReader:
             wanted = intersection(box, Box((0,) * len(shape), shape))
             if wanted and math.prod(wanted.sizes) > sum(math.prod(common.sizes) for _, common in stored):
                 raise CheckpointError(f"{self.folder}: the pieces of {key} do not cover it at {box.offsets}")
-            parts += [(piece, key, common, target[_slices(common, box)]) for piece, common in stored]
+            parts += [
+                (piece, key, common, target[_slices(_relative(common, box), common.sizes)])
+                for piece, common in stored
+            ]
         for piece, key, common, target in sorted(parts, key=lambda part: _position(part[0])):
             self._read_part(key, piece, common, target)
 
@@ -190,7 +195,7 @@ class TorchDistReader:
             if position not in self._records:
                 dtype = self.tensors[key].dtype
                 self._records[position] = _read_header(stream, place, stored.box.sizes, dtype)
-            offsets = [begin - origin for begin, origin in zip(part.offsets, stored.box.offsets, strict=True)]
+            offsets = _relative(part, stored.box)
             _read_region(stream, self._records[position], offsets, target, self._buffer)
 
     @contextmanager
@@ -221,16 +226,16 @@ class LegacyReader:
         self.folder = folder
         self._values: dict[str, torch.Tensor] = {}
         self._common: dict[str, Any] = {}
-        for path in sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}")):
-            contents = _load_dict(path)
-            try:
-                self._values |= dict(_nested_tensors(contents, path.parent.name, set()))
-            except RecursionError as error:
-                raise CheckpointError(f"{path} cannot be read: its values are nested too deeply") from error
+        for path in self._files():
+            contents, values = _load_rank(path)
+            self._values |= values
             self._common = {key: value for key, value in contents.items() if isinstance(value, int | float)}
         self.tensors = {
             key: StoredTensor(tuple(values.shape), values.dtype) for key, values in self._values.items()
         }
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
 
     def common(self) -> dict[str, Any]:
         """The numbers that the files hold beside the tensors."""
@@ -243,7 +248,18 @@ class LegacyReader:
 
     def read(self, key: str, box: Box) -> torch.Tensor:
         """A part of a tensor, mapped from its file."""
-        return self._values[key][_slices(box, Box((0,) * len(box.offsets), ()))]
+        return self._values[key][_slices(*box)]
+
+    def pieces(self, keys: set[str]) -> Iterator[Piece]:
+        """All values of these tensors, one after the other; a piece is valid until the next one is read."""
+        for path in self._files():
+            values, num_bytes = {}, _MAPPED_BYTES
+            of_rank = [key for key in self._values if key.startswith(f"{path.parent.name}.")]
+            for key in filter(keys.__contains__, of_rank):
+                if num_bytes >= _MAPPED_BYTES:
+                    values, num_bytes = _load_rank(path)[1], 0
+                num_bytes += values[key].nbytes
+                yield Piece(key, (0,) * values[key].ndim, values[key])
 
 
 Reader = TorchDistReader | LegacyReader
@@ -296,12 +312,7 @@ def windows(box: Box, num_elements: int) -> Iterator[Box]:
 def _stored_pieces(
     folder: AnyPath, index: Metadata, places: dict[tuple[str, tuple[int, ...]], StorageInfo]
 ) -> dict[str, list[_StoredPiece]]:
-    """Where the pieces of each tensor are.
-
-    Args:
-        folder: the checkpoint, for messages.
-        index: its index.
-        places: of all records, by key and first element.
+    """Where the pieces of each tensor are, by the places of all records by key and first element.
 
     Raises:
         CheckpointError: the index names no file for a piece.
@@ -330,12 +341,13 @@ def _position(stored: _StoredPiece) -> tuple[str, int]:
     return stored.place.relative_path, stored.place.offset
 
 
-def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
-    """The place of a part within a box that contains it."""
-    return tuple(
-        slice(begin - origin, begin - origin + size)
-        for begin, origin, size in zip(part.offsets, whole.offsets, part.sizes, strict=True)
-    )
+def _relative(part: Box, whole: Box) -> list[int]:
+    """The offsets of a part within a box that contains it."""
+    return [begin - origin for begin, origin in zip(part.offsets, whole.offsets, strict=True)]
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
 
 
 def _load_dict(path: AnyPath) -> dict[str, Any]:
@@ -347,6 +359,15 @@ def _load_dict(path: AnyPath) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, expected a dict")
     return contents
+
+
+def _load_rank(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The contents of a rank's file in the old format, and all its tensors, mapped, by their names in it."""
+    contents = _load_dict(path)
+    try:
+        return contents, dict(_nested_tensors(contents, path.parent.name, set()))
+    except RecursionError as error:
+        raise CheckpointError(f"{path} cannot be read: its values are nested too deeply") from error
 
 
 def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -379,13 +400,8 @@ class _Record(NamedTuple):
 def _read_header(stream: IO[bytes], place: StorageInfo, shape: Sequence[int], dtype: torch.dtype) -> _Record:
     """A record's tensor without its values, unless they were stored with strides, which ours never are.
 
-    That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
-
-    Args:
-        stream: the data file.
-        place: where the record is, by the index.
-        shape: of its tensor, by the index.
-        dtype: of its tensor, by the index.
+    That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619). Place,
+    shape and dtype are those of the index.
 
     Raises:
         OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it is
@@ -436,7 +452,7 @@ def _read_region(
     header, begin = record
     size = header.element_size()
     if begin is None:
-        target.copy_(_narrowed(header, offsets, target.shape))
+        target.copy_(header[_slices(offsets, target.shape)])
         return
     if not header.ndim:  # a single number
         header, target, offsets = header.view(1), target.view(1), (0,)
@@ -457,13 +473,7 @@ def _read_region(
             memory = buffer[: len(part) * row * size]
             _read_fully(stream, start, memory)
             values = torch.from_numpy(memory).view(header.dtype).view(len(part), *header.shape[axis + 1 :])
-            part.copy_(_narrowed(values, (0, *offsets[axis + 1 :]), part.shape))
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    for axis, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
-        tensor = tensor.narrow(axis, offset, length)
-    return tensor
+            part.copy_(values[_slices((0, *offsets[axis + 1 :]), part.shape)])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Importing it changes nothing and does not import megatron-core, because `quick_s
 it: the worker of a run, a command line, a host program. No other package does.
 """
 
-from patch.compat.fast_import import quick_start
+from patch.compat.overhead import quick_start
 
 __all__ = ["apply", "is_applied_on_cpu", "quick_start"]
 
@@ -16,13 +16,11 @@ def apply(cuda: bool) -> None:
     Args:
         cuda: whether this process computes on a GPU, which needs no CPU stand-ins.
     """
-    from patch.compat import cpu, old_names, recompute, tp_reduce
+    from patch.compat import corrections, cpu
 
-    tp_reduce.apply()
-    recompute.apply()
+    corrections.apply()
     if not cuda:
         cpu.apply()
-    old_names.apply()
 
 
 def is_applied_on_cpu() -> bool:

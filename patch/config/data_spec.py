@@ -28,7 +28,7 @@ from patch.config.schema import DataConfig
 from patch.errors import ConfigError, DataError, nearest
 from patch.parse_numbers import to_float
 from patch.storage.hub import shadowed_by
-from patch.storage.row_files import DATA_SUFFIXES, check_saved, row_files
+from patch.storage.names import DATA_SUFFIXES, check_saved, row_files
 from patch.storage.text_files import read_json
 
 _TABLE = "dataset_info.json"

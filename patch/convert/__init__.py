@@ -15,14 +15,12 @@ from patch.errors import CheckpointError, ConversionError
 
 if TYPE_CHECKING:
     from patch.convert.hf_config_files import model_of
-    from patch.convert.live_export import export_hf
-    from patch.convert.live_weights import import_hf, iter_hf_weights
-    from patch.convert.offline_export import mcore_to_hf
-    from patch.convert.offline_import import hf_to_mcore
+    from patch.convert.live_weights import export_hf, import_hf, iter_hf_weights
+    from patch.convert.offline import hf_to_mcore, mcore_to_hf
 
 _MODULES = {
-    "model_of": "hf_config_files", "export_hf": "live_export", "import_hf": "live_weights",
-    "iter_hf_weights": "live_weights", "mcore_to_hf": "offline_export", "hf_to_mcore": "offline_import",
+    "model_of": "hf_config_files", "export_hf": "live_weights", "import_hf": "live_weights",
+    "iter_hf_weights": "live_weights", "mcore_to_hf": "offline", "hf_to_mcore": "offline",
 }  # fmt: skip
 """Imported where they are asked for (PEP 562): most users need one way of conversion."""
 

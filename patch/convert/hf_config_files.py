@@ -7,8 +7,10 @@ the changed keys are rewritten.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,9 +24,6 @@ from patch.storage.text_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 _SPACE = re.compile(r"[\s,:]*")
 

@@ -42,46 +42,40 @@ class SafetensorsWriter:
 
     Args:
         folder: an existing folder.
-        tensors: all tensors that will be written.
+        dtypes: the type of each tensor that will be written.
         layout: file name by tensor name.
-        dtypes: type by tensor name.
     Raises:
         ConversionError: a file cannot be created.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        tensors: list[HFTensor],
-        layout: Mapping[str, str],
-        dtypes: Mapping[str, torch.dtype],
+        self, folder: Path, dtypes: Mapping[HFTensor, torch.dtype], layout: Mapping[str, str]
     ) -> None:
         self._places: dict[str, _TensorPlace] = {}
-        self._missing = {tensor.name: torch.Size(tensor.shape).numel() for tensor in tensors}
+        self._missing = {tensor.name: torch.Size(tensor.shape).numel() for tensor in dtypes}
         self._descriptors: list[int] = []
         self._early = EarlyFlush()
-        for name in sorted({layout[tensor.name] for tensor in tensors}):
-            of_file = [tensor for tensor in tensors if layout[tensor.name] == name]
-            of_file.sort(key=lambda tensor: (_ORDER.index(dtypes[tensor.name]), tensor.name))
+        for name in sorted({layout[tensor.name] for tensor in dtypes}):
+            of_file = [(tensor, dtype) for tensor, dtype in dtypes.items() if layout[tensor.name] == name]
+            of_file.sort(key=lambda item: (_ORDER.index(item[1]), item[0].name))
             with writing(folder / name):
-                self._create_file(folder / name, of_file, dtypes)
+                self._create_file(folder / name, of_file)
 
-    def _create_file(self, path: Path, tensors: list[HFTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    def _create_file(self, path: Path, tensors: list[tuple[HFTensor, torch.dtype]]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = [0]
-        for name, shape in tensors:
-            ends.append(ends[-1] + torch.Size(shape).numel() * dtypes[name].itemsize)
-            spelling = SPELLINGS[dtypes[name]]
-            header[name] = {"dtype": spelling, "shape": list(shape), "data_offsets": ends[-2:]}
+        for (name, shape), dtype in tensors:
+            ends.append(ends[-1] + torch.Size(shape).numel() * dtype.itemsize)
+            header[name] = {"dtype": SPELLINGS[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._descriptors.append(descriptor)
         _write(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
         os.truncate(descriptor, 8 + len(text) + ends[-1])
-        for (name, shape), begin in zip(tensors, ends[:-1], strict=True):
+        for ((name, shape), dtype), begin in zip(tensors, ends[:-1], strict=True):
             columns = torch.Size(shape[1:]).numel()
-            self._places[name] = _TensorPlace(path, descriptor, 8 + len(text) + begin, columns, dtypes[name])
+            self._places[name] = _TensorPlace(path, descriptor, 8 + len(text) + begin, columns, dtype)
 
     def write(self, block: HFBlock) -> None:
         """Write a block at its position; complete rows in one write, parts of rows one by one.

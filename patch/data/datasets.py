@@ -25,9 +25,8 @@ from patch.distributed.collectives import all_gather_object, all_or_none
 from patch.errors import DataError, about
 from patch.logger import get_logger
 from patch.preflight.data_record import SetRecord
-from patch.storage.names import DATA_CACHE_FOLDER
+from patch.storage.names import DATA_CACHE_FOLDER, DATA_SUFFIXES
 from patch.storage.places import StrPath
-from patch.storage.row_files import DATA_SUFFIXES
 
 _logger = get_logger(__name__)
 

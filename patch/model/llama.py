@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
 
-from patch.compat.stage_layout import StageLayout
+from patch.compat.corrections import StageLayout
 from patch.config.backends import Backends
 from patch.config.execution import Execution, Fp8
 from patch.config.schema import ModelConfig

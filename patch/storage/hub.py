@@ -2,8 +2,8 @@
 
 The cache is asked first, so a name keeps its meaning as long as the cache keeps its copy, and nothing is
 downloaded twice. What is missing there is downloaded by huggingface_hub, which respects HF_TOKEN,
-HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT and shows its progress. One process of a machine downloads, the others
-wait for it.
+HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT, shows its progress, and locks each file: one process of a machine
+downloads it, the others wait for that.
 
 The folder of a snapshot holds name and revision (models--org--name/snapshots/REVISION). So such a path is a
 name too: a machine whose cache lacks it fetches the same revision.
@@ -19,8 +19,13 @@ from typing import Literal, NamedTuple
 
 from patch.errors import ConfigError, DataError, PatchError
 from patch.logger import get_logger
-from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, TOKENIZER_FILES
-from patch.storage.row_files import DATA_SUFFIXES, row_files
+from patch.storage.names import (
+    DATA_SUFFIXES,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    TOKENIZER_FILES,
+    row_files,
+)
 from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
@@ -185,7 +190,10 @@ def _fetch(name: HubName, wanted: _Wanted) -> Path:
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        folder = _held(snapshot, wanted) or _downloaded(snapshot, wanted, cache, name)
+        folder = _held(snapshot, wanted)
+        if folder is None:
+            _logger.info("%s: %s is downloaded into %s", name.repo, wanted.words, cache)
+            folder = snapshot(local=False)
     except Exception as error:  # noqa: BLE001 - it raises errors of httpx, OSError and ValueError
         reason = _reason(error, name, offline=constants.HF_HUB_OFFLINE)
         part = getattr(error, "snapshot_path", None)
@@ -207,19 +215,6 @@ def _held(snapshot: Callable[..., Path], wanted: _Wanted) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     return folder if wanted.is_there(folder) else None
-
-
-def _downloaded(snapshot: Callable[..., Path], wanted: _Wanted, cache: Path, name: HubName) -> Path:
-    from huggingface_hub.utils import WeakFileLock
-
-    lock = cache / ".locks" / f"{name.folder_name}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
-        folder = _held(snapshot, wanted)
-        if folder is None:
-            _logger.info("%s: %s is downloaded into %s", name.repo, wanted.words, cache)
-            folder = snapshot(local=False)
-    return folder
 
 
 def _reason(error: Exception, name: HubName, *, offline: bool) -> str:

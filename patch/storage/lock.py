@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -69,28 +69,18 @@ class _Request(NamedTuple):
     """The error if another process takes it over."""
 
 
-@contextmanager
-def hold_run(output: Path) -> Iterator[None]:
-    """Lock a run's folder against other runs; the folder is created if it is missing.
+def hold_run(root: AnyPath) -> AbstractContextManager[None]:
+    """Lock a run's folder, or its folder of checkpoints in a store, against other runs.
+
+    A folder is created if it is missing.
 
     Raises:
-        ConfigError: another run has the lock; the message names its process, host and start.
+        ConfigError: another run has the lock; the message names its process, host and start. Or it cannot be
+            written.
     """
-    cure = "wait for that run, end it, or give another folder"
-    with _hold(_Request(output / _RUN_LOCK, output, ConfigError, cure, "output_path", lost=CheckpointError)):
-        yield
-
-
-@contextmanager
-def hold_store(root: RemotePath) -> Iterator[None]:
-    """Lock a folder of checkpoints in a store against runs with other folders.
-
-    Raises:
-        ConfigError: another run has the lock, or the store refuses to be written.
-    """
-    cure = "wait for that run, end it, or give another URL"
-    with _hold(_Request(root / _RUN_LOCK, root, ConfigError, cure, "save", lost=CheckpointError)):
-        yield
+    what, field = ("URL", "save") if isinstance(root, RemotePath) else ("folder", "output_path")
+    cure = f"wait for that run, end it, or give another {what}"
+    return _hold(_Request(root / _RUN_LOCK, root, ConfigError, cure, field, lost=CheckpointError))
 
 
 def refuse_held_run(output: Path) -> None:
@@ -104,8 +94,7 @@ def refuse_held_run(output: Path) -> None:
             pass
 
 
-@contextmanager
-def hold_target(target: Path) -> Iterator[None]:
+def hold_target(target: Path) -> AbstractContextManager[None]:
     """Lock the target folder of a conversion against other conversions; the lock file is beside the folder.
 
     Raises:
@@ -113,12 +102,10 @@ def hold_target(target: Path) -> Iterator[None]:
     """
     cure = "wait for that conversion, or give another folder (--save)"
     path = target.with_name(f".{target.name}.lock")
-    with _hold(_Request(path, target, ConversionError, cure, None)):
-        yield
+    return _hold(_Request(path, target, ConversionError, cure, None))
 
 
-@contextmanager
-def wait_for_cache(entry: Path) -> Iterator[None]:
+def wait_for_cache(entry: Path) -> AbstractContextManager[None]:
     """Wait until no other process makes this entry of a cache, and lock it; the lock file is beside it.
 
     Raises:
@@ -126,8 +113,7 @@ def wait_for_cache(entry: Path) -> Iterator[None]:
     """
     cure = "expected a cache folder that can be written"
     path = entry.with_name(f".{entry.name}.lock")
-    with _hold(_Request(path, entry, DataError, cure, "cache_dir", waits=True, lost=DataError)):
-        yield
+    return _hold(_Request(path, entry, DataError, cure, "cache_dir", waits=True, lost=DataError))
 
 
 def check_held(path: AnyPath) -> None:

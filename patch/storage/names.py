@@ -1,4 +1,4 @@
-"""The names of files and folders on disk: in a run's folder, in a checkpoint, in a tokenizer's folder.
+"""The names of files and folders on disk: in a run's folder, a checkpoint, a tokenizer's folder, a data set.
 
 OUTPUT_BASEPATH/config.yaml                                        the resolved run
 OUTPUT_BASEPATH/data.json                                          hashes of its data and of what encodes it
@@ -23,15 +23,15 @@ beside them; OUTPUT_BASEPATH/checkpoint/ has only what the store refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import overload
 
-from patch.errors import CheckpointError
+from patch.errors import CheckpointError, DataError
 from patch.parse_numbers import to_int
 from patch.storage.places import AnyPath, any_path, subfolders
 from patch.storage.remote import RemotePath
-from patch.storage.text_files import read_small
+from patch.storage.text_files import read_json, read_small
 
 # In a run's folder.
 CONFIG_FILE = "config.yaml"
@@ -79,6 +79,18 @@ WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""
+
+# In a data set: of a folder here, or of a snapshot of the hub.
+TABLES = (".csv", ".tsv")
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", *TABLES)
+"""The endings of the files that are read from a folder. The format of a file is found by its content."""
+
+_ARROW = ".arrow"
+_STATE = "state.json"
+_DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|\..*)\.json")
+"""What Hugging Face's datasets writes beside rows; state.json only beside Arrow files."""
+_CACHE = re.compile(r"cache-.*\.arrow")
+"""Results of `map` and `filter`, which datasets keeps beside a set that was loaded from a folder."""
 
 
 def iteration_name(iteration: int) -> str:
@@ -186,3 +198,41 @@ def all_iterations(root: AnyPath) -> list[int]:
         for name in subfolders(root)
         if re.fullmatch(rf"{_ITERATION_PREFIX}\d{{1,18}}", name)
     ]
+
+
+def row_files(files: Iterable[Path]) -> list[Path]:
+    """Those files of a folder that hold its rows, sorted.
+
+    Not those that describe a set, nor caches. Tables of text only where nothing else has rows: they are often
+    lists of something else.
+    """
+    found = [file for file in files if file.suffix.lower() in DATA_SUFFIXES]
+    found = [file for file in found if not _DESCRIPTION.fullmatch(file.name)]
+    saved = {file.parent for file in found if file.suffix == _ARROW}
+    found = sorted(
+        file
+        for file in found
+        if not (_CACHE.fullmatch(file.name) or (file.name == _STATE and file.parent in saved))
+    )
+    return [file for file in found if file.suffix.lower() not in TABLES] or found
+
+
+def check_saved(files: Sequence[Path], field: str | None = None) -> None:
+    """Check that a folder has all files that `save_to_disk` wrote.
+
+    Args:
+        files: all files of the folder.
+        field: the field of the configuration that holds it, for messages.
+
+    Raises:
+        DataError: one is missing.
+    """
+    for state in (file for file in files if file.name == _STATE):
+        try:
+            listed = [state.parent / entry["filename"] for entry in read_json(state)["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError):  # of another program
+            continue
+        if missing := sorted({*listed}.difference(files)):
+            raise DataError(
+                f"{missing[0]} is missing, which {_STATE} beside it lists; copy the folder again", field=field
+            )

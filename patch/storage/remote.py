@@ -14,8 +14,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,7 +85,7 @@ class RemotePath:
         return path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self._url, self.patience_s)
+        return partial(RemotePath, self._url, patience_s=self.patience_s), ()
 
     def __str__(self) -> str:
         return self._url
@@ -174,25 +175,24 @@ class RemotePath:
 
         return self.retried(request)
 
-    def _info(self) -> dict[str, Any] | None:
+    def _kind(self) -> str | None:
+        """What fsspec calls it: file, directory; None if there is nothing."""
         try:
-            return self._ask("info")
+            return self._ask("info")["type"]
         except FileNotFoundError:
             return None
 
     def exists(self) -> bool:
         """Whether there is a file or a folder."""
-        return self._info() is not None
+        return self._kind() is not None
 
     def is_file(self) -> bool:
         """Whether there is a file."""
-        info = self._info()
-        return info is not None and info["type"] == "file"
+        return self._kind() == "file"
 
     def is_dir(self) -> bool:
         """Whether there is a folder, which in an object store means that there is something in it."""
-        info = self._info()
-        return info is not None and info["type"] == "directory"
+        return self._kind() == "directory"
 
     def stat(self) -> Stat:
         """Size and time of a file."""
@@ -200,16 +200,11 @@ class RemotePath:
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """What is in the folder and matches."""
-        try:
-            found = self.retried(lambda: self._glob(pattern))
-        except FileNotFoundError:
-            return
-        for path in sorted(found):
+        found: list[str] = []
+        with suppress(FileNotFoundError):
+            found = sorted((self / pattern)._ask("glob"))
+        for path in found:
             yield self / self._relative(path)
-
-    def _glob(self, pattern: str) -> list[str]:
-        self._system.invalidate_cache()
-        return list(self._system.glob(f"{self._path}/{pattern}"))
 
     def folders(self) -> list[str]:
         """Names of the folders in this one; none if it does not exist."""
@@ -233,10 +228,6 @@ class RemotePath:
     def read_bytes(self) -> bytes:
         """The whole content."""
         return self._ask("cat_file")
-
-    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """The whole content as text."""
-        return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, content: bytes) -> int:
         """Create or replace a file; in an object store a reader sees the old or the new content."""
@@ -263,12 +254,8 @@ class RemotePath:
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file for reading, in large requests."""
-        assert mode == "rb", "files are written by `create` or `write_bytes`"
+        assert mode == "rb", "files are written by `RemoteFile` or `write_bytes`"
         return io.BufferedReader(_Ranges(self), _READ_AHEAD_BYTES)
-
-    def create(self) -> RemoteFile:
-        """A new file that is written piece by piece."""
-        return RemoteFile(self)
 
     def mkdir(self) -> None:
         """Create the folder and those above it, where the store has folders."""
@@ -285,14 +272,8 @@ class RemotePath:
 
     def remove_tree(self) -> None:
         """Remove a folder with all that is in it; does nothing if there is none."""
-        try:
+        with suppress(FileNotFoundError):
             self._ask("rm", recursive=True)
-        except FileNotFoundError:
-            return
-
-
-def _unpickled(url: str, patience_s: float) -> RemotePath:
-    return RemotePath(url, patience_s=patience_s)
 
 
 class _Ranges(io.RawIOBase):
@@ -354,8 +335,12 @@ class RemoteFile:
         with self._errors():
             self._stream = path._system.open(path._path, "wb")
 
-    def _errors(self) -> _Translating:
-        return _Translating(self._path)
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - drivers raise errors of many classes
+            raise self._path._translated(error) from error
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -382,20 +367,6 @@ class RemoteFile:
             self._stream.discard()
         except Exception as error:  # noqa: BLE001 - it is given up because of another error
             _logger.info("%s: its parts were not removed: %s", self._path, error)
-
-
-class _Translating:
-    """A context whose errors become OSErrors about a path."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            raise self._path._translated(error) from error
 
 
 def _open_system(url: str) -> tuple[Any, str]:

@@ -29,8 +29,8 @@ from patch.checkpoint import (
     save_checkpoint,
     weights_folder,
 )
-from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.checkpoint.folder import NoWholeCheckpointError
+from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators

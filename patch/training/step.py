@@ -17,7 +17,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.checks.run_length import place_in_schedule
-from patch.compat.last_sends import last_sends_arrive
+from patch.compat.corrections import last_sends_arrive
 from patch.data import Batch
 from patch.data.samples import StepWork
 from patch.device import send

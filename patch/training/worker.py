@@ -28,7 +28,7 @@ from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.resume_guard import check_tokens, remember_data
 from patch.preflight.stored_shape import has_hf_config
 from patch.storage.atomic import write_atomically
-from patch.storage.lock import hold_run, hold_store
+from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
@@ -175,7 +175,7 @@ def _locked_folder(config: RunConfig) -> Iterator[None]:
                 stack.enter_context(hold_run(Path(config.checkpoint.output_path)))
                 root = checkpoint_root(config)
                 if isinstance(root, RemotePath):
-                    stack.enter_context(hold_store(root))
+                    stack.enter_context(hold_run(root))
                     take_records(config)
         yield
 

@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from stale_reads import no_stale_reads
 
 from patch import compat
-from patch.compat.gloo import shared_devices
+from patch.compat.overhead import shared_devices
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances

@@ -1,5 +1,6 @@
-"""When a line about progress is due, on the clock of this machine."""
+"""When a line about progress is due, on the clock of this machine, and what it says of bytes."""
 
+import logging
 import time
 
 import pytest
@@ -22,3 +23,16 @@ def test_time_left_goes_on_at_the_rate_so_far() -> None:
     timer = LineTimer()
     time.sleep(0.05)
     assert timer.seconds_left(1, 5) == pytest.approx(4 * timer.elapsed_s(), rel=0.2)
+
+
+def test_lines_tell_the_bytes_so_far(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(logging.getLogger("patch"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="patch"), progress.progress("model", 4 * 2**30) as advance:
+        advance(2**30)
+        advance(3 * 2**30)
+    first, last = caplog.messages
+    assert first.startswith("model: 1.00 of 4.00 GiB, ")
+    assert last == "model: 4.00 of 4.00 GiB, 0 s left"

@@ -37,7 +37,7 @@ from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
-from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage.checksums import Checksum, content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE
 from patch.storage.text_files import read_json
 
@@ -241,7 +241,7 @@ def _index_files(parts: Sequence[RunSet], options: PretrainOptions, split: Split
         ) from error
 
 
-def _checksums(path: Path) -> dict[str, Content]:
+def _checksums(path: Path) -> dict[str, Checksum]:
     """The checksums by file name; empty if they cannot be read, so that all files are made again."""
     try:
         return from_json(read_json(path))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from patch.data.readers.json_rows import json_rows
 from patch.data.readers.tables import KINDS, arrow_rows, csv_rows
 from patch.errors import DataError
-from patch.storage.row_files import TABLES
+from patch.storage.names import TABLES
 
 _Places = Iterator[tuple[str, Any]]
 _LIST_KEY = "data"

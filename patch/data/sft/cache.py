@@ -32,7 +32,7 @@ from patch.data.sft.report import SetReport
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, write_atomically
-from patch.storage.file_hashes import FileHashes
+from patch.storage.checksums import FileHashes
 from patch.storage.lock import check_held, wait_for_cache
 from patch.storage.text_files import read_json
 

@@ -148,22 +148,3 @@ def test_remains_at_position_22_are_about_that_position(tmp_path):
         weights_folder(tmp_path)
     said = user_message(refused.value)
     assert "position 22" in said and "give another checkpoint" in said and "OUTPUT_BASEPATH" not in said
-
-
-def test_publish_replaces_the_same_iteration_and_tracks_it(tmp_path):
-    target = iteration_folder(tmp_path, 5)
-    write_files(target, "old")
-    (tmp_path / TRACKER).write_text("4")
-    write_files(open_staging(target), "new")
-    publish(target)
-    assert (target / "common.pt").read_text() == "new"
-    assert (tmp_path / TRACKER).read_text() == "5\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
-
-
-def test_open_staging_removes_what_a_killed_save_left(tmp_path):
-    write_files(tmp_path / "iter_0000003.tmp")
-    write_files(tmp_path / "iter_0000002")
-    staging = open_staging(iteration_folder(tmp_path, 4))
-    assert list(staging.iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000004.tmp"]

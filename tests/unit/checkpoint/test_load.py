@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from patch.checkpoint import load_checkpoint, load_only_weights, read_common, save_checkpoint
+from patch.checkpoint import load_checkpoint, read_common, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
 from patch.config import user_message
 from patch.errors import CheckpointError
@@ -170,18 +170,6 @@ def test_load_does_not_run_a_planted_payload(root, tmp_path, monkeypatch, name, 
     with pytest.raises(CheckpointError):
         load_checkpoint(root, 7, sections(tensors()))
     assert not payload.mark.exists()
-
-
-def test_weights_alone_do_not_run_a_planted_payload(root, tmp_path):
-    state = sections(tensors())
-    state["model"]["decoder._extra_state"].data = Payload(tmp_path / "ran")
-    save_checkpoint(root, 7, state, COMMON)
-    wanted = {"model": sections(tensors())["model"]}
-    with pytest.raises(CheckpointError, match="failed while it was read"):
-        load_only_weights(
-            iteration_folder(root, 7), wanted, prefixes=("decoder.", "embedding."), vocab_size=6
-        )
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe garbage", b"[]", b'{"sharded_backend": "zarr"}'])

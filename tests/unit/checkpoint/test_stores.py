@@ -26,7 +26,7 @@ from patch.checkpoint.save import start_save
 from patch.checkpoint.stored import TorchDistReader
 from patch.config import to_yaml
 from patch.errors import CheckpointError
-from patch.storage.lock import hold_store
+from patch.storage.lock import hold_run
 from patch.storage.remote import RemotePath
 from patch.training.run_state import Progress, find_newest
 
@@ -200,7 +200,7 @@ def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, monke
     """Whether that one has written it, or still writes."""
     monkeypatch.setattr("patch.storage.lock._SETTLE_S", 0.01)
     save(root, 1, 1.0)
-    with hold_store(root):
+    with hold_run(root):
         lock = (root / ".lock").read_bytes()
         (root / ".lock").write_bytes(b"process 1 on elsewhere since today\nanother token\n")
         theirs = RemotePath(f"{root}-theirs")

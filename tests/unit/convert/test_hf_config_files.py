@@ -18,6 +18,7 @@ from patch.convert.hf_config_files import (
     generation_description,
     model_description,
     transformers_family,
+    with_values,
     write_descriptions,
 )
 from patch.data.tokenizer import load_tokenizer
@@ -253,3 +254,28 @@ def test_a_url_is_no_folder_and_its_secrets_are_not_told(url, tmp_path):
     assert "hush" not in str(told.value)
     shown = str(PatchError(f"{url} is not there, {url.replace('//', '/')} neither"))
     assert "hush" not in shown and "is not there" in shown and url.partition("://")[0] in shown
+
+
+TEXT = '{ "a" : 1e-05,\n\t"b": [1, {"a": "}, "}],  "c":"x\\"y" , "d": null}\n'
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, TEXT),
+        ({"a": 2}, TEXT.replace("1e-05", "2")),
+        ({"c": None}, TEXT.replace('"x\\"y"', "null")),
+        ({"a": "\u00e9", "d": True}, TEXT.replace("1e-05", '"\\u00e9"').replace("null", "true")),
+    ],
+)
+def test_only_changed_values_change_in_the_text(change, expected):
+    contents = json.loads(TEXT) | change
+    assert with_values(TEXT, contents) == expected
+    assert json.loads(expected) == contents
+
+
+@pytest.mark.parametrize("contents", [{"a": 1}, {"b": 1, "new": {"x": 2}}])
+def test_text_is_written_anew_where_members_come_or_go(contents):
+    assert with_values('{"a": 0}' if "b" in contents else '{"a": 0, "b": 1}', contents) == (
+        json.dumps(contents, indent=2) + "\n"
+    )

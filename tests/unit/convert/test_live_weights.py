@@ -1,11 +1,19 @@
-"""Hugging Face tensors of a running model at TP 2 x PP 2, one by one and as files, against transformers'."""
+"""Hugging Face tensors of a running model at TP 2 x PP 2, one by one and as files, against transformers'.
 
+And what happens to all ranks when something is wrong on one.
+"""
+
+import logging
+import os
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from full_disk import disk_full_after
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -37,8 +45,11 @@ def _equal(tensors: dict[str, torch.Tensor], folder: Path) -> bool:
 
 def _iterate(
     rank: int, world_size: int, root: Path, tokenizer: Any
-) -> dict[tuple[str, str], tuple[list[str], bool]]:
-    """For each case and receivers: the names this rank got, and whether their values are the source's."""
+) -> dict[Any, Any]:
+    """For each case and receivers: the names this rank got, and whether their values are the source's.
+
+    And what trouble came to.
+    """
     from patch import compat
     from patch.convert import export_hf, import_hf, iter_hf_weights
     from patch.device import DeviceContext
@@ -64,7 +75,41 @@ def _iterate(
         if case == "interleaved":
             found["one at a time", "all"] = _change_while_iterating(stages, config, groups)
         new_job()
-    return found
+    return found | _trouble(rank, root, tokenizer)
+
+
+def _trouble(rank: int, root: Path, tokenizer: Any) -> dict[str, Any]:
+    """Errors of an import that is broken on rank 0 and of an export to its full disk, and a rounding."""
+    from patch.convert import export_hf, import_hf
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from patch.errors import ConversionError
+    from patch.model import build_llama_model
+
+    config, messages = small_run(2, 2, precision="bf16"), []
+    groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+    stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+    for parameter in stages[0].parameters():
+        parameter.data.fill_(3.0)
+    with pytest.raises(ConversionError) as broken:
+        import_hf(stages, root / ("broken" if rank == 0 else "untied"), config.model, groups)
+    is_untouched = all(bool((parameter == 3.0).all()) for parameter in stages[0].parameters())
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("patch.convert").addHandler(handler)
+    import_hf(stages, root / "untied", config.model, groups)
+    words = stages[0].embedding.word_embeddings.weight.detach().float().numpy() if rank < 2 else None
+    most_bytes = 20_000 if rank == 0 else resource.RLIM_INFINITY
+    with disk_full_after(most_bytes), pytest.raises(ConversionError) as full:
+        export_hf(
+            stages, root / "target", config.model, groups,
+            hf_source=None, tokenizer=tokenizer, file_bytes=50_000,
+        )  # fmt: skip
+    return {
+        "broken": (str(broken.value), is_untouched),
+        "rounded": (messages, words),
+        "full": str(full.value),
+    }
 
 
 def _change_while_iterating(stages: Any, config: Any, groups: Any) -> tuple[list[str], bool]:
@@ -87,6 +132,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = small_run(**{name: value for name, value in changes.items() if name not in CUT})
         dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
         hf_llama(config).to(dtype).save_pretrained(root / case)
+    for name in ("broken", "target"):
+        shutil.copytree(root / "untied", root / name)
+    (root / "broken" / "config.json").unlink()
     return root
 
 
@@ -156,6 +204,29 @@ def test_export_is_the_source_and_loads_in_transformers(root: Path, ranks: list[
     assert not any(info.values()) and model.dtype == before[NORM].dtype
     assert AutoTokenizer.from_pretrained(target).chat_template.endswith("<|eot_id|>")
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_import_fails_on_every_rank_when_one_cannot_read(ranks: list[dict]) -> None:
+    (own, is_untouched), *others = (found["broken"] for found in ranks)
+    assert "broken has no config.json" in own and is_untouched
+    assert {other for other, _ in others} == {f"rank 0: {own}"}
+
+
+def test_rounding_is_said_once_and_padding_is_zero(root: Path, ranks: list[dict]) -> None:
+    (messages, first), (_, second), *_ = (found["rounded"] for found in ranks)
+    assert len(messages) == 1 and "F32" in messages[0] and "rounded to bfloat16" in messages[0]
+    rows = torch.cat([torch.from_numpy(first), torch.from_numpy(second)])
+    words = load_file(root / "untied" / "model.safetensors")["model.embed_tokens.weight"]
+    assert rows.shape[0] == 256 and torch.equal(rows[:250], words.bfloat16().float())
+    assert not rows[250:].any()
+
+
+def test_full_disk_on_one_rank_fails_on_all_and_keeps_the_target(root: Path, ranks: list[dict]) -> None:
+    own, *others = (found["full"] for found in ranks)
+    assert "cannot write" in own and ".safetensors" in own and "File too large" in own
+    assert set(others) == {f"rank 0: {own}"}
+    assert sorted(os.listdir(root / "target")) == sorted(os.listdir(root / "untied"))
+    assert _equal(load_file(root / "target" / "model.safetensors"), root / "untied")
 
 
 def test_tensors_are_made_one_by_one(ranks: list[dict]) -> None:

@@ -15,9 +15,8 @@ TENSORS = {
 
 
 def _files(folder):
-    tensors = [HFTensor(name, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
-    dtypes = {name: tensor.dtype for name, tensor in TENSORS.items()}
-    return SafetensorsWriter(folder, tensors, dict.fromkeys(TENSORS, "ours.safetensors"), dtypes)
+    dtypes = {HFTensor(name, tuple(tensor.shape)): tensor.dtype for name, tensor in TENSORS.items()}
+    return SafetensorsWriter(folder, dtypes, dict.fromkeys(TENSORS, "ours.safetensors"))
 
 
 def test_blocks_in_any_order_make_the_librarys_bytes(tmp_path):

@@ -1,10 +1,11 @@
 """Hugging Face folder -> torch_dist checkpoint -> Hugging Face folder: every family, bit for bit.
 
-The oracle of the checkpoint is upstream's plain GPTModel after upstream's strict load, beside transformers.
+The oracles are transformers, and of the checkpoint upstream's plain GPTModel after upstream's strict load.
 """
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from distributed_runner import run_distributed
 from hf_families import FAMILIES, family_model, family_run
 from safetensors.torch import load_file, save_file
 
-from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline_import
+from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline
 
 SHARDED = "qwen-2"
 
@@ -22,7 +23,7 @@ def root(tmp_path_factory) -> Path:
     """Each family as NAME, converted as NAME-mcore and back as NAME-back; pieces of a few rows."""
     root = tmp_path_factory.mktemp("stream")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offline_import, "WINDOW_BYTES", 5000)
+        patch.setattr(offline, "WINDOW_BYTES", 5000)
         for name in FAMILIES:
             family_model(name, root / name, **({"max_shard_size": "60KB"} if name == SHARDED else {}))
             (root / name / "tokenizer.json").write_text('{"a": 1}')
@@ -53,7 +54,7 @@ def test_one_piece_is_made_ahead_and_an_error_comes_in_its_turn():
             yield item
         raise ConversionError("torn")
 
-    ahead = offline_import._made_ahead(make())
+    ahead = offline._made_ahead(make())
     assert next(ahead) == 0
     assert second_is_made.wait(timeout=30) and made == [0, 1]  # not 2, which takes the buffer of 0
     assert [next(ahead), next(ahead)] == [1, 2]
@@ -80,51 +81,104 @@ def test_tensors_of_one_parameter_must_have_one_type(tmp_path, changed, named):
 
 PLAIN = ("llama-1", "llama-2-70B", "llama-3", "mistral-nemo", "qwen-2", "qwen-2.5", "qwen-3")
 """Upstream's own model cannot be told every scaling of RoPE, nor a window on a CPU."""
-TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % 250
+LENGTHS = (1, 5, 16, 17, 100)
+"""Around a window of 16, and across several of them."""
+
+
+def _prompt(length: int) -> torch.Tensor:
+    return torch.randint(0, 250, (2, length), generator=torch.Generator().manual_seed(length))
 
 
 @torch.no_grad()
-def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, object]:
-    """Logits of upstream's model after upstream's strict load, by family; None where it has no such model."""
+def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """Logits by family and prompt length: ours as imported, upstream's after its strict load; fused norms."""
+    from patch import compat
+    from patch.compat.cpu import replace_torch
+    from patch.convert import import_hf
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from patch.model import build_llama_model
+
+    compat.apply(cuda=False)
+    replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
+    groups, found = None, {}
+    for name in FAMILIES:
+        config = family_run(root / name, make_vocab_size_divisible_by=128)
+        groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+        (ours,) = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+        import_hf([ours.eval()], root / name, config.model, groups)
+        found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
+        found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
+        if name == "llama-3":
+            found["norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)
+    return found
+
+
+def _load_upstream(folder: Path, config: Any, groups: Any) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from patch import compat
-    from patch.compat.cpu import replace_torch
-    from patch.device import DeviceContext
-    from patch.distributed.groups import initialize
     from patch.model.llama import transformer_config
 
-    compat.apply(cuda=False)
-    replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
-    groups, found = None, {}
-    mask = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
-    for name in FAMILIES:
-        config = family_run(root / name, make_vocab_size_divisible_by=128)
-        groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        model_parallel_cuda_manual_seed(1)
-        model = GPTModel(
-            transformer_config(config.model, groups, config.execution, cuda=False),
-            get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm),
-            config.padded_vocab_size, 64, position_embedding_type="rope", pg_collection=groups,
-            share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
-            rotary_base=config.model.rotary_base,
-        ).eval()  # fmt: skip
-        folder = root / f"{name}-mcore" / "release"
-        loaded = dist_checkpointing.load(model.sharded_state_dict(), str(folder), strict="raise_all")
-        model.load_state_dict({key: value for key, value in loaded.items() if "." in key}, strict=True)
-        assert not model.embedding.word_embeddings.weight[250:].any(), "padding"
-        is_plain = name in PLAIN
-        logits = model(TOKENS, torch.arange(12).expand(2, -1), mask)[..., :250] if is_plain else None
-        found[name] = logits if logits is None else logits.numpy()
-    return found
+    model_parallel_cuda_manual_seed(1)
+    model = GPTModel(
+        transformer_config(config.model, groups, config.execution, cuda=False),
+        get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm),
+        config.padded_vocab_size, 64, position_embedding_type="rope", pg_collection=groups,
+        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        rotary_base=config.model.rotary_base,
+    ).eval()  # fmt: skip
+    stored = str(folder / "release")
+    loaded = dist_checkpointing.load(model.sharded_state_dict(), stored, strict="raise_all")
+    model.load_state_dict({key: value for key, value in loaded.items() if "." in key}, strict=True)
+    assert not model.embedding.word_embeddings.weight[250:].any(), "padding"
+    if folder.name.removesuffix("-mcore") not in PLAIN:
+        return None
+    mask = torch.ones(17, 17, dtype=torch.bool).triu(1)[None, None]
+    return model(_prompt(17), torch.arange(17).expand(2, -1), mask)[..., :250].numpy()
 
 
-def test_upstreams_plain_model_loads_strictly_what_we_import_and_has_transformers_logits(root):
-    (found,) = run_distributed(_load_upstream, 1, root)
-    for name in PLAIN:
-        with torch.no_grad():
-            expected = family_model(name)(TOKENS).logits
-        torch.testing.assert_close(torch.from_numpy(found[name]), expected, atol=1e-4, rtol=0)
+def _import_with_fused_norms(model: Any, folder: Path, shape: Any, groups: Any) -> dict[str, object]:
+    """The norms of a model whose parameters are named as Transformer Engine's layers name them."""
+    from patch.convert import import_hf
+
+    for layer in model.decoder.layers:
+        for norm, linear in (
+            ("input_layernorm", "self_attention.linear_qkv"),
+            ("pre_mlp_layernorm", "mlp.linear_fc1"),
+        ):
+            weight = layer.get_submodule(norm).weight
+            layer.get_submodule(linear).register_parameter("layer_norm_weight", weight)
+            delattr(layer, norm)
+            weight.fill_(0)
+    import_hf([model], folder, shape, groups)
+    return {name: weight.detach().numpy() for name, weight in model.named_parameters() if "norm" in name}
+
+
+@pytest.fixture(scope="module")
+def found(root) -> dict[str, Any]:
+    return run_distributed(_load, 1, root)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_logits_of_ours_and_of_upstreams_plain_model_are_those_of_transformers(root, found, name):
+    model, by_upstream = family_model(name), found[f"{name} by upstream"]
+    for length in LENGTHS:
+        expected = model(_prompt(length)).logits
+        torch.testing.assert_close(torch.from_numpy(found[name][length]), expected, rtol=0, atol=1e-4)
+        if length == 17 and by_upstream is not None:
+            torch.testing.assert_close(torch.from_numpy(by_upstream), expected, rtol=0, atol=1e-4)
+    assert (by_upstream is not None) == (name in PLAIN)
+
+
+def test_norms_are_found_under_transformer_engines_names(root, found):
+    stored = load_file(root / "llama-3" / "model.safetensors")
+    theirs = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "post_attention_layernorm"}
+    for layer in (0, 1):
+        for linear, norm in theirs.items():
+            ours = found["norms"][f"decoder.layers.{layer}.{linear}.layer_norm_weight"]
+            assert torch.equal(torch.from_numpy(ours), stored[f"model.layers.{layer}.{norm}.weight"])
+    assert len(found["norms"]) == 5

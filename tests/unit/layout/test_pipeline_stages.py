@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from refusals import refused
 from small_runs import small_run
 
-from patch.compat.stage_layout import StageLayout
+from patch.compat.corrections import StageLayout
 from patch.errors import ConfigError
 from patch.layout.pipeline_stages import (
     can_be_micro_batch_group,

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from patch.storage import places
-from patch.storage.checksums import Content, SummedFile, content, difference, from_json, to_json
+from patch.storage.checksums import Checksum, SummedFile, content, difference, from_json, to_json
 
 
 def test_content_is_length_and_crc32_and_survives_json(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(range(256)) * 20000)  # longer than what is read at once
     found = content(path)
-    assert found == Content(256 * 20000, f"{zlib.crc32(path.read_bytes()):08x}")
+    assert found == Checksum(256 * 20000, f"{zlib.crc32(path.read_bytes()):08x}")
     assert from_json(json.loads(json.dumps(to_json({"data": found})))) == {"data": found}
     assert list(to_json({"b": found, "a": found})) == ["a", "b"]
 
@@ -29,7 +29,7 @@ def test_disk_begins_to_write_a_long_file_before_it_is_finished(tmp_path: Path, 
     for _ in range(4):
         file.write(part)
     assert flushed == [0, 0]  # after 16 and 32 MiB
-    assert file.finish() == Content(4 * len(part), f"{zlib.crc32(4 * part):08x}")
+    assert file.finish() == Checksum(4 * len(part), f"{zlib.crc32(4 * part):08x}")
 
 
 def test_difference_names_length_bits_and_absence(tmp_path: Path) -> None:
@@ -49,4 +49,4 @@ def test_difference_names_length_bits_and_absence(tmp_path: Path) -> None:
 def test_a_pipe_of_the_right_length_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "data"
     os.mkfifo(path)
-    assert "it is a pipe or a device" in str(difference(path, Content(0, "0" * 8)))
+    assert "it is a pipe or a device" in str(difference(path, Checksum(0, "0" * 8)))

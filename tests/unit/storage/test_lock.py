@@ -21,43 +21,75 @@ from patch.storage.lock import check_held, hold_run, hold_target, refuse_held_ru
 
 pytestmark = pytest.mark.long
 
-HOLD = """
-import sys, time
+ELSEWHERE = """
+import errno, fcntl, os, socket, sys
 from pathlib import Path
-from patch.storage.lock import hold_run
-with hold_run(Path(sys.argv[1])):
+from patch.errors import CheckpointError
+from patch.storage import lock
+folder, flock, host = sys.argv[1:4]
+lock._BEAT_S = 0.2
+os.fsync = lambda descriptor: None  # a busy disk takes longer than a beat
+def no_flock(descriptor, operation):
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+if flock != "works":
+    fcntl.flock = no_flock if flock == "none" else lambda descriptor, operation: None
+if host:
+    socket.gethostname = lambda: host
+with lock.hold_run(Path(folder)):
     print("held", flush=True)
-    time.sleep(60)
+    for line in sys.stdin:
+        try:
+            lock.check_held(Path(folder) / "checkpoint")
+            print("ours", flush=True)
+        except CheckpointError as error:
+            print(error, flush=True)
 """
+"""A holder as another machine shows it: its flock works here, is not seen here, or does not exist."""
 
 
-def start_holder(folder: Path, program: str = HOLD) -> subprocess.Popen[str]:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    return holder
+@pytest.fixture
+def holder(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a holder of tmp_path/out; in the test's own process a lock is stale after a second."""
+    for name, value in (("_BEAT_S", 0.2), ("_STALE_S", 1.0), ("_SETTLE_S", 0.2), ("_WAIT_S", 0.1)):
+        monkeypatch.setattr(lock, name, value)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(flock: str, host: str = "", program: str = ELSEWHERE) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "out"), flock, host],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
-def test_second_run_is_told_who_holds_the_folder_and_a_killed_holder_frees_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
-    holder = start_holder(tmp_path / "out")
-    try:
-        for ask in (refuse_held_run, lambda output: hold_run(output).__enter__()):
-            with pytest.raises(ConfigError) as refused:
-                ask(tmp_path / "out")
-            said = str(refused.value)
-            assert refused.value.field == "output_path"
-            process = f"process {holder.pid} on {socket.gethostname()}"
-            assert f"{tmp_path / 'out'} is being written by {process}" in said
-            assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-].*give another folder", said)
-    finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-    with hold_run(tmp_path / "out"):
-        assert f"process {os.getpid()} " in (tmp_path / "out" / ".lock").read_text()
-    assert not list((tmp_path / "out").iterdir())
+def answer(process: subprocess.Popen[str]) -> str:
+    """Whether the holder's lock is still its own."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("?\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def test_second_run_is_told_who_holds_the_folder(holder, tmp_path):
+    process = holder("works")
+    for ask in (refuse_held_run, lambda output: hold_run(output).__enter__()):
+        with pytest.raises(ConfigError) as refused:
+            ask(tmp_path / "out")
+        said = str(refused.value)
+        assert refused.value.field == "output_path"
+        owner = f"process {process.pid} on {socket.gethostname()}"
+        assert f"{tmp_path / 'out'} is being written by {owner}" in said
+        assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-].*give another folder", said)
 
 
 FORK = """
@@ -73,22 +105,22 @@ with hold_run(Path(sys.argv[1])):
 """
 
 
-def test_child_that_renders_rows_does_not_keep_the_lock_of_a_killed_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("patch.storage.lock._WAIT_FOR_DYING_S", 5.0)
-    holder = start_holder(tmp_path, FORK)
-    holder.kill()
-    holder.wait()
-    with hold_run(tmp_path):
+def test_child_that_renders_rows_does_not_keep_the_lock_of_a_killed_run(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_WAIT_FOR_DYING_S", 5.0)
+    process = holder("works", program=FORK)
+    process.kill()
+    process.wait()
+    with hold_run(tmp_path / "out"):
         pass
 
 
-def test_dying_holder_is_waited_for(tmp_path):
-    holder = start_holder(tmp_path)
-    threading.Timer(0.5, holder.kill).start()
+def test_dying_holder_is_waited_for(holder, tmp_path, monkeypatch):
+    process = holder("works")
+    monkeypatch.setattr(lock, "_WAIT_S", 3.0)
+    threading.Timer(0.5, process.kill).start()
     begin = time.monotonic()
-    with hold_run(tmp_path):
+    with hold_run(tmp_path / "out"):
         assert time.monotonic() - begin > 0.3
-    holder.wait()
 
 
 def test_asking_leaves_no_trace(tmp_path):
@@ -124,65 +156,10 @@ def test_many_at_once_never_hold_it_together(tmp_path, monkeypatch, flock):
     assert largest == [1] and not list(tmp_path.iterdir())
 
 
-ELSEWHERE = """
-import errno, fcntl, os, socket, sys
-from pathlib import Path
-from patch.errors import CheckpointError
-from patch.storage import lock
-folder, flock, host = sys.argv[1:4]
-lock._BEAT_S = 0.2
-os.fsync = lambda descriptor: None  # a busy disk takes longer than a beat
-def no_flock(descriptor, operation):
-    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-if flock != "works":
-    fcntl.flock = no_flock if flock == "none" else lambda descriptor, operation: None
-if host:
-    socket.gethostname = lambda: host
-with lock.hold_run(Path(folder)):
-    print("held", flush=True)
-    for line in sys.stdin:
-        try:
-            lock.check_held(Path(folder) / "checkpoint")
-            print("ours", flush=True)
-        except CheckpointError as error:
-            print(error, flush=True)
-"""
-"""A holder as another machine shows it: its flock works here, is not seen here, or does not exist."""
-
-
-@pytest.fixture
-def holder(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a holder of tmp_path/out; in the test's own process a lock is stale after a second."""
-    for name, value in (("_BEAT_S", 0.2), ("_STALE_S", 1.0), ("_SETTLE_S", 0.2), ("_WAIT_S", 0.1)):
-        monkeypatch.setattr(lock, name, value)
-    started: list[subprocess.Popen[str]] = []
-
-    def start(flock: str, host: str = "") -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", ELSEWHERE, str(tmp_path / "out"), flock, host],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
-        )  # fmt: skip
-        started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    """Whether the holder's lock is still its own."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("?\n")
-    process.stdin.flush()
-    return process.stdout.readline()
-
-
 @pytest.mark.parametrize(
     ("theirs", "host", "ours"),
     [
+        ("works", "", None),
         ("none", "", no_flock),
         ("none", "elsewhere", no_flock),
         ("works", "elsewhere", None),

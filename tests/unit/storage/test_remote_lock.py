@@ -11,7 +11,7 @@ from failing_store import failing_store
 
 from patch.errors import CheckpointError, ConfigError
 from patch.storage import lock
-from patch.storage.lock import check_held, hold_store
+from patch.storage.lock import check_held, hold_run
 from patch.storage.remote import RemotePath
 
 OTHER_MACHINE = "process 7 on elsewhere since yesterday\n{token}\nelsewhere boot pid:[1] 7 99\n{renewed}\n"
@@ -25,15 +25,15 @@ def root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Rem
 
 
 def test_second_run_is_told_who_writes_there_and_the_end_of_the_first_frees_it(root) -> None:
-    with hold_store(root):
-        with pytest.raises(ConfigError) as refused, hold_store(root):
+    with hold_run(root):
+        with pytest.raises(ConfigError) as refused, hold_run(root):
             pass
         assert refused.value.field == "save"
         said = f"{root} is being written by process {os.getpid()} on {socket.gethostname()} since "
         assert said in str(refused.value) and "give another URL" in str(refused.value)
         check_held(root / "iter_0000001")
     assert not root.files()
-    with hold_store(root):
+    with hold_run(root):
         pass
 
 
@@ -43,24 +43,24 @@ def test_of_two_that_start_at_once_the_slower_writer_is_refused(root, monkeypatc
 
     def describe_late() -> bytes:
         monkeypatch.setattr(lock, "_describe_self", describe)
-        other.enter_context(hold_store(root))
+        other.enter_context(hold_run(root))
         return describe()
 
     monkeypatch.setattr(lock, "_describe_self", describe_late)
-    with ExitStack() as other, pytest.raises(ConfigError, match="is being written by"), hold_store(root):
+    with ExitStack() as other, pytest.raises(ConfigError, match="is being written by"), hold_run(root):
         pass
 
 
 def test_owner_on_another_machine_is_alive_as_long_as_it_renews_its_lock(root, monkeypatch) -> None:
     monkeypatch.setattr(lock, "_STALE_S", 0.3)
     (root / ".lock").write_bytes(OTHER_MACHINE.format(token="t", renewed=1.0).encode())
-    with hold_store(root):  # silent for three beats, and for long
+    with hold_run(root):  # silent for three beats, and for long
         assert b"elsewhere" not in (root / ".lock").read_bytes()
     (root / ".lock").write_bytes(OTHER_MACHINE.format(token="u", renewed=1.0).encode())
     content, _, _ = (root / ".lock").read_bytes().rpartition(b"1.0")
     writer = lock._HeldLock(root / ".lock", content)
     try:
-        with pytest.raises(ConfigError, match="being written by process 7 on elsewhere"), hold_store(root):
+        with pytest.raises(ConfigError, match="being written by process 7 on elsewhere"), hold_run(root):
             pass
     finally:
         writer.release()
@@ -73,12 +73,12 @@ def test_lock_of_a_killed_process_of_this_machine_is_taken_at_once(root) -> None
     ).stdout
     text = f"process {identity.split()[3]} on {socket.gethostname()} since now\ntoken\n{identity}1.0\n"
     (root / ".lock").write_bytes(text.encode())
-    with hold_store(root):
+    with hold_run(root):
         assert f"process {os.getpid()} ".encode() in (root / ".lock").read_bytes()
 
 
 def test_run_whose_lock_was_taken_over_publishes_nothing(root) -> None:
-    with hold_store(root):
+    with hold_run(root):
         (root / ".lock").write_bytes(OTHER_MACHINE.format(token="thief", renewed=1.0).encode())
         with pytest.raises(CheckpointError, match="now belongs to process 7 on elsewhere") as lost:
             check_held(root / "iter_0000001")
@@ -89,5 +89,5 @@ def test_run_whose_lock_was_taken_over_publishes_nothing(root) -> None:
 def test_store_that_refuses_to_be_written_is_named_before_training() -> None:
     with failing_store(FileNotFoundError(), None, PermissionError("Access Denied")):
         with pytest.raises(ConfigError, match=r"failing://bucket/\.lock cannot be written: Access Denied"):
-            with hold_store(RemotePath("failing://bucket")):
+            with hold_run(RemotePath("failing://bucket")):
                 pass

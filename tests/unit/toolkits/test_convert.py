@@ -366,7 +366,7 @@ def _arguments(way: str, root: Path) -> list[str]:
 
 def _killed(rank: int, world_size: int, root: Path, way: str) -> None:
     """A conversion that is killed in the middle of its weights."""
-    from patch.checkpoint.piece_writer import PieceWriter
+    from patch.checkpoint.data_files import PieceWriter
     from patch.convert.safetensors_writer import SafetensorsWriter
 
     kind, name = (PieceWriter, "add") if way == "hf2mcore" else (SafetensorsWriter, "write")

@@ -1,10 +1,18 @@
-"""What a save would write, without writing it: megatron-core's planning with the writing left to the caller.
+"""The checkpoint format of megatron-core and torch: what a save would write, and where a record is stored.
 
+megatron-core's planning, with the writing left to the caller:
 megatron/core/dist_checkpointing/serialization.py:402 and strategies/torch.py:643 plan and write in one go.
 Their writer (strategies/filesystem_async.py) needs a GPU, starts processes, computes no checksums, waits for
 ever where one rank fails, and puts all plans into `.metadata` beside the index. The private functions that
 turn megatron-core's shards into those of torch are used here as that code uses them. Delete when upstream's
 strategy takes a StorageWriter and a save reports errors on all ranks.
+
+Parts of torch's format that have no public name; delete when they have one:
+
+- torch/distributed/checkpoint/filesystem.py:75 `_StorageInfo`: the position of a record in a .distcp file.
+  The pickled `.metadata` contains objects of this class, in checkpoints of torch and of megatron-core, so
+  code that writes the format itself needs it.
+- torch/distributed/checkpoint/utils.py:427 `_create_file_view`: a part of a file as a file object.
 """
 
 from __future__ import annotations
@@ -20,11 +28,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.checkpoint.utils import _create_file_view, _DistWrapper
 
 from patch.storage.names import COMMON_FILE, METADATA_JSON_FILE
+
+StorageInfo = _StorageInfo
+create_file_view = _create_file_view
 
 
 def common_files(common: dict[str, Any]) -> dict[str, bytes]:

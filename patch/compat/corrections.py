@@ -1,0 +1,143 @@
+"""What megatron-core 0.16.1 gets wrong on every device; each entry can go by itself.
+
+Tensor parallelism: tensor_parallel/mappings.py:20-33 (`_reduce`) all-reduces `input_.contiguous()` but
+returns `input_`. For a non-contiguous tensor, such as the gradient of a transposed view when the micro-batch
+is larger than one, the copy is reduced and the unreduced original is returned. Delete `_reduce` when
+megatron-core returns the tensor that it reduced.
+
+Recomputation: tensor_parallel/random.py:635-636 treats `fp8=False` as fp8 (`fp8 is not None`), and fp8 uses
+names that only Transformer Engine defines (588-596): without it recomputed norms raise a NameError. With it
+they ask for a GPU, and so fail on a machine without one. TransformerLayer creates such an object for each
+recomputed norm (transformer_layer.py:577, 672). Delete `_init` when megatron-core reads the flag's value.
+
+What is saved for that recomputation are detached copies of the inputs that ask for gradients (random.py:599).
+Autograd keeps such a leaf together with what accumulates its gradient, and that refers to the leaf: hooks of
+saved tensors can take its content away, but its memory stays (AC=offload). Saved here are the inputs
+themselves; the recomputation detaches what it gets in any case (708-713). Delete `_forward` when
+megatron-core saves the inputs.
+
+Evaluation of interleaved stages: pipeline_parallel/schedules.py:1499-1518. With
+`overlap_p2p_comm_warmup_flush` a send is waited for after the next one, and the last send of a rank never. In
+training, gradients come back only after it has arrived. An evaluation just returns, and gloo takes back a
+message whose handle is gone: the receiver waits for ever. Delete `last_sends_arrive` when upstream waits for
+the last send at the end of the schedule.
+
+Layers of a stage: transformer/pipeline_parallel_layer_layout.py:152-195. The methods take the pipeline rank,
+but the callers (transformer_block.py:90-93, transformer_layer.py:50-53) do not pass it on. Of interleaved
+stages they always count the first one, unless parallel_state knows their number: every stage of a rank would
+have the layers of its first one. Delete `StageLayout` when upstream's callers pass `pp_rank`, and the methods
+need nothing of parallel_state.
+
+Warnings: dist_checkpointing/strategies/torch.py:138 uses torch's deprecated ShardedTensor, which would warn
+at every save; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed. A user cannot change
+that. Delete `_OLD_NAMES` when megatron-core uses the new names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.tensor_parallel import mappings, random
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+_OLD_NAMES = ("Please use DTensor instead", r"`torch\.distributed\.\w+_tensor` is deprecated")
+"""The beginnings of the warnings."""
+_upstream_init = random.CheckpointWithoutOutput.__init__
+_upstream_forward = random.CheckpointWithoutOutputFunction.forward
+
+
+def apply() -> None:
+    """Correct the reduction, the recomputation and the warnings in this process."""
+    mappings._reduce = _reduce
+    random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
+    random.CheckpointWithoutOutput.__init__ = _init
+    for message in _OLD_NAMES:
+        warnings.filterwarnings("ignore", message, FutureWarning)
+
+
+def _reduce(input_: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1:
+        return input_
+    reduced = input_.contiguous()
+    torch.distributed.all_reduce(reduced, group=group)
+    return reduced
+
+
+def _init(self: random.CheckpointWithoutOutput, fp8: str | bool | None = False) -> None:
+    _upstream_init(self, fp8)
+    self.fp8 = bool(fp8)
+
+
+def _forward(
+    ctx: Any, function: Callable[..., Any], recomputation: random.CheckpointWithoutOutput, *inputs: Any
+) -> Any:
+    outputs = _upstream_forward(ctx, function, recomputation, *inputs)
+    ctx.save_for_backward(*inputs)
+    return outputs
+
+
+@contextmanager
+def last_sends_arrive() -> Iterator[None]:
+    """A context whose end waits for the last message that was sent to each neighbour within it."""
+    send_and_receive = p2p_communication._p2p_ops
+    last: dict[str, Any] = {}
+
+    def noted(**arguments: Any) -> dict[str, Any]:
+        requests = send_and_receive(**arguments)
+        last.update({name: request for name, request in requests.items() if name.startswith("send")})
+        return requests
+
+    p2p_communication._p2p_ops = noted
+    try:
+        yield
+    finally:
+        p2p_communication._p2p_ops = send_and_receive
+    for request in last.values():
+        if not request.is_completed():  # gloo can wait for a message once only
+            request.wait()
+
+
+class StageLayout(PipelineParallelLayerLayout):
+    """The layers of all pipeline stages, and which of them a stage of this rank has.
+
+    Args:
+        stage_layers: layers of each stage in the order in which a batch passes them.
+        pp_size: pipeline ranks.
+        pp_rank: this one.
+    """
+
+    def __init__(self, stage_layers: list[int], pp_size: int, pp_rank: int) -> None:
+        layout = [[LayerType.decoder] * layers for layers in stage_layers]
+        layout[0].insert(0, LayerType.embedding)
+        layout[-1].append(LayerType.loss)
+        super().__init__(layout, pp_size)
+        self._stage_layers, self._pp_rank = stage_layers, pp_rank
+
+    def get_num_layers_to_build(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Layers of a stage; other types of layers have no number here."""
+        return self._stage_layers[self._stage(layer_type, vp_stage, pp_rank)]
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Layers before a stage."""
+        return sum(self._stage_layers[: self._stage(layer_type, vp_stage, pp_rank)])
+
+    def _stage(self, layer_type: LayerType, vp_stage: int | None, pp_rank: int | None) -> int:
+        assert layer_type is LayerType.decoder, "a layer that this project builds"
+        rank = self._pp_rank if pp_rank is None else pp_rank
+        return (vp_stage or 0) * self.pipeline_model_parallel_size + rank

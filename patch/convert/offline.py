@@ -1,0 +1,289 @@
+"""Files to files, in one process and without building the model: a Hugging Face folder <-> a checkpoint.
+
+Of a checkpoint that is made of a Hugging Face folder:
+
+DIR/release/                            the checkpoint; loads at any TP, PP, VPP, and in upstream's GPTModel
+DIR/latest_checkpointed_iteration.txt   "release": Megatron-LM's word for weights without a training state
+DIR/config.json, tokenizer, ...         copies; model.safetensors.index.json records the layout of the source
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from patch.checkpoint.data_files import PieceWriter
+from patch.checkpoint.folder import unverified_weights
+from patch.checkpoint.stored import Piece
+from patch.config.schema import ModelConfig, RunConfig
+from patch.convert.hf_config_files import (
+    copy_descriptions,
+    model_of,
+    write_config,
+    write_descriptions,
+    write_index,
+)
+from patch.convert.hf_layout import divide, known_layout, name_files, remember_layout
+from patch.convert.hf_reader import HFFolder, open_checked
+from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.stored_weights import StoredWeights
+from patch.convert.target_folder import publish, staging, writing
+from patch.convert.weight_table import checkpoint_key, hf_tensors, weights_table
+from patch.device import same_device
+from patch.errors import ConversionError, DataError
+from patch.logger import get_logger
+from patch.preflight.stored_shape import has_hf_config, run_behind
+from patch.progress import progress
+from patch.storage.names import RELEASE, SAFE_WEIGHTS_NAME, TRACKER, is_complete, is_released
+from patch.storage.places import AnyPath, StrPath, any_path, local_path
+from patch.storage.remote import RemotePath
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_logger = get_logger(__name__)
+_Item = TypeVar("_Item")
+WINDOW_BYTES = 16 * 2**20
+"""Largest piece, unless one row is larger; it bounds the memory that a conversion needs."""
+_EXTRA_STATES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Layers whose (empty) extra state is required by upstream's strict load."""
+
+
+def hf_to_mcore(
+    source: StrPath, target: StrPath, dtype: torch.dtype | None = None, *, overwrite: bool = False
+) -> None:
+    """Convert a Hugging Face folder to a checkpoint; on failure the target stays as it was.
+
+    Args:
+        source: a Hugging Face folder (safetensors or .bin).
+        target: a folder that does not exist or is empty.
+        dtype: the type of all weights; None: each keeps its own.
+        overwrite: replace a converted checkpoint at `target`.
+    Raises:
+        ConversionError: the source cannot be read or its model is not supported, or the target cannot be
+            written.
+    """
+    source, target = local_path(source).resolve(), local_path(target).resolve()
+    if not source.is_dir():
+        raise ConversionError(f"{source}: no such folder, expected a Hugging Face folder (--load)")
+    if is_released(source):
+        raise ConversionError(
+            f"{source} is a converted checkpoint, expected a Hugging Face folder (--load): mcore2hf turns it "
+            "back into one"
+        )
+    model = model_of(source)
+    folder = open_checked(source, model, dtype, "--params-dtype")
+    with staging(target, [source], overwrite=overwrite, released=True) as partial:
+        _write_checkpoint(folder, partial / RELEASE, model, dtype)
+        with writing(partial):
+            copy_descriptions(source, partial)
+            remember_layout(folder, partial)
+            (partial / TRACKER).write_text(f"{RELEASE}\n")
+        publish(target)
+    _logger.info("checkpoint written: %s", target)
+
+
+def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
+    """Write the folder of the checkpoint itself: weights, extra states, common.pt and index."""
+    total_bytes = sum(
+        torch.Size(shape).numel() * (dtype or source.dtypes[name]).itemsize for name, shape in source.tensors
+    )
+    with writing(target):
+        target.mkdir()
+        writer = PieceWriter(target)
+        try:
+            with progress(f"{source.folder.name} to megatron-core", total_bytes) as advance:
+                for piece, shape in _made_ahead(_read_pieces(source, model, dtype)):
+                    writer.add(piece, shape)
+                    advance(piece.tensor.nbytes)
+            for layer in range(model.num_layers):
+                for name in _EXTRA_STATES:
+                    key = f"decoder.layers.{name}._extra_state/shard_{layer}_{model.num_layers}"
+                    writer.add_object(key, None)
+            writer.finish({"iteration": 0, "checkpoint_version": 3.0})
+        finally:
+            writer.close()
+
+
+def _read_pieces(
+    source: HFFolder, model: ModelConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """All parameters, layer by layer, in windows of rows; each with the shape of the whole stored tensor.
+
+    Layers are stacked on a leading axis. Pieces take turns with two buffers, so a piece is valid until the
+    one after the next is asked for (see `_made_ahead`).
+    """
+    buffers = itertools.cycle(np.empty((2, WINDOW_BYTES), np.uint8))
+    for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
+        key, shape, is_stacked = checkpoint_key(name), any_layer.shape, "*" in name
+        num_rows, *rest = shape
+        mappings = [any_layer.at_layer(layer) for layer in range(model.num_layers if is_stacked else 1)]
+        kind = dtype or _common_type(source, [tensor.name for each in mappings for tensor in each.hf])
+        for layer, mapping in enumerate(mappings):
+            lead = (layer,) if is_stacked else ()
+            row_bytes = torch.Size(rest).numel() * kind.itemsize
+            step = max(1, WINDOW_BYTES // row_bytes)
+            for start in range(0, num_rows, step):
+                count = min(step, num_rows - start)
+                # The storage must be no larger than the tensor: torch.save writes whole storages.
+                window = torch.from_numpy(next(buffers)[: count * row_bytes]).view(kind).view(count, *rest)
+                mapping.hf_to_megatron_rows(window, [source[tensor.name] for tensor in mapping.hf], start)
+                piece = window.view(*[1] * len(lead), count, *rest)
+                offsets = (*lead, start, *[0] * len(rest))
+                yield Piece(key, offsets, piece), (model.num_layers, *shape) if is_stacked else shape
+
+
+def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
+    """The type of the tensors of one parameter, which is stored as one tensor of all layers.
+
+    Raises:
+        ConversionError: they have several; the message names one tensor of each.
+    """
+    first_of = {source.dtypes[name]: name for name in reversed(names)}
+    if len(first_of) > 1:
+        listed = ", ".join(f"{name} {kind}" for kind, name in sorted(first_of.items(), key=str))
+        raise ConversionError(
+            f"{source.folder}: {listed} make up one parameter of all layers, expected one type: give "
+            "--params-dtype"
+        )
+    return source.dtypes[names[0]]
+
+
+def _made_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """The same items; while the caller uses one, a thread makes the next."""
+    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
+
+
+class _Description(NamedTuple):
+    """The model of a checkpoint, and where its configuration and tokenizer come from."""
+
+    model: ModelConfig
+    folder: Path | None
+    """A folder with config.json and usually the tokenizer; None: there is none."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """The tokenizer of the run that trained the model; None: copy the tokenizer files of the folder."""
+
+
+def mcore_to_hf(
+    source: StrPath | RemotePath,
+    target: StrPath,
+    hf_config: StrPath | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Convert a checkpoint to a Hugging Face folder; on failure the target stays as it was.
+
+    Args:
+        source: a converted folder, a run's folder, its checkpoint/, one checkpoint in it, or a checkpoint of
+            Megatron-LM; or a run's checkpoints in a store, by URL.
+        target: a folder that does not exist or is empty.
+        hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and layout of
+            files are used. None: those of `source` are used.
+        overwrite: replace a Hugging Face model at `target`.
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConversionError: the source cannot be read or is of another model, or the target cannot be written.
+        OSError: a store does not answer.
+    """
+    source = source if isinstance(source, RemotePath) else any_path(str(source))
+    source, target = source.resolve() if isinstance(source, Path) else source, local_path(target).resolve()
+    if not source.is_dir():
+        raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
+    described = _describe(source, None if hf_config is None else local_path(hf_config))
+    folder, verify = unverified_weights(source)
+    sources = [path for path in (source, described.folder) if isinstance(path, Path)]
+    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
+        verified = pool.submit(verify)
+        try:
+            weights = StoredWeights(folder, described.model)
+            with staging(target, sources, overwrite=overwrite) as partial:
+                _write_weights(weights, partial, described)
+                with writing(partial):
+                    _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
+                verified.result()
+                publish(target)
+        except Exception:
+            verified.result()  # a damaged source is the reason of other errors
+            raise
+    _logger.info("Hugging Face folder written: %s", target)
+
+
+def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
+    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
+    folder, home = hf_config, source
+    if isinstance(source, Path):
+        home = source.parent if is_complete(source) and not has_hf_config(source) else source
+        folder = hf_config or (home if isinstance(home, Path) and has_hf_config(home) else None)
+    if folder is not None:
+        return _Description(model_of(folder), folder, None)
+    run = run_behind(str(home))
+    if run is None:
+        raise ConversionError(
+            f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
+            "model: give a Hugging Face folder with --hf-config"
+        )
+    load = run.checkpoint.load
+    origin = Path(load) if load is not None and has_hf_config(load) else None
+    return _Description(run.model, origin, _tokenizer(run))
+
+
+def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer the run was trained with."""
+    from patch.data.chat_templates import ensure_chat_template
+    from patch.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        if run.data.dataset_type == "raw":
+            ensure_chat_template(tokenizer, run.data.chat_template)
+    except DataError as error:
+        raise ConversionError(
+            f"the run's own {error}; or give the Hugging Face folder it began with as --hf-config"
+        ) from error
+    return tokenizer
+
+
+def _write_weights(weights: StoredWeights, partial: Path, described: _Description) -> None:
+    """Write the weights, and the index of several files; the layout is that of `described.folder`."""
+    stored = weights.dtypes
+    dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
+    sizes = {
+        name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()
+    }
+    layout = known_layout(described.folder, list(sizes)) or name_files(divide(sizes))
+    with (
+        writing(partial),
+        SafetensorsWriter(partial, dtypes, layout) as files,
+        progress(f"{weights.folder.name} to Hugging Face", sum(sizes.values())) as advance,
+    ):
+        for block in weights.blocks():
+            files.write(block)
+            advance(block.values.nbytes)
+        files.check_complete()
+        if set(layout.values()) != {SAFE_WEIGHTS_NAME}:
+            write_index(partial, layout, sum(sizes.values()), described.folder)
+
+
+def _write_descriptions(partial: Path, described: _Description, dtype: torch.dtype) -> None:
+    model, folder, tokenizer = described
+    if tokenizer is None:
+        assert folder is not None
+        copy_descriptions(folder, partial)
+        write_config(partial, model, folder, dtype)
+    else:
+        write_descriptions(partial, model, folder, tokenizer, dtype)

@@ -1,0 +1,257 @@
+"""The weights of a checkpoint, ours or Megatron-LM's in either format, as blocks of Hugging Face tensors.
+
+All spellings of megatron-core's keys are read. Of torch_dist: layers stacked on a leading axis (the default)
+or one key per layer (`non_homogeneous_layers`), gate and up as one tensor or two (`singleton_local_shards`),
+a prefix before all keys. Of Megatron-LM's old format, one pickle for each rank:
+
+FOLDER/mp_rank_TT/model_optim_rng.pt        TP rank TT, without pipeline stages
+FOLDER/mp_rank_TT_PPP/model_optim_rng.pt    TP rank TT of pipeline stage PPP
+
+There a rank's weights are under `model` (`model0`, `model1`... with interleaved stages), and layer numbers
+start at 0 in each stage. The number of layers of a stage is counted, so uneven stages are read too. In both
+the final norm may be outside of the decoder (Pai-Megatron-Patch's LLaMA). Other states are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from patch.checkpoint.stored import LEGACY_FILE, LegacyReader, StoredTensor, TorchDistReader, open_stored
+from patch.config.schema import ModelConfig
+from patch.convert.hf_reader import SPELLINGS
+from patch.convert.mappings import HFBlock, TPShard, WeightMapping
+from patch.convert.weight_table import GATE_AND_UP, Table, table_name, weights_table
+from patch.errors import ConversionError, nearest
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
+from patch.storage.places import AnyPath
+
+_MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK_KEY = re.compile(rf"{_RANK_FOLDER.pattern}\.model(\d*)\.(.+)")
+_NOT_WEIGHTS = ("_extra_state", "inv_freq")
+
+
+class _Place(NamedTuple):
+    """The parameter, or the part of one, that a stored tensor contains."""
+
+    name: str
+    """Name in the weight table."""
+    layer: int | None
+    """None: the tensor contains all layers, or is outside of layers."""
+    half: int | None = None
+    """0 or 1: gate or up alone."""
+    tp_rank: int = 0
+
+
+class StoredWeights:
+    """The model's part of a checkpoint; the constructor reads what describes the tensors, no values.
+
+    Args:
+        folder: the checkpoint itself (`iter_*`, `release`), or the folder of `mp_rank_*`.
+        model: the shape of the model.
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConversionError: a file is missing, or the checkpoint is of another model.
+    """
+
+    def __init__(self, folder: AnyPath, model: ModelConfig) -> None:
+        self.folder, self._model, self._tp_size = folder, model, 1
+        self._reader = open_stored(folder)
+        if isinstance(self._reader, LegacyReader):
+            self._tp_size = _check_rank_files(self._reader)
+            tied = not model.untie_embeddings_and_output_weights
+            self._places = {
+                key: place
+                for key, place in _places_by_rank(self._reader)
+                if not (tied and place.name == TIED_OUTPUT)
+            }
+        else:
+            self._places = dict(_places(self._reader))
+        self._stored = self._reader.tensors
+        self._table = self._checked_table()
+        self._check_complete()
+
+    def _checked_table(self) -> Table:
+        """The weight table with the checkpoint's padding, after a comparison of each tensor with it."""
+        embedding = [key for key, place in self._places.items() if place.name == EMBEDDING_PARAMETER]
+        rows = sum(self._stored[key].shape[0] for key in embedding if self._stored[key].shape)
+        table = weights_table(self._model, rows)
+        for key, place in self._places.items():
+            self._check_tensor(key, place, self._stored[key], table)
+        if embedding and rows < self._model.vocab_size:
+            raise ConversionError(
+                f"{self.folder}: {embedding[0]} has {rows} rows at TP {self._tp_size}, expected at least "
+                f"{self._model.vocab_size} by config.json: give the folder of this model with --hf-config"
+            )
+        return table
+
+    def _check_tensor(self, key: str, place: _Place, stored: StoredTensor, table: Table) -> None:
+        if place.name not in table or (place.layer or 0) >= self._model.num_layers:
+            raise ConversionError(
+                f"{self.folder} holds {key} (shape {stored.shape}), which this model has no place for"
+                f"{nearest(place.name, list(table))}; expected what config.json describes (--hf-config)"
+            )
+        mapping = table[place.name]
+        expected = (
+            mapping.shard_shape(self._tp_size) if place.half is None else mapping.hf[place.half].shape
+        )
+        if _is_stacked(place):
+            expected = (self._model.num_layers, *expected)
+        if stored.shape != expected:
+            at = f" at TP {self._tp_size}" if self._tp_size > 1 else ""
+            raise ConversionError(
+                f"{self.folder}: {key} has shape {stored.shape}, expected {expected} by config.json{at}: "
+                "give the folder of this model with --hf-config"
+            )
+        if stored.dtype not in SPELLINGS:
+            name = mapping.at_layer(place.layer or 0).hf[place.half or 0].name
+            raise ConversionError(
+                f"{self.folder} stores the values of {name} as {stored.dtype}, expected one of "
+                f"{', '.join(map(str, SPELLINGS))}"
+            )
+
+    def _check_complete(self) -> None:
+        """Check that each rank's part of every parameter is stored; missing values show when written."""
+        found = {
+            (place.name, layer, place.tp_rank)
+            for place in self._places.values()
+            for layer in self._layers(place)
+        }
+        for name in self._table:
+            layers = range(self._model.num_layers if "*" in name else 1)
+            for layer, tp_rank in product(layers, range(self._tp_size)):
+                if (name, layer, tp_rank) not in found:
+                    where = f" of layer {layer}" if "*" in name else ""
+                    where += f" at TP rank {tp_rank}" if self._tp_size > 1 else ""
+                    raise ConversionError(
+                        f"{self.folder} lacks {name}{where}; expected what config.json describes "
+                        "(--hf-config)"
+                    )
+
+    def _layers(self, place: _Place) -> range:
+        """The layers of which a stored tensor has values; outside of layers 0 alone."""
+        if _is_stacked(place):
+            return range(self._model.num_layers)
+        return range(place.layer or 0, (place.layer or 0) + 1)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each Hugging Face tensor."""
+        return {
+            tensor.name: self._stored[key].dtype
+            for key, place in self._places.items()
+            for layer in self._layers(place)
+            for tensor in self._mapping(place, layer).hf
+        }
+
+    def blocks(self) -> Iterator[HFBlock]:
+        """All values, one stored piece at a time.
+
+        Raises:
+            CheckpointError: a tensor cannot be read; the message names its file.
+        """
+        copies = {
+            key
+            for key, place in self._places.items()
+            if place.tp_rank and self._mapping(place, 0).replicated
+        }
+        for key, offsets, values in self._reader.pieces(self._places.keys() - copies):
+            place = self._places[key]
+            if _is_stacked(place):
+                for index, layer_values in enumerate(values):
+                    yield from self._blocks(place, offsets[0] + index, layer_values, offsets[1:])
+            else:
+                yield from self._blocks(place, place.layer or 0, values, offsets)
+
+    def _blocks(
+        self, place: _Place, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
+    ) -> Iterator[HFBlock]:
+        mapping = self._mapping(place, layer)
+        shard = TPShard(0, 1) if mapping.replicated else TPShard(place.tp_rank, self._tp_size)
+        row = offsets[0] + (mapping.hf[0].shape[0] if place.half else 0)
+        return mapping.megatron_to_hf_blocks(values, shard, row, offsets[1] if len(offsets) > 1 else 0)
+
+    def _mapping(self, place: _Place, layer: int) -> WeightMapping:
+        return self._table[place.name].at_layer(layer)
+
+
+def _is_stacked(place: _Place) -> bool:
+    """Whether the tensor has all layers, on a leading axis."""
+    return place.layer is None and "*" in place.name
+
+
+def _places(reader: TorchDistReader) -> Iterator[tuple[str, _Place]]:
+    """What the tensors of a torch_dist checkpoint contain, by key; those of a model alone.
+
+    Raises:
+        ConversionError: there is no model.
+    """
+    embeddings = [
+        key for key in reader.tensors if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key
+    ]
+    if not embeddings:
+        raise ConversionError(
+            f"{reader.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights"
+        )
+    prefix = min(embeddings, key=len).removesuffix(EMBEDDING_PARAMETER)
+    for key in reader.tensors:
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name.startswith(_MODEL):
+            match = _LAYER.search(name)
+            name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
+            half = _HALVES.get(name)
+            name = table_name(name if half is None else GATE_AND_UP)
+            yield key, _Place(name, int(match[1]) if match else None, half)
+
+
+def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
+    """What the tensors of each rank contain, by key, with layers counted over the whole model.
+
+    Interleaved stages alternate.
+    """
+    by_stage: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
+    for key in reader.tensors:
+        match = _RANK_KEY.fullmatch(key)
+        if match and not key.endswith(_NOT_WEIGHTS):
+            tp, pp, chunk, name = match.groups()
+            by_stage.setdefault((int(chunk or 0), int(pp or 0), int(tp)), []).append((key, name))
+    first_layers: dict[int, int] = defaultdict(int)
+    for (_, _, tp_rank), tensors in sorted(by_stage.items(), key=lambda stage: stage[0]):
+        first = first_layers[tp_rank]
+        for key, name in tensors:
+            match = _LAYER.search(name)
+            layer = first + int(match[1]) if match else None
+            if layer is not None:
+                first_layers[tp_rank] = max(first_layers[tp_rank], layer + 1)
+            yield key, _Place(table_name(_LAYER.sub("layers.*.", name)), layer, tp_rank=tp_rank)
+
+
+def _check_rank_files(reader: LegacyReader) -> int:
+    """The number of tensor-parallel ranks, after a check that all ranks have a file with weights.
+
+    Raises:
+        ConversionError: one has none.
+    """
+    folder = reader.folder
+    matches = [_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")]
+    ranks = {(int(match[1]), int(match[2] or 0)): match[0] for match in matches if match}
+    tp_size, pp_size = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
+    with_weights = {key.split(".")[0] for key in reader.tensors if _RANK_KEY.fullmatch(key)}
+    for tp, pp in product(range(tp_size), range(pp_size)):
+        file = folder / ranks.get((tp, pp), "-") / LEGACY_FILE
+        if not file.is_file():
+            raise ConversionError(
+                f"{folder} lacks {LEGACY_FILE} of TP rank {tp}, stage {pp}; expected {tp_size} x {pp_size} "
+                "folders mp_rank_*"
+            )
+        if file.parent.name not in with_weights:
+            raise ConversionError(f"{file} holds no weights of a GPTModel under `model`")
+    return tp_size

@@ -1,0 +1,99 @@
+"""A quick start loads no compiler; an idle rank with all of megatron-core's groups sleeps."""
+
+import gc
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import llama3_tokenizer
+import torch
+import torch.distributed as dist
+from distributed_runner import run_distributed
+from megatron.core import parallel_state
+from small_runs import small_run
+from training_runs import CPU
+
+from patch import compat
+from patch.compat import quick_start
+from patch.distributed.groups import initialize
+
+REPOSITORY = Path(__file__).parents[3]
+COMPILER = set() if find_spec("transformer_engine") else {"torch._dynamo", "torch._inductor.compile_fx"}
+"""Transformer Engine, which upstream imports where it is, imports TorchDynamo itself (pytorch/jit.py:51)."""
+
+
+def test_a_worker_imports_no_compiler_and_leaves_its_imports_to_no_collection(tmp_path: Path) -> None:
+    """Also not with its tokenizer."""
+    llama3_tokenizer.tiny_tokenizer().save_pretrained(tmp_path)
+    script = (
+        "import gc, sys\nfrom patch.compat import quick_start\n"
+        "with quick_start():\n    import patch.training\n"
+        f"from patch.data.tokenizer import load_tokenizer\nload_tokenizer({str(tmp_path)!r})\n"
+        f"print(*({COMPILER} & sys.modules.keys()), gc.get_freeze_count() > 100_000, gc.isenabled())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_what_is_decorated_is_compiled_or_excepted_when_it_is_called() -> None:
+    compiling: list[bool] = []
+    traces = partial(torch.compile, backend="eager")  # needs no C++ compiler
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        """Twice as much."""
+        compiling.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    with mock.patch.object(torch, "compile", traces):
+        with quick_start():
+            deferred, excepted = torch.compile(double), torch.compiler.disable(double)
+            at_once = torch.compile(double, dynamic=True)
+        gc.unfreeze()
+        assert torch.compile is traces
+    ones, twos = torch.ones(2), torch.full((2,), 2.0)
+    assert torch.equal(deferred(ones), twos) and compiling == [True]
+    assert deferred.__doc__ == "Twice as much." and not hasattr(deferred, "_torchdynamo_orig_callable")
+    assert at_once._torchdynamo_orig_callable is double
+    compiling.clear()
+    assert torch.equal(excepted(ones), twos)
+    assert torch.equal(traces(lambda x: excepted(x) + 1)(ones), twos + 1) and compiling == [False, False]
+
+
+IDLE_S = 0.3
+
+
+def wake_ups(rank: int, world_size: int, is_mended: bool) -> tuple[int, list[float]]:
+    """How often this process wakes in IDLE_S, and what each kind of group sums of the ranks plus one."""
+    compat.apply(cuda=False)
+    if is_mended:
+        groups = initialize(small_run(tp=2), CPU)
+        sums = []
+        for group in (groups.tp, groups.mp, groups.dp, groups.pp, None):
+            value = torch.tensor([rank + 1.0])
+            dist.all_reduce(value, group=group)
+            sums.append(value.item())
+    else:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        sums = []
+    dist.barrier()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    time.sleep(IDLE_S)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before, sums
+
+
+def test_idle_rank_sleeps_and_its_groups_have_their_own_ranks() -> None:
+    for rank, (count, sums) in enumerate(run_distributed(wake_ups, 2, True)):
+        assert count < 200 * IDLE_S + 50
+        assert sums == [3.0, 3.0, rank + 1.0, rank + 1.0, 3.0]
+
+
+def test_upstream_alone_still_wakes_for_each_group() -> None:
+    """When this fails, upstream has mended it: delete `shared_devices` in compat/overhead.py."""
+    assert all(count > 1000 * IDLE_S for count, _ in run_distributed(wake_ups, 2, False))
