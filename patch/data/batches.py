@@ -11,7 +11,7 @@ import torch
 
 from patch.data.order import ShuffledOrder
 from patch.data.samples import Batch, Sample, SampleSource, collate, cut_batch
-from patch.distributed.zigzag import WHOLE, Zigzag
+from patch.distributed.context_group import WHOLE, Zigzag
 
 
 class BatchReader:

@@ -35,8 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from patch.device import start_thread
-from patch.distributed.job import ROUND, answer_within, await_address
-from patch.errors import TrainingError
+from patch.distributed.job import ROUND, answer_within, await_address, unreachable
 from patch.logger import get_logger
 from patch.preflight.cluster import Rendezvous
 
@@ -92,7 +91,8 @@ class Meeting(DynamicRendezvousHandler):
             await_address(place.master_addr)
             backend, store = answer_within(timeout, lambda: create_backend(parameters))
         except (RendezvousError, TimeoutError) as error:
-            raise _unreachable(place, error) from error
+            who = f"machine {place.node_rank}"
+            raise unreachable(who, address, error.__cause__ or error, "the launcher of machine 0") from error
         assert isinstance(store, TCPStore), "the default of torch's parameters"
         meeting = cls.from_backend(
             parameters.run_id,
@@ -178,13 +178,3 @@ class Meeting(DynamicRendezvousHandler):
         if self.place.node_rank == 0 and self.sizes[-1] + self.place.num_spares > 1:
             time.sleep(LINGER_S)
         return closed
-
-
-def _unreachable(place: Rendezvous, error: Exception) -> TrainingError:
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return TrainingError(
-        f"machine {place.node_rank} could not join the job at {place.master_addr}:{place.master_port} "
-        f"(MASTER_ADDR:MASTER_PORT): {reason}. Expected the launcher of machine 0 there: give that machine's "
-        "address and a port that no other program uses; --distributed-timeout-minutes is how long machines "
-        "wait for each other"
-    )

@@ -12,10 +12,9 @@ from patch.data.prefetch import StepReader, read_ahead
 from patch.data.samples import Batch, learned_tokens
 from patch.distributed.collectives import max_over_world, sum_over
 from patch.training.guards.phases import Phase
-from patch.training.oom_retry import OomRetry
-from patch.training.reading import read
 from patch.training.setup import Run
-from patch.training.step import run_schedule
+from patch.training.state_placement import OomRetry
+from patch.training.step import read, run_schedule
 
 _LARGEST_EXPONENT = 700.0
 """exp of more is no float."""

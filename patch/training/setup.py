@@ -21,7 +21,7 @@ from patch.data.samples import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights

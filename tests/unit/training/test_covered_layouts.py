@@ -25,7 +25,7 @@ from patch.data import Batch
 from patch.data.samples import Sample, collate, cut_batch
 from patch.device import MachineFacts
 from patch.distributed.collectives import max_over_world
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.errors import ConfigError
 from patch.model import linear_cross_entropy
 from patch.plan.flops import attended_pairs

@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective", **EIGHT,
     },
     "sequence parallel": {"pp": 2, "tp": 2, "sequence_parallel": True, "global_batch_size": 6},
+    "context parallel, ring": {"pp": 2, "cp": 2, "cp_comm_type": "p2p"},
+    "context parallel, all-to-all": {"pp": 2, "cp": 2, "cp_comm_type": "a2a"},
 }  # fmt: skip
 # Many tokens for few weights: products in bf16 are slow where a CPU has no instructions for them.
 LONG = {"num_layers": 3, "max_padding_length": 512, "seq_length": 512, "global_batch_size": 2}

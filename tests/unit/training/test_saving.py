@@ -167,9 +167,12 @@ FAULTS: dict[str, Callable[[Run, int], None]] = {
     "data": lambda run, rank: setattr(
         run, "train_reader", EndingReader(run, 4) if rank else run.train_reader
     ),
+    "first data": lambda run, rank: setattr(
+        run, "train_reader", EndingReader(run, 1) if rank else run.train_reader
+    ),
     "one rank": lambda run, rank: None,
 }
-"""Each ends step 3, while the checkpoint of step 2 is not complete."""
+"""Each but the first data ends step 3, while the checkpoint of step 2 is not complete."""
 
 
 def end_with_errors(rank: int, world_size: int, folder: str, faults: list[str]) -> dict[str, tuple]:
@@ -198,7 +201,10 @@ def test_error_of_all_ranks_loses_no_checkpoint_that_is_being_written(tmp_path: 
     """An error of one rank does, because completing a checkpoint takes all of them."""
     first, second = run_distributed(end_with_errors, 2, str(tmp_path), list(FAULTS))
     saved = [{name: iteration for name, (_, iteration) in found.items()} for found in (first, second)]
-    assert saved[0] == saved[1] == {"gradients": 2, "loss": 2, "data": 2, "one rank": None}
+    assert saved[0] == saved[1] == {
+        "gradients": 2, "loss": 2, "data": 2, "first data": None, "one rank": None
+    }  # fmt: skip
     assert "step 3: gradient norm nan" in first["gradients"][0] and "step 3: loss " in first["loss"][0]
     assert "another rank cannot read the data of step 4" in first["data"][0]
-    assert second["data"][0] == "the disk is gone"
+    assert "another rank cannot read the data of step 1" in first["first data"][0]
+    assert second["data"][0] == second["first data"][0] == "the disk is gone"

@@ -110,8 +110,6 @@ def set_up(run: Run, place: str) -> list[TrainerHook]:
         before_step(run, 3, stop_self)
     if place == "behind":
         before_step(run, 3, lambda: time.sleep(600))
-    if place == "data reading":
-        run.train_reader = Reader(run.train_reader, lambda iteration: stop_self() if iteration == 2 else None)
     actions = {"save": stop_self, "writing": never_flush}
     return [AfterSave(actions[place])] if place in actions else []
 
@@ -172,8 +170,7 @@ class Outcome(NamedTuple):
 
 # Place: (number of ranks, the rank that hangs).
 JOBS = {
-    "forward": (3, 1), "save": (2, 1), "data reading": (2, 1), "rank 0": (2, 0), "behind": (2, 1),
-    "writing": (1, 0),
+    "forward": (3, 1), "save": (2, 1), "rank 0": (2, 0), "behind": (2, 1), "writing": (1, 0),
 }  # fmt: skip
 
 
@@ -195,11 +192,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         return {place: job.result() for place, job in jobs.items()}
 
 
-# The data of a step is read at the end of the step before.
-@pytest.mark.parametrize(("place", "step"), [("forward", 3), ("data reading", 2), ("save", 2)])
+@pytest.mark.parametrize(("place", "step"), [("forward", 3), ("save", 2)])
 def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     outcomes: dict[str, Outcome], place: str, step: int
 ) -> None:
+    """A long evaluation before step 3, and in step 2 a machine that stood still, are let be."""
     text, folder = outcomes[place]
     others = [rank for rank in range(JOBS[place][0]) if rank != 1]
     (silence,) = re.findall(r"no sign of life for (\d+) s", text)
@@ -236,16 +233,6 @@ def test_background_writer_that_gets_nothing_done_is_named_in_a_run_of_one_proce
     assert len(re.findall(pattern, text)) == text.count("ERROR") == 1, text
     assert "in fsync" in (folder / "log" / "stacks" / "rank_0.txt").read_text()
     assert (folder / "checkpoint" / "iter_0000002" / CHECKSUMS_FILE).is_file()
-
-
-def test_evaluation_that_takes_longer_than_a_step_may_is_let_be(outcomes: dict[str, Outcome]) -> None:
-    """The run goes on to the hang that the first test finds."""
-    assert "of step 3" in outcomes["forward"].messages
-
-
-def test_machine_that_stood_still_for_longer_than_a_step_may_is_let_be(outcomes: dict[str, Outcome]) -> None:
-    """The run goes on to the hang that the first test finds."""
-    assert "in save of step 2" in outcomes["save"].messages
 
 
 def test_slow_rank_is_reported_with_its_own_time(outcomes: dict[str, Outcome]) -> None:
