@@ -116,7 +116,7 @@ class Pending:
 
 
 class _Queued(dist.Work):
-    """What a stream has been given by now."""
+    """Work that a stream has been given by now."""
 
     def __init__(self, streams: Any, stream: torch.cuda.Stream) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def start_reduce_scatter(
 
 
 def in_fp32(out: torch.Tensor) -> torch.Tensor:
-    """Where `sum_in_fp32` adds up: `out` itself, if its type is float32."""
+    """Memory in which `sum_in_fp32` adds up: `out` itself, if its type is float32."""
     return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 

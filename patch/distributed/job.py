@@ -22,7 +22,7 @@ ROUND = "PATCH_ROUND"
 """The variable with the number of this start of the workers; our launchers' store serves all of them."""
 _Answer = TypeVar("_Answer")
 NAME_S = 10.0
-"""How long a name may have no address."""
+"""Seconds that a name may have no address."""
 _GRACE_S = 5.0
 """We wait this much longer than torch, because the error of torch's own time limit says more."""
 

@@ -1,4 +1,4 @@
-"""Where the launchers of all machines meet: torch's c10d rendezvous, with three decisions of our own.
+"""Meetings of the launchers of all machines: torch's c10d rendezvous, with three decisions of our own.
 
 - Ranks follow the machines' indices. torch sorts machines by address and process id, so they would change
   places at a restart, and with them the order of sums.
@@ -42,11 +42,11 @@ from patch.preflight.cluster import Rendezvous
 _logger = get_logger(__name__)
 
 LAST_CALL_S = 30
-"""How long machines wait for the others when fewer than all, but enough, have come."""
+"""Seconds that machines wait for the others when fewer than all, but enough, have come."""
 HEARTBEAT_S = 5
 """A machine that has not been heard of for three times as long is lost."""
 LINGER_S = 3.0
-"""How long the first machine keeps the store after the end, so that the others learn of the end from it."""
+"""Seconds that the first machine keeps the store after the end, from which the others learn of the end."""
 _POLL_S = 1.0
 _SILENCE_S = 5.0
 """A launcher that has given no sign for so long is lost: each gives one a second."""
@@ -119,7 +119,7 @@ class Meeting(DynamicRendezvousHandler):
                 store.add(f"signs of machine {self.place.node_rank}", 1)
 
     def lost_machines(self) -> list[str]:
-        """Those of the other machines of this round that give no sign of life; waits for it."""
+        """The other machines of this round that give no sign of life; waits for it."""
         others = [rank for rank in self.members if rank != self.place.node_rank]
         if not others:
             return []

@@ -38,7 +38,7 @@ from patch.training.metrics import read_metrics
 _logger = get_logger(__name__)
 
 CLOSE_S = 60.0
-"""How long the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
+"""Seconds that the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
 
 
 class CheckpointRetention(TrainerHook):

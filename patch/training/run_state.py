@@ -66,7 +66,7 @@ _WEIGHTS_ONLY = "weights_only"
 
 
 class Progress(NamedTuple):
-    """How far a run has come."""
+    """Progress of a run."""
 
     iteration: int
     """Finished optimizer steps."""
@@ -145,7 +145,7 @@ def state_to_save(
     *,
     weights_only: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds: sections of shards, which are views of the state, and plain values.
+    """Contents of a checkpoint: sections of shards, which are views of the state, and plain values.
 
     Args:
         progress: how far the run has come.
@@ -268,7 +268,7 @@ def _sharded_generators() -> dict[str, ShardedTensor]:
 
 
 def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
-    """What decides which generators a rank has. Interleaved stages do not: VPP may change."""
+    """Sizes that decide which generators a rank has. Interleaved stages do not: VPP may change."""
     config = stages[0].config
     layout: dict[str, int | str] = {
         "TP": config.tensor_model_parallel_size,
@@ -284,7 +284,7 @@ def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
 
 
 def _stride(groups: ProcessGroupCollection, axis: str) -> int:
-    """How far apart the ranks of a group are that has several."""
+    """Distance between neighbours in a group of several ranks."""
     first, second, *_ = dist.get_process_group_ranks(getattr(groups, axis))
     return second - first
 

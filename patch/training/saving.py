@@ -52,7 +52,7 @@ class CheckpointSaver:
         return self._pending is not None and self._pending.is_busy
 
     def progress(self) -> Writing | None:
-        """How far this rank is with writing a checkpoint, see `Save.progress`."""
+        """This rank's progress in writing a checkpoint, see `Save.progress`."""
         return None if self._newest is None else self._newest.progress()
 
     @property

@@ -179,7 +179,7 @@ def _read(run: Run, iteration: int) -> Reading:
 
 
 def _counts(run: Run, reading: Reading) -> list[float]:
-    """What a StepWork says of these micro-batches."""
+    """Learned tokens and attended pairs of these micro-batches, for a StepWork."""
     packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
     pairs = attended_pairs(chain(*packed), run.config.model.window_size)
     # A context-parallel rank has its part of each row's tokens, but the lengths of all sequences.

@@ -1,6 +1,7 @@
 """Train small models in a test's processes, on batches made from a seed instead of files."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -25,11 +26,32 @@ from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.evaluation import evaluate
+from patch.training.hooks import Record, TrainerHook
 from patch.training.run_state import Progress, find_progress, resume, state_to_save
 from patch.training.setup import Run, build_run_optimizer, checkpoint_root
 from patch.training.step import StepResult, train_step
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
+
+
+class Records(TrainerHook):
+    """Keeps the records of steps."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_log(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def messages_from(level: str, logger: str = "patch") -> list[str]:
+    """A list that gets what a logger and those below it say in this process from now on."""
+    found: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    logging.getLogger(logger).setLevel(level)
+    return found
 
 
 def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:

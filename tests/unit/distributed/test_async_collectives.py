@@ -168,12 +168,6 @@ def test_the_values_tell_one_order_from_another(dtype: torch.dtype) -> None:
             assert not torch.equal(_sum(ranks, dtype), _sum(other, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_oracles_additions_are_torchs(dtype: torch.dtype) -> None:
-    a, b = _buffer(0, 8, dtype), _buffer(1, 8, dtype)
-    assert torch.equal(torch.from_numpy(_add(a.float().numpy(), b.float().numpy(), dtype)), (a + b).float())
-
-
 class _SlowWork(dist.Work):
     """A message that arrives 20 ms after it is waited for."""
 

@@ -187,36 +187,29 @@ sys.exit(2)
     assert sorted(claims) == ["False", "True"]
 
 
+CRASH, LOST, WAITING = "sys.exit(1)", f"sys.exit({LOST_RANK_CODE})", "time.sleep(60)"
+
+
 @pytest.mark.parametrize(
-    ("codes", "expected"),
+    ("ends", "expected", "said"),
     [
-        ((3, 3), 3),
-        ((0, 1), 1),
-        ((1, 4), 4),
-        ((LOST_RANK_CODE, 3), 3),
-        ((LOST_RANK_CODE, 1), 1),
-        ((LOST_RANK_CODE, LOST_RANK_CODE), 5),
-        ((143, 143), 143),
-        ((130, 130), 130),
+        (("", CRASH), 1, "exit code 1"),
+        ((CRASH, "sys.exit(4)"), 4, "exit code 4"),
+        ((LOST, "sys.exit(3)"), 3, "exit code 3"),
+        ((LOST, CRASH), 1, "exit code 1"),
+        ((LOST, LOST), 5, "another rank ended"),
+        (("sys.exit(143)", "sys.exit(143)"), 143, "exit code 143"),
+        ((WAITING, "os.kill(os.getpid(), signal.SIGKILL)"), 5, "SIGKILL; the usual reason is that"),
+        ((WAITING, "os.kill(os.getpid(), signal.SIGABRT)"), 5, "--distributed-timeout-minutes"),
     ],
-    ids=["same", "crash", "cause", "lost-by-cause", "lost-by-crash", "lost-elsewhere", "sigterm", "sigint"],
+    ids=["crash", "cause", "lost by cause", "lost by crash", "lost elsewhere", "stopped", "kernel", "NCCL"],
 )
-def test_exit_code_of_workers_is_returned(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
-    script = write_script(tmp_path, f"sys.exit({codes}[rank])")
-    assert launch_workers(script, 2) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("SIGKILL", "out of memory"), ("SIGABRT", "--distributed-timeout-minutes")],
-    ids=["by-the-kernel", "by-nccl"],
-)
-def test_killed_worker_ends_the_run_with_the_usual_reason(
-    tmp_path: Path, short_waits: None, caplog: pytest.LogCaptureFixture, name: str, reason: str
+def test_exit_code_is_that_of_the_first_known_cause(
+    tmp_path: Path, short_waits: None, logged: list[str], ends: tuple[str, str], expected: int, said: str
 ) -> None:
-    script = write_script(tmp_path, f"os.kill(os.getpid(), signal.{name}) if rank else time.sleep(60)")
-    assert launch_workers(script, 2) == 5
-    assert name in caplog.text and reason in caplog.text
+    body = "\n".join(f"if rank == {rank}:\n    {end or 'pass'}" for rank, end in enumerate(ends))
+    assert launch_workers(write_script(tmp_path, body), 2) == expected
+    assert sum(said in line for line in logged) == 1
 
 
 ENDLESS = """

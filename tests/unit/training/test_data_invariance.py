@@ -19,13 +19,13 @@ from llama3_tokenizer import build_tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from small_runs import small_run
-from training_runs import CPU, SeededReader, build_seeded_run
+from training_runs import CPU, Records, SeededReader, build_seeded_run
 
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.distributed.groups import initialize
-from patch.training.hooks import Record, TrainerHook
+from patch.training.hooks import Record
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 
@@ -38,16 +38,6 @@ Case = tuple[str, int, int]
 """A name, samples of a micro-batch, steps that are read ahead."""
 ALONE: list[Case] = [("1", 1, 2), ("2, no thread", 2, 0), ("2, far ahead", 2, 50)]
 TOGETHER: list[Case] = [("dp 1", 1, 2), ("dp 1, no thread", 1, 0), ("dp 4", 4, 2)]
-
-
-class Records(TrainerHook):
-    """Keeps the records of steps."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def on_log(self, record: Record) -> None:
-        self.records.append(record)
 
 
 def losses_of(records: list[Record]) -> list[float]:

@@ -1,7 +1,6 @@
 """Out of memory on some ranks of a job: states leave, all ranks do the work again, and no bit differs."""
 
 import functools
-import logging
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, digests
+from training_runs import build_seeded_run, digests, messages_from
 
 from patch.distributed.collectives import is_on_all_ranks
 from patch.memory import SimulatedDevice
@@ -158,14 +157,10 @@ def run_together(rank: int, world_size: int) -> dict[Any, Any]:
 
 def run_alone(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A step that is disturbed and one that is not, and what both log."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: "state_placement" in record.name)
-    logging.getLogger("patch").setLevel("INFO")
-    logging.getLogger("patch").addHandler(handler)
+    said = messages_from("INFO")
     case = ("none", 2, "full device")
-    return trained(case, short=False), trained(case, short=True), said
+    found = trained(case, short=False), trained(case, short=True)
+    return *found, [line for line in said if "offload" in line or "again" in line]
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Checkpoints of a run: weights of any precision start another, resumes, and what upstream's model takes."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_runs import build_seeded_run, save, seeded_batches
+from training_runs import build_seeded_run, messages_from, save, seeded_batches
 
 from patch.distributed.groups import shutdown
 from patch.training.run_state import Progress, find_progress, load_weights, resume, state_to_save
@@ -87,10 +86,7 @@ def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progre
     data.write_bytes(contents)
     new_job()
     run = build_seeded_run(small_run(seed=7))
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("patch.checkpoint").addHandler(handler)
+    messages = messages_from("WARNING", "patch.checkpoint")
     found = find_progress(folder)
     resume(folder, found, run.stages, run.optimizer, 7)
     again = train_step(run, 1)

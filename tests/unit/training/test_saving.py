@@ -1,7 +1,6 @@
 """A run that saves in the background leaves the same bytes as one that waits, and says what it waited."""
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, digests
+from training_runs import build_seeded_run, digests, messages_from
 
 from patch.checkpoint import host_copies, latest_iteration
 from patch.config.schema import RunConfig
@@ -43,12 +42,7 @@ def slow_down_copies() -> None:
 def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str]:
     """What the runs say about saving."""
     slow_down_copies()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("patch.training.saving")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    messages = messages_from("INFO", "patch.training.saving")
     for config in configs.values():
         run = build_seeded_run(config)
         assert Trainer(run, build_hooks(run)).train() == 0

@@ -19,7 +19,6 @@ from distributed_runner import leave, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run
 
-from patch.data import Batch
 from patch.distributed.worker_process import read_reply
 from patch.logger import configure_logging
 from patch.storage.names import CHECKSUMS_FILE
@@ -36,40 +35,18 @@ SLOW_S = 0.4 * LIMIT_S
 """What a slow rank takes longer: less than the limit, more than a step of the others under load."""
 
 
-class Reader:
-    """A reader that calls something before each step."""
-
-    def __init__(self, reader: Any, before: Callable[[int], None]) -> None:
-        self._reader, self._before = reader, before
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
-    def step(self, iteration: int) -> list[Batch]:
-        self._before(iteration)
-        return self._reader.step(iteration)
-
-
-class AfterSave(TrainerHook):
-    """A hook that calls something when a checkpoint is complete."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-
-    def on_save(self, iteration: int) -> None:
-        self._action()
-
-
 def stop_self() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def before_step(run: Run, step: int, action: Callable[[], object]) -> None:
-    """Have a step, counted from 1, call the action in its forward."""
+    """Have a step, counted from 1, call the action in its forward; step 0 is the first evaluation."""
+    done: list[object] = []
 
     def call(*_: object) -> None:
-        if run.stages[0].training and run.phases.num_steps == step - 1:
-            action()
+        is_training = run.stages[0].training
+        if run.phases.num_steps == step - 1 if is_training else not step and not done:
+            done.append(action())
 
     run.stages[0].register_forward_pre_hook(call)
 
@@ -110,8 +87,10 @@ def set_up(run: Run, place: str) -> list[TrainerHook]:
         before_step(run, 3, stop_self)
     if place == "behind":
         before_step(run, 3, lambda: time.sleep(600))
-    actions = {"save": stop_self, "writing": never_flush}
-    return [AfterSave(actions[place])] if place in actions else []
+    hook = TrainerHook()
+    if place in ("save", "writing"):
+        hook.on_save = lambda iteration: {"save": stop_self, "writing": never_flush}[place]()
+    return [hook]
 
 
 def make_store(rank: int, world_size: int) -> dist.TCPStore:
@@ -150,10 +129,10 @@ def train_guarded(rank: int, world_size: int, folder: str, messages: str, hangin
         run = build_seeded_run(config)
         run.phases = phases
         hooks = set_up(run, place) if rank == hanging else []
-        run.valid_readers = {}
         if place == "forward":
-            slow = Reader(run.train_reader, lambda index: time.sleep(0 if index else 1.5 * LIMIT_S))
-            run.valid_readers = {"slow": slow}  # type: ignore[dict-item]
+            before_step(run, 0, lambda: time.sleep(1.5 * LIMIT_S))
+        else:
+            run.valid_readers = {}
         if place == "forward" and rank == 2:
             before_step(run, 2, lambda: time.sleep(SLOW_S))
         if place == "save":

@@ -1,7 +1,6 @@
 """Losses and gradients that are not finite: skipped or stopped for, with the samples and ranks named."""
 
 import json
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,29 +12,18 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, digests
+from training_runs import Records, build_seeded_run, digests, messages_from
 
 from patch.config.schema import RunConfig
 from patch.errors import TrainingError
 from patch.training.guards.non_finite import MOST_SKIPS
 from patch.training.guards.spikes import SpikeWarnings
-from patch.training.hooks import Record, TrainerHook
 from patch.training.setup import Run
 from patch.training.step import train_step
 from patch.training.trainer import Trainer
 
 SIZES = {"dp": 2, "micro_batch_size": 2, "global_batch_size": 8, "num_layers": 1}
 """Two micro-batches a rank; step 3 has the samples 16 to 23, those of rank 1's second one are 22 and 23."""
-
-
-def collect_messages() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("patch")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.WARNING)
-    return lines
 
 
 def spoil_loss(run: Run, is_bad: Callable[[int], bool]) -> None:
@@ -56,14 +44,6 @@ def add_infinity(run: Run, is_bad: Callable[[int], bool]) -> None:
     run.stages[0].register_forward_hook(lambda *_: _[2] + torch.full((), math.inf))
 
 
-class Records(TrainerHook):
-    def __init__(self) -> None:
-        self.skipped: list[int] = []
-
-    def on_log(self, record: Record) -> None:
-        self.skipped.append(record["skipped"])
-
-
 def run_trainer(run: Run) -> tuple[list[int], str]:
     """What metrics say of skipped steps, and the error that ended the run."""
     records, error = Records(), ""
@@ -72,7 +52,7 @@ def run_trainer(run: Run) -> tuple[list[int], str]:
         Trainer(run, [records]).train()
     except TrainingError as failure:
         error = str(failure)
-    return records.skipped, error
+    return [record["skipped"] for record in records.records], error
 
 
 def config_of(folder: str, name: str, **changes: Any) -> RunConfig:
@@ -82,7 +62,7 @@ def config_of(folder: str, name: str, **changes: Any) -> RunConfig:
 def spoiled_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """By fault: what metrics say, the error, weights and states, and warnings."""
     found: dict[str, Any] = {}
-    lines = collect_messages()
+    lines = messages_from("WARNING")
 
     def trained(name: str, spoil: Callable[..., None], is_bad: Callable[[int], bool], **changes: Any) -> None:
         lines.clear()
@@ -153,7 +133,7 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(t
     values = np.random.RandomState(0).normal(3.0, 0.1, 300)
     values[[5, 150, 200, 201, 260]] = [9.0, 5.0, 6.0, 6.0, 1.0]  # too early; two spikes; far below
     config = small_run(global_batch_size=4, output_path=str(tmp_path))
-    lines = collect_messages()
+    lines = messages_from("WARNING")
     run = SimpleNamespace(config=config, sample_place="row {}".format, consumed_samples=lambda step: 4 * step)
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration, value in enumerate(values):
@@ -181,7 +161,7 @@ def test_small_spikes_are_not_named(tmp_path: Path) -> None:
     """Of a loss near 0, of a norm at such a loss, and of one that is not clipped."""
     run = SimpleNamespace(config=small_run(global_batch_size=4, clip_grad=1.0, output_path=str(tmp_path)))
     run.sample_place, run.consumed_samples = "row {}".format, lambda step: 4 * step
-    lines = collect_messages()
+    lines = messages_from("WARNING")
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration in range(60):
         spikes = {30: (0.09, 1.1), 40: (0.09, 0.9), 50: (0.2, 0.9), 55: (0.1, 1.1)}
