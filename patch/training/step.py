@@ -93,7 +93,7 @@ class Reading(NamedTuple):
         raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
 
 
-def read(reader: StepReader, iteration: int) -> Reading:
+def read_batches(reader: StepReader, iteration: int) -> Reading:
     """This rank's micro-batches of a step; an error is kept for `raise_together`.
 
     Args:
@@ -175,7 +175,7 @@ def _read(run: Run, iteration: int) -> Reading:
         return Reading([])
     run.phases.enter(Phase.READING)
     with run.data_clock.waiting():
-        return read(run.train_reader, iteration)
+        return read_batches(run.train_reader, iteration)
 
 
 def _counts(run: Run, reading: Reading) -> list[float]:
