@@ -2,7 +2,6 @@
 
 from patch.config.execution import Execution
 from patch.model.hf_order import SOURCES
-from patch.model.linear_cross_entropy import LearnedTokens
 from patch.model.llama import (
     WEIGHT_PREFIXES,
     LlamaModel,
@@ -10,7 +9,7 @@ from patch.model.llama import (
     sharded_weights,
     unchanged_weights,
 )
-from patch.model.loss import sum_aligned
+from patch.model.loss import LearnedTokens, sum_aligned
 from patch.model.packed_sequences import PackedSequences
 from patch.model.weight_init import forget_weights, initialize_weights
 

@@ -48,8 +48,13 @@ from patch.model.fp8_linear import use_fp8
 from patch.model.fp8_weights import StepWeights
 from patch.model.gated_mlp import swiglu, upstreams_activation, use_activation
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
-from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
-from patch.model.loss import aligned_losses, hide_padded_vocabulary
+from patch.model.loss import (
+    LearnedTokens,
+    VocabularyPart,
+    aligned_losses,
+    hide_padded_vocabulary,
+    linear_cross_entropy,
+)
 from patch.model.packed_sequences import give_own_positions
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.spec import block_spec, recomputed_modules

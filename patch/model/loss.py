@@ -1,22 +1,246 @@
-"""The loss from logits that exist: for whoever asks for each token's loss, and for `--precision-align`.
+"""The loss: output layer and cross entropy in one, chunk by chunk over tokens, so that no logits are held.
 
-Training uses `linear_cross_entropy` instead. The aligned functions follow Hugging Face's order of operations,
-otherwise the cross entropy is upstream's vocabulary-parallel one.
+A chunk's logits give its losses, and at once its gradients of the hidden states and of the weight, in the
+order of upstream's operations. So backward holds no logits either; it only hands the gradients on. For that,
+forward has to know what backward will bring: `LearnedTokens`.
 
-Shapes: S sequence, B micro-batch, V vocabulary.
+One chunk gives the bits of upstream's `ColumnParallelLinear` and `vocab_parallel_cross_entropy`. Several give
+another order of summation in the weight's gradient, in float32 also for fp16 and bf16. On CUDA the losses
+and the logits' gradients are two Triton kernels (kernels/fused_loss.py), with another order of sums.
+
+Where logits exist (each token's loss, `--precision-align`), the loss is upstream's vocabulary-parallel cross
+entropy, or in Hugging Face's order of operations `aligned_losses`.
+
+Shapes: S sequence, B micro-batch, T tokens, H hidden, V rows of the padded vocabulary on this TP rank.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from patch.layout.loss_chunks import chunk_length
+from patch.model.weight_gradient import add_product, has_epilogue
+
+
+class LearnedTokens(NamedTuple):
+    """Which tokens of a micro-batch are learned, and the gradient that backward will bring."""
+
+    mask: torch.Tensor
+    """[B, S]: 1 for a learned token, else 0; with CP this rank's part of each row, as of the labels."""
+    gradient: float
+    """Expected gradient of the sum of losses: loss scale / divisor. If backward brings another value, the
+    result is rescaled (one extra rounding)."""
+
+
+class VocabularyPart(NamedTuple):
+    """The part of the vocabulary that this TP rank has."""
+
+    first: int
+    """The token id of its first row."""
+    num_rows: int
+    """Rows of the real vocabulary; those after them are padding."""
+    group: dist.ProcessGroup
+    """The TP ranks."""
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    learned: LearnedTokens,
+    part: VocabularyPart,
+    *,
+    is_fused: bool,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The sum of the learned tokens' losses.
+
+    Backward may run once, as through any graph that is not retained.
+
+    Args:
+        hidden: [S, B, H], equal on all TP ranks; each gets its own part of their gradient.
+        weight: [V, H].
+        labels: [B, S], token ids of the whole vocabulary.
+        learned: see there.
+        part: see there.
+        is_fused: whether losses and gradients of logits are Triton kernels.
+        chunk: tokens of a chunk; None: `chunk_length`.
+    Returns:
+        a float32 number, equal on all TP ranks.
+    """
+    chunk = chunk or chunk_length(*weight.shape)
+    how = _How(chunk, is_fused, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, part, how)
+
+
+class _How(NamedTuple):
+    chunk: int
+    is_fused: bool
+    has_backward: bool
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        learned: LearnedTokens,
+        part: VocabularyPart,
+        how: _How,
+    ) -> torch.Tensor:
+        chunk = how.chunk
+        needed = [needs and how.has_backward for needs in ctx.needs_input_grad[:2]]
+        flat, mask = hidden.flatten(0, 1), learned.mask.t().flatten()
+        chunks = _Chunks(flat, weight, part, min(chunk, len(flat)), how.is_fused, needed)
+        losses = [
+            chunks.add(begin, ids, weights * learned.gradient)
+            for begin, ids, weights in zip(
+                range(0, len(flat), chunk), labels.t().flatten().split(chunk), mask.split(chunk), strict=True
+            )
+        ]
+        ctx.expected = learned.gradient
+        ctx.save_for_backward(*chunks.gradients(hidden.shape))
+        per_token = torch.cat(losses).view(hidden.shape[:2]).t().contiguous()
+        return (per_token * learned.mask).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = gradient / ctx.expected
+        # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used again;
+        # autograd says so.
+        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 4
+
+
+class _Chunks:
+    """The gradients of hidden states and weight, to which chunks are added.
+
+    Args:
+        hidden: [T, H]. weight: [V, H]. part: see `VocabularyPart`.
+        chunk: tokens of a chunk; only the last one may have fewer.
+        is_fused: see `linear_cross_entropy`.
+        needed: whether hidden states and weight need gradients.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        part: VocabularyPart,
+        chunk: int,
+        is_fused: bool,
+        needed: list[bool],
+    ) -> None:
+        self._hidden, self._weight, self._part, self._is_fused = hidden, weight, part, is_fused
+        self._logits = hidden.new_empty(chunk, len(weight))
+        self._wide: torch.Tensor | None = None
+        """A copy of the logits in float32, where they are not and the plain form is used."""
+        if not is_fused and hidden.dtype != torch.float32:
+            self._wide = self._logits.new_empty(self._logits.shape, dtype=torch.float32)
+        self._hidden_gradient = torch.empty_like(hidden) if needed[0] else None
+        self._weight_gradient = torch.empty_like(weight) if needed[1] else None
+        is_narrow = hidden.dtype != torch.float32
+        self._adds_in_float32 = is_narrow and has_epilogue(hidden.device, hidden.dtype, torch.float32)
+        self._weight_sum: torch.Tensor | None = None
+        """In float32, where fp16 or bf16 chunks are summed."""
+
+    def add(self, begin: int, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Compute a chunk.
+
+        Args:
+            begin: its first token.
+            labels: [chunk].
+            gradient: [chunk], float32: of each token's loss.
+        Returns:
+            [chunk] float32: each token's loss.
+        """
+        hidden = self._hidden[begin : begin + len(labels)]
+        logits = self._logits[: len(labels)]
+        torch.mm(hidden, self._weight.t(), out=logits)
+        losses = self._losses_and_gradients(logits, labels, gradient)
+        if self._hidden_gradient is not None:
+            torch.mm(logits, self._weight, out=self._hidden_gradient[begin : begin + len(labels)])
+        if self._weight_gradient is not None:
+            self._add_to_weight(self._weight_gradient, logits, hidden, is_first=begin == 0)
+        return losses
+
+    def _losses_and_gradients(
+        self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses [chunk] in float32 of logits [chunk, V], which become their gradients."""
+        first, num_rows, group = self._part
+        if self._is_fused:
+            # Imported here, because only torch's CUDA builds come with Triton.
+            from patch.model.kernels.fused_loss import losses_and_gradients
+
+            return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
+        logits[:, num_rows:] = torch.finfo(logits.dtype).min
+        if self._wide is None:
+            return _losses_and_gradients(logits, labels, gradient, self._part)
+        wide = self._wide[: len(labels)].copy_(logits)
+        losses = _losses_and_gradients(wide, labels, gradient, self._part)
+        logits.copy_(wide)
+        return losses
+
+    def _add_to_weight(
+        self, gradient: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, *, is_first: bool
+    ) -> None:
+        is_only = len(hidden) == len(self._hidden)
+        if not is_only and self._adds_in_float32:
+            if self._weight_sum is None:
+                self._weight_sum = torch.empty_like(gradient, dtype=torch.float32)
+            add_product(self._weight_sum, logits.t(), hidden, overwrite=is_first)
+        elif is_first:
+            torch.mm(logits.t(), hidden, out=gradient)
+        elif gradient.dtype == torch.float32:
+            gradient.addmm_(logits.t(), hidden)
+        else:
+            if self._weight_sum is None:
+                self._weight_sum = gradient.float()
+            self._weight_sum += torch.mm(logits.t(), hidden, out=gradient)
+
+    def gradients(self, shape: torch.Size) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Those of the hidden states, in this shape, and of the weight; None where none is needed."""
+        if self._weight_sum is not None and self._weight_gradient is not None:
+            self._weight_gradient.copy_(self._weight_sum)
+        hidden = self._hidden_gradient
+        return None if hidden is None else hidden.view(shape), self._weight_gradient
+
+
+def _losses_and_gradients(
+    logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, part: VocabularyPart
+) -> torch.Tensor:
+    """Losses [chunk] of float32 logits [chunk, V], which become their gradients.
+
+    The operations are those of upstream's `VocabParallelCrossEntropy` (cross_entropy.py), in its order.
+    """
+    largest = logits.max(dim=-1).values
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=part.group)
+    logits -= largest[:, None]
+    own = labels - part.first
+    is_own = (own >= 0) & (own < logits.shape[1])
+    cells = torch.arange(len(labels), device=labels.device), torch.where(is_own, own, 0)
+    predicted = torch.where(is_own, logits[cells], 0.0)
+    sums = torch.stack((predicted, logits.exp_().sum(dim=-1)))
+    dist.all_reduce(sums, group=part.group)
+    logits /= sums[1][:, None]
+    logits[cells] -= is_own.float()
+    logits *= gradient[:, None]
+    return torch.log(sums[1]) - sums[0]
 
 
 def hide_padded_vocabulary(logits: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Logits whose softmax is that of the real vocabulary.
 
     Args:
-        logits: [S, B, V / TP], over the padded vocabulary; changed in place if they are contiguous.
+        logits: [S, B, V]; changed in place if they are contiguous.
         num_rows: rows of the real vocabulary on this TP rank.
     Returns:
         Logits of the same shape, with the dtype's lowest number in the padding.
@@ -33,7 +257,7 @@ def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) 
 
     Args:
         labels: [B, S].
-        logits: [S, B, padded V].
+        logits: [S, B, V], at TP 1.
         vocab_size: rows of the real vocabulary.
     Returns:
         [B, S] float32.

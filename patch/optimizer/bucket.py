@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import torch
@@ -51,8 +52,6 @@ class Bucket:
         to make a view anew for each gradient takes as long as to add it."""
         self._set_buffer(buffer)
         self._staging: torch.Tensor | None = None
-        self.message = 0
-        """Which of the step's reductions the next one is, counted over all buckets (stage `gradients`)."""
         self.is_open = False
         """Whether a micro-batch of its stage has begun backward and has not ended."""
         self.is_last = False
@@ -82,7 +81,7 @@ class Bucket:
         """Forget the gradients of the step before."""
         self.is_open = self._is_due = False
         self._is_shard_empty = True
-        self._drop_staging()
+        self.drop_staging()
         self._unwritten = set(self.range.params)
         """Parameters that have given the buffer no gradient yet: their elements hold old values."""
 
@@ -105,27 +104,21 @@ class Bucket:
         return self._is_due and (self._is_over or not (self._missing or may_repeat))
 
     def use_staging(self, staging: torch.Tensor) -> None:
-        """Collect the next gradients in `staging`, which is free again after `finish_grad_sync`."""
+        """Collect the next gradients in `staging`, until `drop_staging`."""
         self._staging = staging
         self._set_buffer(staging[: self.range.numel])
         self._unwritten = set(self.range.params)
-
-    def move_to(self, staging: torch.Tensor) -> torch.Tensor:
-        """Copy the collected gradients to `staging` and collect there; the previous buffer."""
-        before = self._staging
-        assert before is not None, "use_staging comes first"
-        self._staging = staging
-        self._set_buffer(staging[: self.range.numel].copy_(self._collected))
-        return before
 
     def _set_buffer(self, buffer: torch.Tensor | None) -> None:
         self.buffer = buffer
         self._places = {} if buffer is None else self._places_in.setdefault(buffer.data_ptr(), {})
 
-    def _drop_staging(self) -> None:
-        if self._staging is not None:
-            self._staging = None
+    def drop_staging(self) -> torch.Tensor | None:
+        """The staging buffer that it had, which is free again; None: it had none."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
             self._set_buffer(None)
+        return staging
 
     def open_place(self, param: ParamRange) -> tuple[torch.Tensor, bool]:
         """Where a gradient of the parameter is to be written now, flat, and whether it is the first one.
@@ -225,13 +218,12 @@ class Bucket:
         self._is_shard_summed = True
 
     def finish_grad_sync(self, clock: WaitClock) -> None:
-        """Wait for the reduction; if it had a staging buffer, that is free again."""
+        """Wait for the reduction."""
         assert self.pending is not None, "start_grad_sync comes first"
         self.pending.wait(clock)
         self.pending = None
         self._add_to_shard()
         self._is_shard_empty = False
-        self._drop_staging()
 
     def _own_part(self) -> torch.Tensor:
         """(n,) the part of the buffer that belongs to this rank."""
@@ -242,64 +234,40 @@ class Bucket:
 class Staging:
     """What buckets are collected in and sent from where a rank keeps its shards only (stage `gradients`).
 
-    Message m of a step leaves from slot m mod n, on all ranks, whatever the order of their gradients was.
-    A bucket that opens so early that the message before in its slot has not left is collected in a spare, and
-    moved into the slot when it leaves: that happens where unused parameters or several domains hold buckets
-    open.
+    There are more than a few buffers only where unused parameters or several domains hold buckets open while
+    others are filled.
 
     Args:
         like: on the device, of the type of gradients.
         numel: of the largest bucket.
-        num_slots: how many messages may be open at a time, from the first gradient until the sum is there.
+        num_buffers: how many buckets may be open at a time, from the first gradient until the sum is there.
     """
 
-    def __init__(self, like: torch.Tensor, numel: int, num_slots: int) -> None:
-        self._slots = [like.new_empty(numel) for _ in range(num_slots)]
-        self._spares: list[torch.Tensor] = []
-        self._lent: list[torch.Tensor] = []
-        self._num_messages = 0
+    def __init__(self, like: torch.Tensor, numel: int, num_buffers: int) -> None:
+        self._buffers = [like.new_empty(numel) for _ in range(num_buffers)]
+        self.reset()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slots."""
-        return sum(slot.nbytes for slot in self._slots)
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def reset(self) -> None:
-        """Begin a step: nothing is on its way, and spares that an error left with their buckets are back."""
-        self._num_messages = 0
-        self._spares += self._lent
-        self._lent = []
+        """Begin a step: no bucket has a buffer, whatever an error left behind."""
+        self._free = deque(self._buffers)
 
-    def next_message(self) -> int:
-        """The number of a further message; all ranks ask in one order."""
-        self._num_messages += 1
-        return self._num_messages - 1
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the next one to take a buffer makes a new one."""
+        return not self._free
 
-    def is_free(self, message: int, num_open: int) -> bool:
-        """Whether the message before in its slot has ended.
+    def take(self) -> torch.Tensor:
+        """(numel,) a buffer that nobody uses."""
+        if not self._free:
+            self._buffers.append(torch.empty_like(self._buffers[0]))
+            return self._buffers[-1]
+        return self._free.popleft()
 
-        Args:
-            message: its number.
-            num_open: so many, the newest, have not ended.
-        """
-        return message - len(self._slots) < self._num_messages - num_open
-
-    def slot(self, message: int) -> torch.Tensor:
-        """(numel,) where it leaves from."""
-        return self._slots[message % len(self._slots)]
-
-    def is_slot(self, buffer: torch.Tensor) -> bool:
-        """Whether the buffer lies in a slot."""
-        address = buffer.untyped_storage().data_ptr()
-        return any(slot.untyped_storage().data_ptr() == address for slot in self._slots)
-
-    def borrow_spare(self) -> torch.Tensor:
-        """(numel,) memory that is in no slot."""
-        spare = self._spares.pop() if self._spares else torch.empty_like(self._slots[0])
-        self._lent.append(spare)
-        return spare
-
-    def give_back(self, spare: torch.Tensor) -> None:
-        """Whoever borrowed it has no need of it any more."""
-        self._lent = [lent for lent in self._lent if lent is not spare]
-        self._spares.append(spare)
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Whoever took it has no need of it any more."""
+        self._free.append(buffer)

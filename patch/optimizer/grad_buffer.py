@@ -88,11 +88,11 @@ class GradBuffer:
         self._on_backward, self._on_final = on_backward, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
-        num_slots = min(NUM_STAGING, len(bucket_ranges))
+        num_staging = min(NUM_STAGING, len(bucket_ranges))
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
         self._rounded_sums = _rounded_sums(largest, domains, like.device)
         self.buckets = self._make_buckets(bucket_ranges, domains)
-        self._staging = Staging(like, largest, num_slots) if self._is_sharded else None
+        self._staging = Staging(like, largest, num_staging) if self._is_sharded else None
         self._travelling: deque[Bucket] = deque()
         """Buckets whose reductions are under way."""
         self._leaving: deque[Bucket] = deque()
@@ -278,8 +278,6 @@ class GradBuffer:
         if self._staging is not None and begun:
             self._checks.append(LastMicroBatchCheck(stage, is_last, self._group, self._like))
             self._leaving += begun
-            for bucket in begun:
-                bucket.message = self._staging.next_message()
         self._open.add(stage)
         if is_last:
             self._ended.add(stage)
@@ -302,7 +300,6 @@ class GradBuffer:
         """Start the reduction of the next bucket."""
         bucket = self._leaving[0]
         self._provide_buffer(bucket)
-        self._move_to_slot(bucket)
         bucket.complete()
         if self.local_check is not None:
             self.local_check.is_finite &= bucket.is_finite()
@@ -326,6 +323,9 @@ class GradBuffer:
             bucket.check.wait(self._clock)
         bucket.check = None
         bucket.finish_grad_sync(self._clock)
+        staging = bucket.drop_staging()
+        if staging is not None and self._staging is not None:
+            self._staging.give_back(staging)
         if bucket.notify_when_done:
             self._on_final(bucket.index, None)
 
@@ -334,23 +334,10 @@ class GradBuffer:
         while bucket.pending is not None:  # the micro-batch before is still on its way
             self._finish_next()
         if bucket.buffer is None:
-            bucket.use_staging(self._find_staging(bucket.message))
-
-    def _find_staging(self, message: int) -> torch.Tensor:
-        """Its slot, as soon as the message before in it has arrived; a spare if that one has not left."""
-        assert self._staging is not None, "other stages keep buffers of their own"
-        if not self._staging.is_free(message, len(self._leaving)):
-            return self._staging.borrow_spare()
-        while not self._staging.is_free(message, len(self._leaving) + len(self._travelling)):
-            self._finish_next()
-        return self._staging.slot(message)
-
-    def _move_to_slot(self, bucket: Bucket) -> None:
-        """A bucket that leaves is sent from its slot, wherever it was collected."""
-        assert bucket.buffer is not None
-        if self._staging is not None and not self._staging.is_slot(bucket.buffer):
-            spare = bucket.move_to(self._find_staging(bucket.message))
-            self._staging.give_back(spare)
+            assert self._staging is not None, "other stages keep buffers of their own"
+            while self._staging.is_used_up and self._travelling:
+                self._finish_next()
+            bucket.use_staging(self._staging.take())
 
 
 def _rounded_sums(numel: int, domains: Sequence[Domain], device: torch.device) -> RoundedSums | None:

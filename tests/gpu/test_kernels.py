@@ -15,8 +15,8 @@ from patch.distributed.groups import initialize
 from patch.model.attention import CausalAttention
 from patch.model.backends import backends_on
 from patch.model.kernels import layer_kernels
-from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.llama import transformer_config
+from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}

@@ -2,7 +2,7 @@
 
 One kernel finds the largest logit and the sum of exponentials of each row in one pass; between them the TP
 ranks put their parts together; one turns the logits into their gradients. It computes what the plain form in
-`linear_cross_entropy.py` does, in float32, with another order of sums. With TRITON_INTERPRET=1 before the
+`patch/model/loss.py` does, in float32, with another order of sums. With TRITON_INTERPRET=1 before the
 import, Triton's interpreter runs it on the CPU.
 
 Shapes: T tokens of the chunk, V rows of the padded vocabulary on this TP rank.

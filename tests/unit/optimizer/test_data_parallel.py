@@ -19,7 +19,6 @@ Memory is counted storage by storage. Bytes per parameter with bf16 weights and 
 
 from itertools import product
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,7 +34,6 @@ from optimizer_runs import (
     Step,
     WideModel,
     build_optimizer,
-    check_training,
     make_steps,
     measure_zero_stages,
     take_step,
@@ -43,8 +41,7 @@ from optimizer_runs import (
 )
 
 from patch.config.choices import ZeroStage
-from patch.distributed.async_collectives import Pending
-from patch.optimizer import OverlappedDistributedOptimizer, bucket, grad_buffer
+from patch.optimizer import OverlappedDistributedOptimizer, grad_buffer
 from patch.optimizer.grad_buffer import NUM_STAGING, GradBuffer
 
 NUM_STEPS = 10
@@ -142,48 +139,9 @@ def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
     return Outcome(norms, weights_of(model))
 
 
-class Branches(torch.nn.Module):
-    """Seven layers of 240 elements, a bucket each; a batch (x, layers) leaves some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 15) for _ in range(7))
-
-    def forward(self, batch: tuple[torch.Tensor, set[int]]) -> torch.Tensor:
-        hidden = batch[0][:, :16]
-        for index, layer in enumerate(self.layers):
-            hidden = hidden if index in batch[1] else torch.nn.functional.pad(layer(hidden).tanh(), (0, 1))
-        return hidden.square().sum()
-
-
-def slots_of_branches(rank: int) -> list[int]:
-    """The slot that each message of three steps was sent from; the weights are the oracle's.
-
-    Rank 1 has no gradient of the last two layers, whose buckets leave first: others come before their turn.
-    """
-    slots: dict[int, int] = {}
-    sent: list[int] = []
-    start = bucket.start_reduce_scatter
-
-    def record(buffer: torch.Tensor, *arguments: Any) -> Pending:
-        sent.append(slots.setdefault(buffer.data_ptr(), len(slots)))
-        return start(buffer, *arguments)
-
-    unused = [{2}, {5, 6}]
-    steps = [
-        [[(batch, unused[of]) for batch in batches] for of, batches in enumerate(step)]
-        for step in make_steps(3, 2, 2)
-    ]
-    with mock.patch.object(bucket, "start_reduce_scatter", record):
-        check_training(rank, ZeroStage.GRADIENTS, Branches, steps)
-    return sent
-
-
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "bytes": measure_zero_stages(),
-        "branches": slots_of_branches(rank) if world_size == 2 else None,
         "overlapped": {
             case: train(case, rank, world_size, overlaps=True) for case in CASES if case.runs_at(world_size)
         },
@@ -234,15 +192,6 @@ def test_overlap_changes_no_bit(ranks: list) -> None:
             assert waiting.norms == found["overlapped"][case].norms
             for name, weight in waiting.weights.items():
                 assert np.array_equal(weight, found["overlapped"][case].weights[name]), (case, name)
-
-
-def test_a_message_is_sent_from_the_same_slot_on_all_ranks(ranks: list) -> None:
-    if len(ranks) != 2:
-        pytest.skip("run at DP 2 only")
-    sent, sent_by_other = (found["branches"] for found in ranks)
-    assert sent == sent_by_other
-    of_step = len(sent) // 3
-    assert sent == [i % NUM_STAGING for i in range(of_step)] * 3
 
 
 def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:

@@ -17,7 +17,7 @@ from training_runs import CPU
 from patch import compat
 from patch.distributed.groups import initialize
 from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
-from patch.model.linear_cross_entropy import VocabularyPart, chunk_length, linear_cross_entropy
+from patch.model.loss import VocabularyPart, chunk_length, linear_cross_entropy
 from toolkits.benchmarks._measure import peak_bytes
 
 LENGTH, ROWS, GRADIENT = 22, 2, 0.25
