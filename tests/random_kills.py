@@ -101,6 +101,7 @@ def work(changes: dict[str, Any]) -> None:
         from patch.checkpoint.retention import Retention
         from patch.distributed.groups import shutdown
         from patch.storage.lock import hold_run
+        from patch.storage.names import METRICS_FILE
         from patch.training.checkpoint_retention import CheckpointRetention
         from patch.training.metrics import MetricsLog
         from patch.training.setup import checkpoint_root
@@ -119,7 +120,9 @@ def work(changes: dict[str, Any]) -> None:
             with (output / "starts").open("a") as stream:
                 stream.write(f"{run.start_iteration}\n")
             hooks.append(MetricsLog(output, run.start_iteration))
-            hooks.append(CheckpointRetention(root, root, Retention(last=2), run.start_iteration))
+            retention = Retention(last=2)
+            metrics = output / METRICS_FILE
+            hooks.append(CheckpointRetention(metrics, root, root, retention, run.start_iteration))
             Trainer(run, hooks).train()
     shutdown()
 

@@ -20,7 +20,7 @@ import torch
 
 from patch.config.data_spec import DataPart
 from patch.data.samples import Batch, Sample, SampleSource, collate, cut_batch
-from patch.distributed.zigzag import WHOLE, Zigzag
+from patch.distributed.context_group import WHOLE, Zigzag
 
 
 class ShuffledOrder:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 
 
 class Sample(NamedTuple):

@@ -55,7 +55,7 @@ INSISTENCE_S = 3.0
 SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
 KILL_GRACE_S = 10.0
-"""How much longer than END_S a worker that is done may live, which then could not end itself."""
+"""Seconds beyond END_S that a worker that is done may live, which then could not end itself."""
 PATCH_ERROR_CODES = range(2, 6)
 # The usual reasons of signals that nobody of us has sent.
 _KILLERS: dict[int, str] = {
@@ -138,7 +138,7 @@ class _Ended(NamedTuple):
         return self.exit_code != TIME_LIMIT_CODE and self.exit_code <= 128
 
     def __str__(self) -> str:
-        """Why it ended, in words."""
+        """The reason of its end, in words."""
         code = self.code if self.is_failure else self.exit_code
         if code == LOST_RANK_CODE:
             return "another rank ended"

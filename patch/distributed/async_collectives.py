@@ -116,7 +116,7 @@ class Pending:
 
 
 class _Queued(dist.Work):
-    """What a stream has been given by now."""
+    """Work that a stream has been given by now."""
 
     def __init__(self, streams: Any, stream: torch.cuda.Stream) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def start_reduce_scatter(
         out: (n,), this rank's part of `buffer`, or other memory.
         group: the ranks that take part.
         travels_as: all parts, the own one too, are rounded to this type, exchanged, and added up in fp32 in
-            the order of ranks; not over NCCL (rounded_sums.py). None: the type of `buffer`.
+            the order of ranks; not over NCCL (`RoundedSums`). None: the type of `buffer`.
     """
     if follows_on_device(group):
         assert travels_as is None, "RoundedSums does that over NCCL"
@@ -205,7 +205,7 @@ def start_reduce_scatter(
 
 
 def in_fp32(out: torch.Tensor) -> torch.Tensor:
-    """Where `sum_in_fp32` adds up: `out` itself, if its type is float32."""
+    """Memory in which `sum_in_fp32` adds up: `out` itself, if its type is float32."""
     return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 
@@ -280,3 +280,47 @@ def _exchange(
     works = [dist.irecv(received[source], group=group, group_src=source) for source in sources]
     works += [dist.isend(sent[target], group=group, group_dst=target) for target in reversed(sources)]
     return [work for work in works if work is not None]
+
+
+class RoundedSums:
+    """Reduce-scatters over NCCL that send rounded gradients and add them up in fp32, beside compute.
+
+    Over gloo `start_reduce_scatter` does it.
+
+    All messages are rounded, exchanged and summed on one stream, one after the other. So one buffer to send
+    from and one to receive in do for all, however far the host is ahead.
+
+    Args:
+        numel: of the largest buffer.
+        travels_as: to which gradients are rounded.
+        device: of the gradients.
+    """
+
+    def __init__(self, numel: int, travels_as: torch.dtype, device: torch.device) -> None:
+        self._sent = torch.empty(numel, dtype=travels_as, device=device)
+        self._received = torch.empty_like(self._sent)
+        self._device, self._streams = device, streams_of(device)
+        self._aside = stream_of(device, "rounded sums")
+        self._aside.wait_stream(self._streams.current_stream())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both buffers."""
+        return self._sent.nbytes + self._received.nbytes
+
+    def start(self, buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+        """Sum `buffer` over the group and write this rank's shard of the sum to `out`.
+
+        Args:
+            buffer: (group size * n,), of at most `numel` elements; not changed, unless `out` is a part of it.
+            out: (n,), this rank's part of `buffer`, or other memory.
+            group: the ranks that take part.
+        """
+        self._aside.wait_stream(self._streams.current_stream())
+        sent, received = self._sent[: buffer.numel()], self._received[: buffer.numel()]
+        with self._streams.stream(self._aside):
+            total = in_fp32(out)  # before the message: a rank that runs out of memory has sent nothing
+            sent.copy_(buffer)
+            start_all_to_all(received, sent, group).wait()
+            sum_in_fp32(received.chunk(group.size()), total, out)
+            return queued_on(self._aside, self._device)

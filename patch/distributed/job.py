@@ -22,7 +22,7 @@ ROUND = "PATCH_ROUND"
 """The variable with the number of this start of the workers; our launchers' store serves all of them."""
 _Answer = TypeVar("_Answer")
 NAME_S = 10.0
-"""How long a name may have no address."""
+"""Seconds that a name may have no address."""
 _GRACE_S = 5.0
 """We wait this much longer than torch, because the error of torch's own time limit says more."""
 
@@ -79,7 +79,9 @@ def _connect(timeout: timedelta) -> tuple[dist.Store, int, int]:
             timeout, lambda: next(iter(dist.rendezvous("env://", timeout=timeout)))
         )
     except (RuntimeError, TimeoutError) as error:
-        raise _unreachable(str(error).strip().partition("\n")[0]) from error
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        who = f"rank {os.environ['RANK']}"
+        raise unreachable(who, address, error, "rank 0, on the first machine,") from error
     store.set_timeout(timeout)
     return store, rank, world_size
 
@@ -112,10 +114,18 @@ def answer_within(timeout: timedelta, call: Callable[[], _Answer]) -> _Answer:
     return answer
 
 
-def _unreachable(reason: str) -> TrainingError:
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def unreachable(who: str, address: str, error: BaseException, expected: str) -> TrainingError:
+    """The error of a process that nobody answers.
+
+    Args:
+        who: the process.
+        address: MASTER_ADDR:MASTER_PORT.
+        error: the cause.
+        expected: who should have answered.
+    """
+    reason = str(error).strip().partition("\n")[0]
     return TrainingError(
-        f"rank {os.environ['RANK']} could not join the job at {address} (MASTER_ADDR:MASTER_PORT): {reason}. "
-        "Expected rank 0 of this job there: give the address of the first machine and a port that no other "
-        "program uses; --distributed-timeout-minutes is how long processes wait for each other"
+        f"{who} could not join the job at {address} (MASTER_ADDR:MASTER_PORT): {reason}. Expected {expected} "
+        "there: give that machine's address and a port that no other program uses; "
+        "--distributed-timeout-minutes is how long machines wait for each other"
     )

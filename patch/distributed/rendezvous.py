@@ -1,4 +1,4 @@
-"""Where the launchers of all machines meet: torch's c10d rendezvous, with three decisions of our own.
+"""Meetings of the launchers of all machines: torch's c10d rendezvous, with three decisions of our own.
 
 - Ranks follow the machines' indices. torch sorts machines by address and process id, so they would change
   places at a restart, and with them the order of sums.
@@ -35,19 +35,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from patch.device import start_thread
-from patch.distributed.job import ROUND, answer_within, await_address
-from patch.errors import TrainingError
+from patch.distributed.job import ROUND, answer_within, await_address, unreachable
 from patch.logger import get_logger
 from patch.preflight.cluster import Rendezvous
 
 _logger = get_logger(__name__)
 
 LAST_CALL_S = 30
-"""How long machines wait for the others when fewer than all, but enough, have come."""
+"""Seconds that machines wait for the others when fewer than all, but enough, have come."""
 HEARTBEAT_S = 5
 """A machine that has not been heard of for three times as long is lost."""
 LINGER_S = 3.0
-"""How long the first machine keeps the store after the end, so that the others learn of the end from it."""
+"""Seconds that the first machine keeps the store after the end, from which the others learn of the end."""
 _POLL_S = 1.0
 _SILENCE_S = 5.0
 """A launcher that has given no sign for so long is lost: each gives one a second."""
@@ -92,7 +91,8 @@ class Meeting(DynamicRendezvousHandler):
             await_address(place.master_addr)
             backend, store = answer_within(timeout, lambda: create_backend(parameters))
         except (RendezvousError, TimeoutError) as error:
-            raise _unreachable(place, error) from error
+            who = f"machine {place.node_rank}"
+            raise unreachable(who, address, error.__cause__ or error, "the launcher of machine 0") from error
         assert isinstance(store, TCPStore), "the default of torch's parameters"
         meeting = cls.from_backend(
             parameters.run_id,
@@ -119,7 +119,7 @@ class Meeting(DynamicRendezvousHandler):
                 store.add(f"signs of machine {self.place.node_rank}", 1)
 
     def lost_machines(self) -> list[str]:
-        """Those of the other machines of this round that give no sign of life; waits for it."""
+        """The other machines of this round that give no sign of life; waits for it."""
         others = [rank for rank in self.members if rank != self.place.node_rank]
         if not others:
             return []
@@ -178,13 +178,3 @@ class Meeting(DynamicRendezvousHandler):
         if self.place.node_rank == 0 and self.sizes[-1] + self.place.num_spares > 1:
             time.sleep(LINGER_S)
         return closed
-
-
-def _unreachable(place: Rendezvous, error: Exception) -> TrainingError:
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return TrainingError(
-        f"machine {place.node_rank} could not join the job at {place.master_addr}:{place.master_port} "
-        f"(MASTER_ADDR:MASTER_PORT): {reason}. Expected the launcher of machine 0 there: give that machine's "
-        "address and a port that no other program uses; --distributed-timeout-minutes is how long machines "
-        "wait for each other"
-    )

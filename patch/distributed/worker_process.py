@@ -20,7 +20,7 @@ from patch.errors import MemoryLackError, PatchError
 from patch.storage.atomic import write_atomically
 
 END_S = 120.0
-"""How long a worker may take to leave its groups and end, after its work is done."""
+"""Seconds that a worker may take to leave its groups and end, after its work is done."""
 FAILED_END_S = 10.0
 """The same for a worker that failed: the others, and a restart, wait for it."""
 LOST_RANK_CODE = 6
@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Reply(NamedTuple):
-    """What a worker leaves in its error file when its work has ended, well or badly."""
+    """The content of a worker's error file when its work has ended, well or badly."""
 
     exit_code: int
     message: str = ""
@@ -62,7 +62,7 @@ class Reply(NamedTuple):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those of `STOP_SIGNALS` that this process is to answer."""
+    """The signals of `STOP_SIGNALS` that this process is to answer."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (is_deaf and number is signal.SIGHUP)]
 
@@ -139,7 +139,7 @@ def failure(error: BaseException) -> Reply:
 
 
 def read_reply(file: str) -> Reply | None:
-    """What a worker has left in its error file; None if it has left nothing."""
+    """The reply that a worker has left in its error file; None if it has left nothing."""
     try:
         content = json.loads(Path(file).read_bytes())
         return Reply(**{field: content[field] for field in Reply._fields})

@@ -4,7 +4,7 @@
     a2a     all-to-all: each rank gets whole sequences of a part of the heads, attends as without CP, and
             gives the result back (Jacobs et al., arXiv:2309.14509)
 
-Everything outside attention works on a rank's own tokens, as `patch.distributed.zigzag` cuts them.
+Everything outside attention works on a rank's own tokens, as `patch.distributed.context_group` cuts them.
 
 Shapes: S sequence, s = S / CP tokens of this rank, B micro-batch, N query heads, G key/value heads of this TP
 rank, D head size.
@@ -21,8 +21,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 
-from patch.distributed.context_group import ContextGroup
-from patch.distributed.zigzag import join_parts, split_parts
+from patch.distributed.context_group import ContextGroup, join_parts, split_parts
 from patch.model.attention import CausalAttention
 from patch.model.packed_sequences import PackedSequences
 from patch.model.ring_attention import attend_around_ring

@@ -38,7 +38,7 @@ from patch.config.backends import Backends
 from patch.config.execution import Execution, Fp8
 from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.families import traits_of
 from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice

@@ -18,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from patch.device import send
-from patch.distributed.zigzag import WHOLE, Zigzag
+from patch.distributed.context_group import WHOLE, Zigzag
 from patch.model.rotary import RotaryTable
 
 

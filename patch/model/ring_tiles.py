@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 from typing import NamedTuple
 
-from patch.distributed.zigzag import Span, Zigzag
+from patch.distributed.context_group import TokenSpan, Zigzag
 
 
 class PlacedSequence(NamedTuple):
@@ -70,10 +70,10 @@ def tiles_of_piece(
             yield Tile(rows, _indices(queries), _indices(keys), is_causal=True)
 
 
-def _tiles_of_earlier_keys(rows: slice, queries: list[Span], keys: list[Span]) -> Iterator[Tile]:
+def _tiles_of_earlier_keys(rows: slice, queries: list[TokenSpan], keys: list[TokenSpan]) -> Iterator[Tile]:
     """Chunks of another rank are wholly before or wholly after ours."""
 
-    def earlier(query: Span) -> list[Span]:
+    def earlier(query: TokenSpan) -> list[TokenSpan]:
         return [key for key in keys if key.position < query.position]
 
     for seen, seers in groupby(queries, earlier):
@@ -81,7 +81,7 @@ def _tiles_of_earlier_keys(rows: slice, queries: list[Span], keys: list[Span]) -
             yield Tile(rows, _indices(list(seers)), _indices(seen))
 
 
-def _tiles_of_window(rows: slice, query: Span, key: Span, window: int) -> Iterator[Tile]:
+def _tiles_of_window(rows: slice, query: TokenSpan, key: TokenSpan, window: int) -> Iterator[Tile]:
     """Tiles of at most `window` queries times 2 * `window` keys, so that no mask is larger.
 
     Every query of a tile sees at least one of its keys: the last one or itself.
@@ -101,12 +101,12 @@ def _tiles_of_window(rows: slice, query: Span, key: Span, window: int) -> Iterat
         )
 
 
-def _indices(spans: list[Span]) -> slice:
+def _indices(spans: list[TokenSpan]) -> slice:
     """Spans that follow each other on their rank."""
     return slice(spans[0].offset, spans[-1].offset + spans[-1].length)
 
 
-def _shifted(span: Span, begin: int, end: int) -> slice:
+def _shifted(span: TokenSpan, begin: int, end: int) -> slice:
     """The indices of the positions from `begin` to before `end`, which are within the span."""
     shift = span.offset - span.position
     return slice(begin + shift, end + shift)

@@ -18,7 +18,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from patch.config.schema import ModelConfig
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 
 
 class RotaryTable(torch.nn.Module):

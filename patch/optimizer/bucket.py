@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 
 from patch.config.choices import ZeroStage
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce, start_reduce_scatter
-from patch.distributed.rounded_sums import RoundedSums
+from patch.distributed.async_collectives import (
+    Pending,
+    RoundedSums,
+    WaitClock,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from patch.layout.buckets import BucketRange, ParamRange
 from patch.optimizer.domain import Domain
 from patch.optimizer.micro_batch import LastMicroBatchCheck

@@ -36,8 +36,7 @@ import torch.distributed as dist
 from patch.compat.profiler import region
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.config.choices import ZeroStage
-from patch.distributed.async_collectives import Pending, WaitClock, follows_on_device
-from patch.distributed.rounded_sums import RoundedSums
+from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock, follows_on_device
 from patch.errors import TrainingError
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, BucketRange, ParamRange, flat_numels
 from patch.optimizer.bucket import Bucket, Staging

@@ -1,7 +1,8 @@
-"""After each save: links to the last and the best checkpoint, and removal of those that need not stay."""
+"""After each save: which checkpoint is the best, links to it and the last, removal of superseded ones."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,45 +19,55 @@ from patch.checkpoint.retention import (
     set_aside_superseded,
 )
 from patch.device import start_thread
+from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.storage.atomic import write_atomically
 from patch.storage.names import (
     BEST_LINK,
     BEST_TRACKER,
     LAST_LINK,
     all_iterations,
-    iteration_in,
+    complete_iterations,
     iteration_name,
 )
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
-from patch.storage.text_files import read_small
 from patch.training.hooks import Record, TrainerHook
+from patch.training.metrics import read_metrics
 
 _logger = get_logger(__name__)
 
 CLOSE_S = 60.0
-"""How long the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
+"""Seconds that the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
 
 
 class CheckpointRetention(TrainerHook):
-    """Removes superseded checkpoints in the background, so that no step waits while files are deleted.
+    """Marks the best checkpoint, moves the links, and removes superseded checkpoints in the background.
 
-    In a store there are no links, and the checkpoints are also looked for in the background.
+    So no step waits while files are deleted. In a store there are no links, and the checkpoints are also
+    looked for in the background.
 
-    It reads which checkpoint is the best from the file that `BestCheckpoint` writes, so it is called after
-    that hook.
+    The best one has the lowest validation loss; its number is in checkpoint/best_checkpointed_iteration.txt.
+    A checkpoint counts if its step was evaluated on what the last evaluation took, known by its number of
+    learned tokens: losses of other sets cannot be compared. On resume the losses of earlier ones come from
+    metrics.jsonl, so this hook is created after `MetricsLog`, which cuts the file back.
 
     Args:
+        metrics: the run's metrics.jsonl.
         root: the folder of the run's checkpoints.
         disk: if that is in a store, the folder on the disk that gets those that the store refuses.
         retention: which of them stay.
         start_iteration: steps already done: those of the newest checkpoint, or 0.
         weights_only: the iteration whose checkpoint has no optimizer states, so that the last ones before it
             stay; None: there is none.
+
+    Raises:
+        CheckpointError: the mark cannot be written.
     """
 
     def __init__(
         self,
+        metrics: Path,
         root: AnyPath,
         disk: Path,
         retention: Retention,
@@ -69,18 +80,33 @@ class CheckpointRetention(TrainerHook):
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Checkpoints of later steps, from before this run went back to an older checkpoint; perhaps they are
         damaged."""
+        self._saved = {iteration for iteration in complete_iterations(root) if iteration <= start_iteration}
+        self._losses: dict[int, float] = {}
+        self._num_tokens: float | None = None
+        """Learned tokens of the last evaluation, and so of all that `_losses` holds."""
+        self._best: int | None = None
         self._has_links = isinstance(root, Path)
         self._removals: list[threading.Thread] = []
+        for record in read_metrics(metrics):
+            if record.get("valid_loss") is not None:
+                self._note(record)
+        self._mark()
+        if self._best is None:
+            (root / BEST_TRACKER).unlink(missing_ok=True)
         self._point_links()
         self._in_background(self._delete)
 
     def on_evaluate(self, record: Record) -> None:
-        """A signal has a step evaluated after its checkpoint was saved."""
+        """Note the validation loss; after a signal the checkpoint of this step was saved before."""
+        self._note(record)
+        self._mark()
         self._point_links()
 
     def on_save(self, iteration: int) -> None:
-        """Move the links, and remove what the new checkpoint supersedes."""
+        """Mark the best checkpoint, move the links, and remove what the new checkpoint supersedes."""
         self._newest = iteration
+        self._saved.add(iteration)
+        self._mark()
         self._point_links()
         self._abandoned.discard(iteration)
         if isinstance(self._root, Path):
@@ -88,6 +114,32 @@ class CheckpointRetention(TrainerHook):
                 self._in_background(self._delete)
         else:
             self._in_background(partial(self._remove, self._root, iteration))
+
+    def _note(self, record: Record) -> None:
+        if record.get("valid_tokens") != self._num_tokens:
+            self._losses.clear()
+            self._num_tokens = record.get("valid_tokens")
+        if not math.isnan(record["valid_loss"]):
+            self._losses[record["iteration"]] = record["valid_loss"]
+
+    def _mark(self) -> None:
+        """Write the file if another checkpoint is the best one; the earlier one of two with equal losses."""
+        candidates = sorted(self._saved & self._losses.keys())
+        if not candidates:
+            return
+        best = min(candidates, key=self._losses.__getitem__)
+        if best == self._best:
+            return
+        tracker = self._root / BEST_TRACKER
+        try:
+            write_atomically(tracker, f"{best}\n")
+        except OSError as error:
+            if isinstance(tracker, RemotePath):  # the next save will tell, and has a way out
+                _logger.warning("%s was not written: %s", tracker, error.strerror)
+                return
+            raise CheckpointError(f"{tracker} was not written: {error}; free space, resume") from error
+        self._best, loss = best, self._losses[best]
+        _logger.info("the checkpoint of step %d is the best so far: validation loss %.4f", best, loss)
 
     def close(self) -> None:
         """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""
@@ -103,7 +155,7 @@ class CheckpointRetention(TrainerHook):
 
     def _set_aside(self, iteration: int) -> bool:
         uncounted = self._abandoned | self._weights_only
-        gone = set_aside_superseded(self._root, self._retention, iteration, self._best(), uncounted)
+        gone = set_aside_superseded(self._root, self._retention, iteration, self._best, uncounted)
         if gone:
             _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
         return bool(gone)
@@ -114,10 +166,8 @@ class CheckpointRetention(TrainerHook):
             self._delete()
 
     def _remove_refused(self, root: RemotePath, iteration: int) -> None:
-        refused = find_refused(self._disk, iteration)
-        if not refused or not has_saved_lengths(root / iteration_name(iteration)):
-            return
-        if gone := sorted(refused - {self._best()}):
+        gone = sorted(find_refused(self._disk, iteration))
+        if gone and has_saved_lengths(root / iteration_name(iteration)):
             remove_refused(self._disk, gone)
             _logger.info(
                 "%s has the checkpoint of step %d: removed those of steps %s, which it had refused, from %s",
@@ -140,18 +190,12 @@ class CheckpointRetention(TrainerHook):
         self._removals = [removal for removal in self._removals if removal.is_alive()]
         self._removals.append(start_thread("remove checkpoints", partial(guarded, self._removals[-1:])))
 
-    def _best(self) -> int | None:
-        try:
-            return iteration_in(read_small(self._root / BEST_TRACKER).decode().strip())
-        except (FileNotFoundError, ValueError):
-            return None
-
     def _point_links(self) -> None:
         if not self._has_links or not isinstance(self._root, Path):
             return
         try:
             point_link(self._root, LAST_LINK, self._newest)
-            point_link(self._root, BEST_LINK, self._best())
+            point_link(self._root, BEST_LINK, self._best)
         except OSError as error:
             self._has_links = False
             _logger.warning(

@@ -12,10 +12,9 @@ from patch.data.prefetch import StepReader, read_ahead
 from patch.data.samples import Batch, learned_tokens
 from patch.distributed.collectives import max_over_world, sum_over
 from patch.training.guards.phases import Phase
-from patch.training.oom_retry import OomRetry
-from patch.training.reading import read
 from patch.training.setup import Run
-from patch.training.step import run_schedule
+from patch.training.state_placement import OomRetry
+from patch.training.step import read_batches, run_schedule
 
 _LARGEST_EXPONENT = 700.0
 """exp of more is no float."""
@@ -83,7 +82,7 @@ def _read(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Bat
     The last global batch of a set is filled up with samples without learned tokens. Micro-batches that have
     nothing else on any rank are left out; interleaved stages need the number that they were built for.
     """
-    reading = read(reader, index)
+    reading = read_batches(reader, index)
     of_batches = [learned_tokens([batch]) for batch in reading.batches]
     if reading.error is not None:
         of_batches = [math.nan] * run.config.num_micro_batches

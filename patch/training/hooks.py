@@ -1,11 +1,32 @@
-"""The base class of hooks, which the training loop calls: metrics, plots, progress, each in its own file.
+"""Hooks, which the training loop calls: their base class, and the small ones of a run.
 
-A new hook is a subclass of `TrainerHook` and a line in `worker.build_hooks`.
+A new hook is a subclass of `TrainerHook` and a line in `worker.build_hooks`. Here are progress, the last
+save, a forecast of the step's time and the traces of --profile; metrics and checkpoints have own files.
+
+log/last_saved_iteration.txt tells a job's script whether a run gets on. The tracker does not: with --save URL
+it is in the store, and the one on the disk is of a copy that the store once refused.
+
+A trace has the phases of each step, the buckets' reductions and gathers, the chunks' copies and updates, and
+waits, by name. `llama-patch timeline` draws it; so do Perfetto and chrome://tracing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from rich.progress import MofNCompleteColumn, TextColumn
+from torch.profiler import profile
+
+from patch.compat.profiler import step_profiler
+from patch.logger import get_logger
+from patch.optimizer import OverlappedDistributedOptimizer
+from patch.progress import LineTimer, ProgressBar, is_terminal
+from patch.storage.atomic import write_atomically
+from patch.storage.names import LAST_SAVED_FILE, TRACES_FOLDER
+
+_logger = get_logger(__name__)
 
 Record = dict[str, Any]
 """One object of log/metrics.jsonl."""
@@ -45,3 +66,173 @@ class TrainerHook:
 
     def close(self) -> None:
         """Called at the end of training: after the last step, a signal or an error."""
+
+
+class LastSaved(TrainerHook):
+    """Writes the number of each checkpoint that is complete, wherever it is; created after `MetricsLog`.
+
+    Args:
+        output: the run's folder.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._file = output / LAST_SAVED_FILE
+
+    def on_save(self, iteration: int) -> None:
+        """Write the file; a failure is only logged, because the checkpoint itself is there."""
+        try:
+            write_atomically(self._file, f"{iteration}\n")
+        except OSError as error:
+            _logger.warning("%s was not written: %s", self._file, error.strerror)
+
+
+class ProgressDisplay(TrainerHook):
+    """Shows steps and evaluations on stderr.
+
+    Plain lines are written at the first and the last step, and at most every ten seconds between them.
+
+    Args:
+        start_iteration: number of steps already done.
+        train_iters: number of steps of the whole run.
+    """
+
+    def __init__(self, start_iteration: int, train_iters: int) -> None:
+        self._start, self._train_iters = start_iteration, train_iters
+        self._timer = LineTimer(due_at_once=True)
+        self._bar: ProgressBar | None = None
+        if is_terminal():
+            columns = (MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
+            self._bar = ProgressBar("training", train_iters, *columns, completed=start_iteration, state="")
+
+    def on_log(self, record: Record) -> None:
+        """Show one logged step."""
+        iteration = record["iteration"]
+        state = f"loss {record['loss']:.4f}  {record['tokens_per_s_per_gpu']:,.0f} tokens/s per process"
+        if self._bar is not None:
+            self._bar.update(iteration, state=state)
+        elif self._timer.is_due() or iteration >= self._train_iters:
+            left = self._timer.seconds_left(iteration - self._start, self._train_iters - self._start)
+            _logger.info(
+                "step %d/%d  %s  grad norm %.3f  lr %.3g  %.0f s left",
+                iteration, self._train_iters, state, record["grad_norm"], record["lr"], left,
+            )  # fmt: skip
+
+    def on_evaluate(self, record: Record) -> None:
+        """Show one evaluation."""
+        message = (
+            f"step {record['iteration']}  validation loss {record['valid_loss']:.4f}  "
+            f"perplexity {record['valid_ppl']:.3f}"
+        )
+        prefix = "valid_loss/"
+        losses = {key: loss for key, loss in record.items() if key.startswith(prefix)}
+        if losses:
+            each = ", ".join(f"{key.removeprefix(prefix)} {loss:.4f}" for key, loss in losses.items())
+            message += f"  ({each})"
+        if self._bar is not None:
+            self._bar.print(message)
+        else:
+            _logger.info(message)
+
+    def close(self) -> None:
+        """Remove the progress bar from the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class StepTimeForecast(TrainerHook):
+    """Predicts the step time when the offload fraction changes, and logs it with the measured time.
+
+    Every rank has one, because each moves its own states.
+
+    Model: the part of the host's work that overlapped with the device's work stays the same in seconds; the
+        rest of the host's work at the new fraction adds to the step. The update on the device is short and
+        ignored.
+
+    Args:
+        optimizer: whose reports tell the fraction, and how long the host worked and was waited for.
+    """
+
+    def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
+        self._optimizer, self._last = optimizer, optimizer.report()
+        self._before: tuple[float, float, float] | None = None
+        """The last step without a move before it: its seconds, and the host's, waited for and worked."""
+        self._predicted: float | None = None
+
+    def on_step(self, iteration: int, seconds: float) -> None:
+        """Compare a step with its prediction, and predict the steps after a move."""
+        report, last = self._optimizer.report(), self._last
+        self._last = report
+        if report.offload_fraction != last.offload_fraction:  # this step has the move in it, the next one not
+            self._predicted = self._predict(report.offload_fraction, last.offload_fraction)
+            return
+        if self._predicted is not None and self._before is not None:
+            _logger.info(
+                "optimizer offload: fraction %.3f: %.1f ms predicted, %.1f ms measured, %.1f ms before",
+                report.offload_fraction, self._predicted * 1e3, seconds * 1e3, self._before[0] * 1e3,
+            )  # fmt: skip
+            self._predicted = None
+        self._before = seconds, report.host_wait_s - last.host_wait_s, report.host_busy_s - last.host_busy_s
+
+    def _predict(self, fraction: float, last_fraction: float) -> float | None:
+        if self._before is None or not last_fraction:
+            return None
+        seconds, waited, busy = self._before
+        hidden = max(0.0, busy - waited)
+        return seconds - waited + max(0.0, busy * fraction / last_fraction - hidden)
+
+
+class StepProfile(TrainerHook):
+    """Records steps and writes log/traces/rank_0.json.gz; an error that ends the run cuts the trace short.
+
+    Args:
+        output: the run's folder.
+        steps: counted from 1.
+        rank: of this process in the job.
+        num_before: steps that are done; those of `steps` that are among them are not recorded.
+        is_cuda: whether the GPU is recorded.
+        settle: waits for the messages that a step leaves under way. gloo's threads report their end to the
+            profiler, and crash the process if it has stopped meanwhile (seen with torch 2.13).
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        steps: range,
+        rank: int,
+        num_before: int,
+        *,
+        is_cuda: bool,
+        settle: Callable[[], None],
+    ) -> None:
+        self._file = output / TRACES_FOLDER / f"rank_{rank}.json.gz"
+        self._steps, self._is_cuda, self._settle = steps, is_cuda, settle
+        self._profiler: profile | None = None
+        self._start_before(num_before + 1)
+
+    def on_step(self, iteration: int, seconds: float) -> None:
+        """End after the last step to record, begin before the first one."""
+        if iteration == self._steps[-1]:
+            self._settle()
+            self._finish()
+        self._start_before(iteration + 1)
+
+    def close(self) -> None:
+        """Write what there is."""
+        self._finish()
+
+    def _start_before(self, iteration: int) -> None:
+        if self._profiler is None and iteration in self._steps:
+            self._profiler = step_profiler(is_cuda=self._is_cuda)
+            self._profiler.start()
+
+    def _finish(self) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._file))
+            _logger.info("steps %d to %d are in %s", self._steps[0], self._steps[-1], self._file)
+        except (OSError, RuntimeError) as error:  # the training itself goes on
+            _logger.warning("%s was not written: %s", self._file, error)
+        self._profiler = None

@@ -1,4 +1,4 @@
-"""The metrics of a run: log/metrics.jsonl and TensorBoard, written by rank 0.
+"""The metrics of a run: log/metrics.jsonl, TensorBoard and log/loss.png, written by rank 0.
 
 metrics.jsonl has one JSON object per logged iteration and one per evaluation; a test fixes the keys. On
 resume the lines after the checkpoint are removed, so that an iteration never appears twice.
@@ -25,7 +25,7 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.plan.flops import flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
-from patch.storage.names import METRICS_FILE, TENSORBOARD_FOLDER
+from patch.storage.names import LOSS_PLOT_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 from patch.storage.text_files import parse_json, read_small
 from patch.training.hooks import Record, TrainerHook
 from patch.training.setup import Run
@@ -37,7 +37,7 @@ _MOST_BYTES = 4 * _GIB
 _logger = get_logger(__name__)
 
 
-def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, float]:
+def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, float]:
     """The metrics of a step that differ between ranks; the record contains the largest value of each.
 
     Memory is that of the GPU, or on the CPU that of the process. The loss is 0 on stages before the last.
@@ -77,7 +77,7 @@ def make_record(
         run: this rank's parts of the run.
         iteration: number of the step, counted from 1.
         result: the step's result.
-        worst: the largest value of each metric of `measure` over all ranks.
+        worst: the largest value of each metric of `measured` over all ranks.
     Returns:
         the object. Tokens are positions that the model computed, padding included; `mfu` and `hfu` (with
         what recomputation repeats) are None if the peak of the device is not known.
@@ -212,3 +212,49 @@ def _is_record(values: Any) -> bool:
         and isinstance(values.get("iteration"), int)
         and all(isinstance(value, int | float | None) for value in values.values())
     )
+
+
+class LossPlot(TrainerHook):
+    """Draws the losses in metrics.jsonl. A plot that cannot be written is only logged: it can be drawn later.
+
+    Args:
+        output: the run's folder.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._metrics, self._path = output / METRICS_FILE, output / LOSS_PLOT_FILE
+
+    def on_save(self, iteration: int) -> None:
+        """Draw the losses up to the checkpoint."""
+        self._draw()
+
+    def close(self) -> None:
+        """Draw all losses."""
+        self._draw()
+
+    def _draw(self) -> None:
+        try:
+            plot_losses(read_metrics(self._metrics), self._path)
+        except OSError as error:
+            _logger.error("%s was not drawn: %s", self._path, error.strerror)
+
+
+def plot_losses(records: list[Record], path: Path) -> None:
+    """Draw training and validation loss over the steps into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="iteration", ylabel="loss (mean over learned tokens)")
+    of_sets = dict.fromkeys(key for record in records for key in record if key.startswith("valid_loss/"))
+    lines = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
+    lines += [(key, key.removeprefix("valid_loss/"), ".--") for key in of_sets]
+    for key, label, style in lines:
+        points = [(record["iteration"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path, dpi=120)

@@ -26,7 +26,6 @@ from patch.checkpoint import (
     load_checkpoint,
     load_only_weights,
     read_common,
-    save_checkpoint,
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
@@ -67,7 +66,7 @@ _WEIGHTS_ONLY = "weights_only"
 
 
 class Progress(NamedTuple):
-    """How far a run has come."""
+    """Progress of a run."""
 
     iteration: int
     """Finished optimizer steps."""
@@ -100,24 +99,22 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
     Raises:
         CheckpointError: see `find_progress`.
     """
-    if root == disk:
-        return root, find_progress(root)
     found: list[tuple[AnyPath, Progress]] = []
-    errors: list[CheckpointError] = []
-    for place in (root, disk):
+    damaged: list[CheckpointError] = []
+    for place in dict.fromkeys((root, disk)):
         try:
             progress = find_progress(place)
         except NoWholeCheckpointError as error:
-            errors.append(error)
+            damaged.append(error)
             continue
         if progress is not None:
             found.append((place, progress))
     if not found:
-        if errors:
-            raise errors[0]
+        if damaged:
+            raise damaged[0]
         return root, None
-    for damaged in errors:
-        _logger.warning("%s", damaged)
+    for fault in damaged:
+        _logger.warning("%s", fault)
     place, progress = max(found, key=lambda one: one[1].iteration)  # the store's, of two equal ones
     if place != root:
         _logger.warning(
@@ -129,7 +126,7 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
 
 
 def _value(root: AnyPath, iteration: int, name: str) -> Any:
-    """One of the plain values that `save` writes."""
+    """One of the plain values of `state_to_save`."""
     try:
         return read_common(root, iteration)[name]
     except KeyError as error:
@@ -140,25 +137,6 @@ def _value(root: AnyPath, iteration: int, name: str) -> Any:
         ) from error
 
 
-def save(
-    root: AnyPath,
-    progress: Progress,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    config_yaml: str,
-    *,
-    weights_only: bool = False,
-) -> None:
-    """Write everything that a resumed run needs to continue with the same bits; returns when it is written.
-
-    Args:
-        root: the run's checkpoint folder.
-        progress, stages, optimizer, config_yaml, weights_only: see `state_to_save`.
-    """
-    state = state_to_save(progress, stages, optimizer, config_yaml, weights_only=weights_only)
-    save_checkpoint(root, progress.iteration, *state)
-
-
 def state_to_save(
     progress: Progress,
     stages: list[LlamaModel],
@@ -167,7 +145,7 @@ def state_to_save(
     *,
     weights_only: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds: sections of shards, which are views of the state, and plain values.
+    """Contents of a checkpoint: sections of shards, which are views of the state, and plain values.
 
     Args:
         progress: how far the run has come.
@@ -290,7 +268,7 @@ def _sharded_generators() -> dict[str, ShardedTensor]:
 
 
 def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
-    """What decides which generators a rank has. Interleaved stages do not: VPP may change."""
+    """Sizes that decide which generators a rank has. Interleaved stages do not: VPP may change."""
     config = stages[0].config
     layout: dict[str, int | str] = {
         "TP": config.tensor_model_parallel_size,
@@ -306,7 +284,7 @@ def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
 
 
 def _stride(groups: ProcessGroupCollection, axis: str) -> int:
-    """How far apart the ranks of a group are that has several."""
+    """Distance between neighbours in a group of several ranks."""
     first, second, *_ = dist.get_process_group_ranks(getattr(groups, axis))
     return second - first
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -29,7 +30,7 @@ _logger = get_logger(__name__)
 _SHARE_OF_FREE_MEMORY = 0.5
 
 
-class Saving:
+class CheckpointSaver:
     """Saves checkpoints; every rank calls the same methods at the same steps.
 
     Args:
@@ -51,7 +52,7 @@ class Saving:
         return self._pending is not None and self._pending.is_busy
 
     def progress(self) -> Writing | None:
-        """How far this rank is with writing a checkpoint, see `Save.progress`."""
+        """This rank's progress in writing a checkpoint, see `Save.progress`."""
         return None if self._newest is None else self._newest.progress()
 
     @property
@@ -67,6 +68,13 @@ class Saving:
         """Begin to measure anew, after the metrics were logged."""
         self._stall_s = self._write_s = 0.0
 
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """A context in which training waits for saves."""
+        begin = time.perf_counter()
+        yield
+        self._stall_s += time.perf_counter() - begin
+
     def save(self, iteration: int, *, is_end: bool) -> None:
         """Save a checkpoint, after the one before is complete; a collective.
 
@@ -77,8 +85,11 @@ class Saving:
         Raises:
             CheckpointError: on all ranks, if this checkpoint or the one before cannot be written.
         """
-        begin = time.perf_counter()
-        self._finish()
+        with self._stalling():
+            self._finish()
+            self._start(iteration, is_end=is_end)
+
+    def _start(self, iteration: int, *, is_end: bool) -> None:
         run = self._run
         is_last = iteration == run.config.training.train_iters
         state, common = state_to_save(
@@ -93,21 +104,18 @@ class Saving:
             if not _have_room(bytes_to_write(shards_of(state))):
                 self._copies = None
         copies = None if is_end else self._copies
-        self._pending = start_save(
+        self._newest = self._pending = start_save(
             checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
         )
-        self._newest = self._pending
         run.optimizer.record_memory("save")
         if copies is None:
             self._finish()
-        self._stall_s += time.perf_counter() - begin
 
     def wait_for_copies(self) -> None:
         """Wait until weights and states may be changed; not a collective."""
         if self._pending is not None:
-            begin = time.perf_counter()
-            self._pending.wait_for_copies()
-            self._stall_s += time.perf_counter() - begin
+            with self._stalling():
+                self._pending.wait_for_copies()
 
     def go_on(self) -> None:
         """Go on with the pending checkpoint, when no rank is busy any more; a collective.
@@ -115,9 +123,8 @@ class Saving:
         Raises:
             CheckpointError: on all ranks, if a rank could not write it.
         """
-        begin = time.perf_counter()
-        self._advance()
-        self._stall_s += time.perf_counter() - begin
+        with self._stalling():
+            self._advance()
 
     def complete(self) -> None:
         """Complete the pending checkpoint, because all ranks end with an error; a collective.

@@ -21,7 +21,7 @@ from patch.data.samples import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
@@ -56,11 +56,11 @@ class Run:
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
     sample_place: Callable[[int], str] | None = None
-    """Where in the data a sample comes from, by its number in the run; None: not known."""
+    """Gives the place in the data of a sample, by its number in the run; None: not known."""
     num_skips: int = 0
     """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
     phases: PhaseClock = field(default_factory=PhaseClock)
-    """What this rank does now."""
+    """Notes of what this rank does now."""
     upcoming: StepWork | None = None
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None

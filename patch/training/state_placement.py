@@ -1,15 +1,34 @@
-"""Moves optimizer states between host and device, before steps and after an OOM error, and logs each move."""
+"""Moves optimizer states between host and device, before steps and after an OOM error, and logs each move.
+
+A step that ran out of device memory on some ranks is done again on all, after these have moved states to the
+host. If a rank fails in forward or backward, the other ranks still wait for it in their collectives. If each
+rank has the whole model (TP = PP = CP = 1), these are the reductions and gathers of our own optimizer. The
+failed rank takes part in them with whatever values its buffers contain (`abandon_backward`), and a small
+all-reduce then tells all ranks that the step does not count. With TP, PP or CP the other ranks wait for
+values that the failed rank cannot compute, and a collective that failed cannot be completed: then the error
+ends the run.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import groupby
+from typing import TypeVar
 
+import torch
+import torch.distributed as dist
+
+from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
+from patch.distributed.collectives import on_all_ranks
 from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.placement import Move
-from patch.storage.sizes import size_text
+from patch.storage.sizes import counted, size_text
+from patch.training.error_translation import LostRankError, is_device_error, is_out_of_memory
+from patch.training.run_state import random_state, set_random_state
 
+_T = TypeVar("_T")
 _logger = get_logger(__name__)
 _moves_logger = get_logger(f"{__name__}.moves", every_rank=True)
 """Logs on every rank, because each rank moves its own states."""
@@ -38,7 +57,7 @@ def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
         _moves_logger.info("%s", _describe(moves, before, optimizer))
 
 
-def evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) -> None:
+def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) -> None:
     """Move a part of all states to the host after an OOM error, and log it.
 
     Args:
@@ -66,3 +85,81 @@ def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributed
         parts.append(f"{len(chunks)} chunks ({size}) to the {target} ({reason})")
     after = optimizer.offload_fraction
     return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"
+
+
+class OomRetry:
+    """The attempts of one step or one evaluation batch: call `attempt` and `start_agreement` until `is_done`.
+
+    Args:
+        optimizer: its states are moved to the host if memory runs out.
+        what: the name of the work in the log.
+    """
+
+    def __init__(self, optimizer: OverlappedDistributedOptimizer, what: str) -> None:
+        self._optimizer, self._what = optimizer, what
+        self._group = optimizer.groups.dp_cp
+        is_whole = self._group.size() == dist.get_world_size() and optimizer.groups.cp.size() == 1
+        self._can_agree = optimizer.is_offloading and is_whole
+        self._random = random_state() if self._can_agree else {}
+        self._error: Exception | None = None
+        self._flags, self._pending = torch.zeros(2), Pending([])
+
+    def attempt(self, work: Callable[[], _T], otherwise: Callable[[], _T]) -> _T:
+        """Call `work`; if it runs out of device memory and can be repeated, call `otherwise`.
+
+        Args:
+            work: computes without updating weights or optimizer states, so it can be repeated.
+            otherwise: takes part in the collectives that the other ranks' `work` expects.
+        Raises:
+            Exception: the error of `work`, if it is another error or the work cannot be repeated.
+        """
+        try:
+            with self._optimizer.count_activations():
+                return work()
+        except Exception as error:
+            if not (is_out_of_memory(error) and is_device_error(error) and self._can_retry(error)):
+                raise
+            self._error = error.with_traceback(None)
+        # Outside the handler: there the exception still refers to the stack and the tensors in it.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return otherwise()
+
+    def _can_retry(self, error: Exception) -> bool:
+        if self._can_agree and self._group.size() == 1:
+            return self._optimizer.can_evict
+        return self._can_agree and not isinstance(error, dist.DistError)
+
+    def start_agreement(self) -> None:
+        """Start the all-reduce of this rank's outcome. All ranks of a job must call it."""
+        if not self._can_agree:
+            return
+        device = torch.device("cpu") if self._group.size() == 1 else self._optimizer.device
+        self._flags = torch.zeros(2, device=device)
+        if self._error is not None:  # a GPU tensor made from a list would wait for the GPU's queued work
+            self._flags[0] = 1.0
+            self._flags[1] = float(not self._optimizer.can_evict)
+        self._pending = start_all_reduce(self._flags, self._group)
+
+    def is_done(self) -> bool:
+        """Whether the attempt succeeded on all ranks; if not, ranks that ran out of memory evict states.
+
+        Raises:
+            RuntimeError: this rank's out-of-memory error, if a rank has no states left to evict.
+            LostRankError: the same on ranks that did not run out of memory themselves.
+        """
+        if not self._can_agree:
+            return True
+        num_short, num_hopeless = read_values(self._flags, self._pending, WaitClock(self._flags.device))
+        if not num_short:
+            return True
+        if num_hopeless:
+            raise on_all_ranks(
+                self._error or LostRankError(f"another rank ran out of memory in {self._what}")
+            )
+        if self._error is not None:
+            _evict(self._optimizer, self._what, str(self._error).strip().split("\n")[0])
+        _logger.info("%s is done again: %s ran out of memory", self._what, counted(int(num_short), "rank"))
+        self._error = None
+        set_random_state(self._random)
+        return False

@@ -7,6 +7,7 @@ and padding change loss and gradient only by the order of summation; a reduced g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -14,26 +15,27 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.checks.run_length import place_in_schedule
 from patch.compat.corrections import last_sends_arrive
 from patch.data import Batch
-from patch.data.samples import StepWork
+from patch.data.prefetch import StepReader
+from patch.data.samples import StepWork, learned_tokens
 from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
-from patch.distributed.collectives import sum_over
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.collectives import on_all_ranks, sum_over
+from patch.distributed.context_group import Zigzag
+from patch.errors import DataError
 from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned, unchanged_weights
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan.flops import attended_pairs
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
-from patch.training.oom_retry import OomRetry
-from patch.training.reading import Reading, read
 from patch.training.run_state import random_state, set_random_state
 from patch.training.setup import Run
-from patch.training.state_placement import apply_placement
+from patch.training.state_placement import OomRetry, apply_placement
 
 
 class StepResult(NamedTuple):
@@ -52,6 +54,56 @@ class StepResult(NamedTuple):
     """See `StepWork`."""
     data_wait_ms: float
     """Time that this rank waited for the data of the next step; in the first step for its own data too."""
+
+
+class Reading(NamedTuple):
+    """This rank's micro-batches of a step, or why they could not be read.
+
+    An error of one rank is raised on all without a collective for it: the number of learned tokens is summed
+    over ranks anyway, and a rank that cannot read its data adds NaN.
+    """
+
+    batches: list[Batch]
+    error: Exception | None = None
+
+    @property
+    def learned(self) -> float:
+        """Learned tokens of these micro-batches; NaN, which a sum over ranks keeps, after an error."""
+        return math.nan if self.error is not None else learned_tokens(self.batches)
+
+    def raise_together(self, learned: float, what: str, group: dist.ProcessGroup) -> None:
+        """Raise on all ranks of a group if one of them could not read.
+
+        Ranks of other groups read the same data, and so raise too, unless it is this machine that cannot.
+
+        Args:
+            learned: the sum of `learned` over the group.
+            what: the step, for the message.
+            group: the ranks that read different data.
+
+        Raises:
+            Exception: this rank's error.
+            DataError: on the ranks that could read.
+        """
+        if not math.isnan(learned):
+            return
+        error = self.error or DataError(
+            f"another rank cannot read the data of {what}; its own message says why"
+        )
+        raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
+
+
+def read_batches(reader: StepReader, iteration: int) -> Reading:
+    """This rank's micro-batches of a step; an error is kept for `raise_together`.
+
+    Args:
+        reader: gives the micro-batches.
+        iteration: counted from 0.
+    """
+    try:
+        return Reading(reader.step(iteration))
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
+        return Reading([], error)
 
 
 def train_step(run: Run, iteration: int) -> StepResult:
@@ -123,11 +175,11 @@ def _read(run: Run, iteration: int) -> Reading:
         return Reading([])
     run.phases.enter(Phase.READING)
     with run.data_clock.waiting():
-        return read(run.train_reader, iteration)
+        return read_batches(run.train_reader, iteration)
 
 
 def _counts(run: Run, reading: Reading) -> list[float]:
-    """What a StepWork says of these micro-batches."""
+    """Learned tokens and attended pairs of these micro-batches, for a StepWork."""
     packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
     pairs = attended_pairs(chain(*packed), run.config.model.window_size)
     # A context-parallel rank has its part of each row's tokens, but the lengths of all sequences.

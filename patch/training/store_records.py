@@ -1,4 +1,4 @@
-"""What travels with a run's checkpoints in a store, so that it can go on elsewhere with nothing but the URL.
+"""Records that travel with a run's checkpoints in a store, so that it goes on elsewhere with only the URL.
 
 config.yaml and data.json are sent when training begins, metrics.jsonl after each save. A run whose folder
 lacks them, or has fewer metrics than the store, takes them from there.
@@ -25,7 +25,7 @@ _logger = get_logger(__name__)
 
 _RECORDS = (CONFIG_FILE, DATA_RECORD_FILE)
 _WAIT_S = 10.0
-"""How long the next save and the end wait for a store that does not take the metrics."""
+"""Seconds that the next save and the end wait for a store that does not take the metrics."""
 
 
 def take_records(config: RunConfig) -> None:

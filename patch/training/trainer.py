@@ -19,8 +19,8 @@ from patch.training.guards.phases import Phase
 from patch.training.guards.spikes import SpikeWarnings
 from patch.training.guards.stop import StopRequests
 from patch.training.hooks import TrainerHook
-from patch.training.metrics import make_record, measure
-from patch.training.saving import Saving
+from patch.training.metrics import make_record, measured
+from patch.training.saving import CheckpointSaver
 from patch.training.setup import Run
 from patch.training.step import StepResult, train_step
 
@@ -38,7 +38,7 @@ class Trainer:
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
         self._requests = StopRequests(run.config)
-        self._saving = Saving(run, self._on_save)
+        self._saving = CheckpointSaver(run, self._on_save)
         run.before_change = self._saving.wait_for_copies
         run.phases.writing = self._saving.progress
         self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
@@ -101,8 +101,8 @@ class Trainer:
         self.run.phases.enter(Phase.METRICS)
         for hook in self._hooks:
             hook.on_step(done, seconds)
-        measured = measure(self.run, result, seconds * 1e3) | self._saving.measured()
-        worst = self._share(measured, is_last=is_last)
+        own = measured(self.run, result, seconds * 1e3) | self._saving.measured()
+        worst = self._share(own, is_last=is_last)
         self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
             record = make_record(self.run, done, result, worst)

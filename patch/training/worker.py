@@ -18,7 +18,13 @@ from patch.config.fields import FIELDS, scalar_of
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
-from patch.distributed.collectives import all_gather_object, all_or_none, fail_together, on_all_ranks
+from patch.distributed.collectives import (
+    all_gather_object,
+    all_or_none,
+    fail_together,
+    from_rank_0,
+    on_all_ranks,
+)
 from patch.distributed.groups import initialize, shutdown
 from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError, ConfigError
@@ -29,18 +35,15 @@ from patch.preflight.resume_guard import check_tokens, remember_data
 from patch.preflight.stored_shape import has_hf_config
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
-from patch.storage.names import CONFIG_FILE, HF_FOLDER
+from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
-from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
-from patch.training.hooks import TrainerHook
-from patch.training.metrics import MetricsLog
-from patch.training.profiling import StepProfile
-from patch.training.run_hooks import LastSaved, LossPlot, ProgressDisplay, StepTimeHook
+from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTimeForecast, TrainerHook
+from patch.training.metrics import LossPlot, MetricsLog
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.trainer import Trainer
@@ -92,13 +95,11 @@ def _train(config: RunConfig) -> int:
     with guarding(config, phases, context.device), _locked_folder(config):
         this_run = build_run(config, context, groups)
         this_run.phases, phases.num_before = phases, this_run.start_iteration
-        _compare_data(this_run)
+        from_rank_0(lambda: _compare_data(this_run))
         if this_run.start_iteration < this_run.config.training.train_iters:
             # The steps of epochs are known only now; other lengths are written as they were given.
-            _write_config(config if config.training.train_epochs is None else this_run.config)
-            with all_or_none():
-                if os.environ["RANK"] == "0":
-                    send_records(config)
+            written = config if config.training.train_epochs is None else this_run.config
+            from_rank_0(lambda: _write_records(written))
         config = this_run.config
         with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run)
@@ -115,7 +116,7 @@ def _train(config: RunConfig) -> int:
 
 def build_hooks(run: Run) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called."""
-    hooks: list[TrainerHook] = [StepTimeHook(run.optimizer)]
+    hooks: list[TrainerHook] = [StepTimeForecast(run.optimizer)]
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)
@@ -131,7 +132,6 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             LastSaved(output),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
-            BestCheckpoint(output, run.start_iteration, root),
             _retention(run, root),
         ]
         if isinstance(root, RemotePath):
@@ -145,7 +145,10 @@ def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     last, every = config.save_retain_last, config.save_retain_every
     retention = Retention(last or (1 if every else None), every)
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
-    return CheckpointRetention(root, disk_root(run.config), retention, run.start_iteration, weights_only)
+    metrics = Path(config.output_path) / METRICS_FILE
+    return CheckpointRetention(
+        metrics, root, disk_root(run.config), retention, run.start_iteration, weights_only
+    )
 
 
 def _compare_runs(config: RunConfig) -> None:
@@ -181,25 +184,23 @@ def _locked_folder(config: RunConfig) -> Iterator[None]:
 
 
 def _compare_data(this_run: Run) -> None:
-    """Rank 0 records the data of a run that begins, and compares it with the record when it is resumed."""
-    with all_or_none():
-        if os.environ["RANK"] == "0":
-            remember_data(this_run.config, this_run.records)
-            for warning in check_tokens(this_run.config, this_run.records):
-                _logger.warning("%s", warning)
+    """Record the data of a run that begins, and compare it with the record when it is resumed."""
+    remember_data(this_run.config, this_run.records)
+    for warning in check_tokens(this_run.config, this_run.records):
+        _logger.warning("%s", warning)
 
 
-def _write_config(config: RunConfig) -> None:
-    with all_or_none():
-        if os.environ["RANK"] == "0":
-            path = Path(config.checkpoint.output_path) / CONFIG_FILE
-            try:
-                write_atomically(path, to_yaml(config))
-            except OSError as error:
-                raise CheckpointError(
-                    f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
-                    field="output_path",
-                ) from error
+def _write_records(config: RunConfig) -> None:
+    """Write config.yaml into the run's folder, and send the records to its store."""
+    path = Path(config.checkpoint.output_path) / CONFIG_FILE
+    try:
+        write_atomically(path, to_yaml(config))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
+            field="output_path",
+        ) from error
+    send_records(config)
 
 
 def _export(this_run: Run) -> None:

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from packed_runs import PACKED, TalkReader
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, save
 
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, max_over_world
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.storage.atomic import write_atomically
-from patch.training.run_state import Progress, resume, save, state_to_save
+from patch.training.run_state import Progress, resume, state_to_save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -129,7 +129,7 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
     """By rank: the other GPUs on which its process holds memory after a save in the background."""
     run = build(context, **changes)
     steps_of(run, range(1))
-    sections, common = state_to_save(Progress(1, 1), run.stages, run.optimizer, "")
+    sections, common = state_to_save(Progress(1, 1), run.stages, run.optimizer)
     start_save(folder / "saved", 1, sections, common, HostCopies()).finish()
     close(run)
     others = range(torch.cuda.device_count()) if context.is_cuda else range(0)
@@ -159,7 +159,7 @@ def carry_on(context: DeviceContext, folder: Path) -> dict[str, list]:
             run = build(context, **RESUMED[name])
             before = folder / str(number - 1)
             resume(before, progress, run.stages, run.optimizer, run.config.training.seed)
-        save(folder / str(number), progress, run.stages, run.optimizer, "")
+        save(folder / str(number), progress, run.stages, run.optimizer)
         found[name] = steps_of(run, range(SAVED, STEPS))
         close(run)
     return found

@@ -8,7 +8,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.device import DeviceContext
-from patch.training.profiling import StepProfile
+from patch.training.hooks import StepProfile
 from patch.training.trainer import Trainer
 from toolkits.timeline.__main__ import main
 

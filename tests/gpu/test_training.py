@@ -9,16 +9,16 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from small_runs import hf_llama, small_run
-from training_runs import build_seeded_run, seeded_batches
+from training_runs import build_seeded_run, save, seeded_batches
 
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
 from patch.optimizer import learning_rate
 from patch.training.evaluation import evaluate
-from patch.training.oom_retry import OomRetry
-from patch.training.run_state import Progress, resume, save
+from patch.training.run_state import Progress, resume
 from patch.training.setup import Run
+from patch.training.state_placement import OomRetry
 from patch.training.step import train_step
 
 STEPS = 8
@@ -88,7 +88,7 @@ def test_a_resume_under_another_policy_repeats_the_run(
     saving, loading = pair
     run = build(job, deterministic_mode=True, precision="bf16", **POLICIES[saving])
     train(run, last=3)
-    save(tmp_path, Progress(3, 3), run.stages, run.optimizer, "")
+    save(tmp_path, Progress(3, 3), run.stages, run.optimizer)
     expected = train(run, 3)
     close(run)
     run = build(job, deterministic_mode=True, precision="bf16", seed=77, **POLICIES[loading])

@@ -7,11 +7,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, save
 
 from patch.convert.live_weights import mapped_parameters
 from patch.device import DeviceContext
-from patch.training.run_state import Progress, resume, save
+from patch.training.run_state import Progress, resume
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_either_is_loaded_by_the_other(
     run = build(job, **first)
     losses(run, steps=2)
     run.optimizer.finish_param_sync()
-    save(tmp_path, Progress(2, 8), run.stages, run.optimizer, "")
+    save(tmp_path, Progress(2, 8), run.stages, run.optimizer)
     saved = [mapped.parameter.clone() for mapped in mapped_parameters(run.stages, run.config.model, 1)]
     expected = losses(run, first=2, steps=3)
     close(run)
@@ -101,7 +101,7 @@ def test_a_resumed_run_in_8_bits_has_the_bits_of_one_that_was_not_interrupted(
     run = build(job, **changes)
     losses(run, steps=2)
     run.optimizer.finish_param_sync()
-    save(tmp_path, Progress(2, 8), run.stages, run.optimizer, "")
+    save(tmp_path, Progress(2, 8), run.stages, run.optimizer)
     expected = losses(run, first=2, steps=3)
     close(run)
     run = build(job, **changes)

@@ -13,8 +13,8 @@ from patch.convert import import_hf
 from patch.data import Batch
 from patch.data.packing import PackedSource, Packs
 from patch.data.samples import Sample, collate, cut_batch
+from patch.distributed.context_group import WHOLE, Zigzag
 from patch.distributed.groups import initialize
-from patch.distributed.zigzag import WHOLE, Zigzag
 from patch.model import build_llama_model, initialize_weights
 from patch.training.setup import Run
 
@@ -47,14 +47,9 @@ class Talks:
             else np.zeros(size + 1, bool)
             for index, size in enumerate(SIZES)
         ]
-        self.num_learned = sum(int(learned[1:].sum()) for learned in self._learned)
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self._ids[index], self._learned[index]
-
-    def take(self, number: int, other: "Talks") -> None:
-        """Have the tokens of another's conversation."""
-        self._ids[number] = other._ids[number]
 
     def learn_one_token(self, number: int, token: int) -> None:
         """Learn nothing else."""

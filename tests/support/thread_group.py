@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from patch.distributed.context_group import ContextGroup
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import ContextGroup, Zigzag
 
 TIMEOUT_S = 60
 

@@ -1,6 +1,7 @@
 """Train small models in a test's processes, on batches made from a seed instead of files."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -12,6 +13,7 @@ from distributed_runner import new_job
 from stale_reads import no_stale_reads
 
 from patch import compat
+from patch.checkpoint import save_checkpoint
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.convert.live_weights import mapped_parameters
@@ -19,15 +21,37 @@ from patch.data import Batch
 from patch.data.samples import cut_batch
 from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
+from patch.distributed.context_group import WHOLE, Zigzag
 from patch.distributed.groups import initialize
-from patch.distributed.zigzag import WHOLE, Zigzag
 from patch.model import LlamaModel, build_llama_model, initialize_weights
+from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.evaluation import evaluate
-from patch.training.run_state import find_progress, resume
+from patch.training.hooks import Record, TrainerHook
+from patch.training.run_state import Progress, find_progress, resume, state_to_save
 from patch.training.setup import Run, build_run_optimizer, checkpoint_root
 from patch.training.step import StepResult, train_step
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
+
+
+class Records(TrainerHook):
+    """Keeps the records of steps."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_log(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def messages_from(level: str, logger: str = "patch") -> list[str]:
+    """A list that gets what a logger and those below it say in this process from now on."""
+    found: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    logging.getLogger(logger).setLevel(level)
+    return found
 
 
 def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
@@ -81,6 +105,20 @@ def build_seeded_run(
         valid_readers={"valid": reader}, stages=stages, optimizer=optimizer,
         start_iteration=0,
     )  # fmt: skip
+
+
+def save(
+    root: Path,
+    progress: Progress,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    config_yaml: str = "",
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Write what `state_to_save` gives; returns when it is written."""
+    state = state_to_save(progress, stages, optimizer, config_yaml, weights_only=weights_only)
+    save_checkpoint(root, progress.iteration, *state)
 
 
 def resume_seeded_run(config: RunConfig) -> Run:
@@ -175,8 +213,3 @@ def saved_for_backward(found: dict[int, torch.UntypedStorage]) -> Iterator[None]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-
-
-def run_training(rank: int, world_size: int, configs: dict[str, RunConfig]) -> dict[str, list[StepResult]]:
-    """Body for run_distributed: train several configurations of one world size, one after the other."""
-    return {name: train(config) for name, config in configs.items()}

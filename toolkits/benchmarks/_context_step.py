@@ -15,9 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.data.samples import cut_batch
 from patch.device import DeviceContext, MachineFacts
-from patch.distributed.context_group import ContextGroup
+from patch.distributed.context_group import ContextGroup, Zigzag
 from patch.distributed.groups import initialize
-from patch.distributed.zigzag import Zigzag
 from patch.model import LearnedTokens, build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import Contender, SameBatches, llama, run_config
 from toolkits.benchmarks._link import Link, limit_speed

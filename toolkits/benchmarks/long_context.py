@@ -25,8 +25,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.data.samples import cut_batch
 from patch.device import DeviceContext
+from patch.distributed.context_group import Zigzag
 from patch.distributed.groups import initialize
-from patch.distributed.zigzag import Zigzag
 from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama, run_config
 from toolkits.benchmarks._measure import peak_bytes
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from patch.device import MachineFacts
-from patch.distributed.affinity import cores_of_workers
+from patch.distributed.launch import cores_of_workers
 from patch.storage.sizes import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded
 

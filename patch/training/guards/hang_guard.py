@@ -52,9 +52,9 @@ _logger = get_logger(__name__)
 
 EXIT_CODE = 5
 _WRITING_S = 10.0
-"""How long the stacks may take: the file system may be what hangs."""
+"""Seconds that the stacks may take: the file system may be what hangs."""
 _FIRST = -1
-"""As the writer of stacks: the rank of a machine that reports first."""
+"""Stands for the rank of a machine that reports first, as the writer of stacks."""
 _VERDICT = "verdict"
 """The key in the store."""
 
@@ -79,10 +79,10 @@ class HangGuard:
         self._phases.shared, self._descriptor = shared_memory()
         self._num_beats = 0
         self._answered = self._looked = self._moved = time.monotonic()
-        """When the store last answered, when `_watch` last looked, and when this process last stood still."""
+        """Times when the store last answered, `_watch` last looked, and this process last stood still."""
         self._writing: Writing | None = None
         self._wrote = self._moved
-        """How far this rank was with a checkpoint when `_talk` last looked, and when that was new."""
+        """This rank's progress with a checkpoint when `_talk` last looked, and when that was new."""
         self._is_over = threading.Event()
         self._ending = threading.Lock()
         self._send_beat()
@@ -180,7 +180,7 @@ class HangGuard:
                 )  # fmt: skip
 
     def _verdict(self, fault: Fault, beats: list[Beat]) -> dict[str, Any]:
-        """What all ranks have to know: the message, and of which ranks which other one writes the stacks."""
+        """Facts for all ranks: the message, and of which ranks which other one writes the stacks."""
         writers = {beat.host: rank for rank, beat in enumerate(beats) if rank not in fault.ranks}
         silent = fault.ranks if fault.is_silent else []
         hosts = [(rank, beats[rank].host) for rank in silent]

@@ -1,4 +1,4 @@
-"""Who is at fault when a run makes no progress: from what the ranks say of themselves, without waiting."""
+"""The judge of a run without progress: which ranks are at fault, by what all say of themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patch.config.schema import ParallelConfig
 from patch.training.guards.phases import Phase, PhaseClock, read_shared
 
 _PY_SPY_S = 8.0
-"""How long py-spy may take."""
+"""Seconds that py-spy may take."""
 
 
 def write_own_stacks(file: Path, reason: str) -> None:
@@ -104,7 +104,7 @@ _MOST_NAMED = 8
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself."""
+    """A rank's report of itself."""
 
     number: int
     """Counted from 1: it grows as long as the rank is alive."""
@@ -147,7 +147,7 @@ class Beat(NamedTuple):
 
 
 class Limits:
-    """How long a rank may make no progress.
+    """Time limits of a rank without progress.
 
     Args:
         parallel: has --hang-timeout and --distributed-timeout-minutes.
@@ -298,7 +298,7 @@ class Judge:
         return f"{fault}, {process_state(beat.pid)}, {place}"
 
     def place_now(self, beat: Beat) -> str | None:
-        """Where a rank is now, in words, from its shared memory; None if its machine is another one.
+        """The place of a rank now, in words, from its shared memory; None if its machine is another one.
 
         Args:
             beat: its last one.

@@ -1,4 +1,4 @@
-"""What a run does after a step whose gradients are not finite: it stops, or goes on without the update.
+"""Steps whose gradients are not finite: the run stops, or goes on without the update.
 
 This costs other steps nothing: the gradient norm is computed anyway, and is the same on all ranks. Only after
 such a step do ranks tell each other whose losses were not finite. If all were, the step is computed again, to
@@ -23,7 +23,7 @@ from patch.training.setup import Run
 _logger = get_logger(__name__)
 
 MOST_SKIPS = 10
-"""So many steps in a row without an update end the run: then the weights are at fault, not the data."""
+"""Steps in a row without an update that end the run: then the weights are at fault, not the data."""
 _MOST_PLACES = 8
 """Samples whose places in the data are named in one message."""
 

@@ -1,4 +1,4 @@
-"""What a rank does now, for the hang guard: the main thread notes it, others read it.
+"""Notes of what a rank does now, for the hang guard: the main thread writes them, others read them.
 
 A note costs about a microsecond. There is no lock: for the threads of the process it is one assignment. Other
 processes of the machine read it in shared memory, also when this process is stopped.
@@ -18,9 +18,9 @@ from patch.checkpoint.save import Writing
 from patch.compat.profiler import Phases
 
 _SHARE_OF_STEP = 0.05
-"""How much the newest step counts in the mean of a rank's own time."""
+"""Weight of the newest step in the mean of a rank's own time."""
 _LARGEST_RATIO = 3.0
-"""As how many times this mean a step counts at most."""
+"""Largest value of a step in that mean, as a multiple of it."""
 _RECORD = struct.Struct("=qq")
 """In shared memory: the index of the phase, and the steps done."""
 
@@ -46,11 +46,11 @@ _INDEX = {phase: index for index, phase in enumerate(_PHASES)}
 
 
 class Note(NamedTuple):
-    """What a rank does."""
+    """Phase and progress of a rank."""
 
     phase: Phase
     since: float
-    """When it last made progress, by time.monotonic()."""
+    """Time of its last progress, by time.monotonic()."""
     num_entered: int
     """Phases entered since the start. All ranks go through the same phases, so the smallest number is behind.
     Ranks of a pipeline take turns in forward and backward, which count as one phase."""
@@ -70,7 +70,7 @@ class PhaseClock:
         self.own_ms = 0.0
         """A running mean of the time of a step in which this rank did not wait for the others' gradients."""
         self.writing: Callable[[], Writing | None] = lambda: None
-        """How far this rank is with writing a checkpoint; None: it writes none."""
+        """Gives this rank's progress in writing a checkpoint; None: it writes none."""
         self._regions = Phases()
         self.shared: mmap.mmap | None = None
         """Memory from `shared_memory` that gets the notes, too."""

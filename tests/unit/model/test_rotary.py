@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from patch.config.schema import ModelConfig
-from patch.distributed.zigzag import Zigzag
+from patch.distributed.context_group import Zigzag
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.preflight.stored_shape import read_hf_config
 

@@ -7,7 +7,7 @@ from small_runs import small_run
 from patch.checks.rules import RULES
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.distributed.rounded_sums import RoundedSums
+from patch.distributed.async_collectives import RoundedSums
 from patch.plan.memory import staging_bytes
 from patch.plan.parameters import total_parameters
 from patch.plan.resolve import resolve_sharding, stage_cost

@@ -241,10 +241,10 @@ def test_windows_tile_a_box():
 def save_two_layouts(rank: int, world_size: int, folder: Path) -> None:
     """A step at TP=2, and its weights saved again at DP=2."""
     from training_runs import build_seeded_run
+    from training_runs import save as save_run
 
     from patch.config import to_yaml
     from patch.training.run_state import Progress, load_weights
-    from patch.training.run_state import save as save_run
     from patch.training.step import train_step
 
     for name, layout in (("tp", {"tp": 2}), ("dp", {"dp": 2})):

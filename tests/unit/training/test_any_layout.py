@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, save
 
 from patch.distributed.collectives import max_over_world
-from patch.training.run_state import Progress, find_progress, resume, save
+from patch.training.run_state import Progress, find_progress, resume
 from patch.training.step import train_step
 
 pytestmark = pytest.mark.long
@@ -37,42 +37,25 @@ class Place(NamedTuple):
     """Whether its sums have the order of one process."""
 
 
-PIPELINE = "pipeline_model_parallel_layout"
-ZERO_2 = {"data_parallel_sharding": "gradients"}
-OFFLOADED = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+BY_HAND = "pipeline_model_parallel_layout"
+NONE, ZERO_1, ZERO_2 = ({"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients"))
+HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+BOTH = {"tp": 2, "cp": 2, "rank_order": "cp-tp", "cp_comm_type": "p2p"}
+INTERLEAVED = {"pp": 2, "stage": 1, "cp": 2, "cp_comm_type": "a2a"}
 CHAIN = {
     "one": Place(1, {}),
-    "TP2 x PP2, interleaved by hand, SP": Place(
-        4, {"tp": 2, "pp": 2, PIPELINE: "Et|tt|t|L", "sequence_parallel": True}, False
+    "TP x PP, interleaved by hand, SP": Place(
+        4, {"tp": 2, "pp": 2, BY_HAND: "Et|tt|t|L", "sequence_parallel": True}, False
     ),
-    "DP4, ZeRO-2, half offloaded": Place(
-        4, {"dp": 4, "data_parallel_sharding": "gradients", "reduce_bucket_size": 9000, **OFFLOADED}
+    "DP, ZeRO-2, half offloaded": Place(4, {"dp": 4, "reduce_bucket_size": 9000, **ZERO_2, **HALF}),
+    "TP x DP, replicated": Place(4, {"tp": 2, "dp": 2, **NONE}, False),
+    "PP x DP, accounted, ZeRO-1": Place(
+        4, {"pp": 2, "dp": 2, "account_for_loss_in_pipeline_split": True, **ZERO_1}, False
     ),
-    "TP2 x DP2, replicated": Place(4, {"tp": 2, "dp": 2, "data_parallel_sharding": "none"}, False),
-    "PP2 x DP2, accounted, ZeRO-1": Place(
-        4,
-        {"pp": 2, "dp": 2, "account_for_loss_in_pipeline_split": True, "data_parallel_sharding": "optimizer"},
-        False,
-    ),
-    "TP2 x CP2 in the other order, ZeRO-2": Place(
-        4,
-        {
-            "tp": 2,
-            "cp": 2,
-            "rank_order": "cp-tp",
-            "cp_comm_type": "p2p",
-            "data_parallel_sharding": "gradients",
-        },
-        False,
-    ),
-    "PP2 x CP2, interleaved, all-to-all, half offloaded": Place(
-        4,
-        {"pp": 2, "stage": 1, "cp": 2, "cp_comm_type": "a2a", "data_parallel_sharding": "optimizer"}
-        | OFFLOADED,
-        False,
-    ),
-    "PP3, by hand": Place(3, {"pp": 3, PIPELINE: "E|ttt|tL"}),
-    "one again": Place(1, {"reduce_bucket_size": 50_000, **OFFLOADED, "optimizer_offload_fraction": 1.0}),
+    "TP x CP in the other order, ZeRO-2": Place(4, BOTH | ZERO_2, False),
+    "PP x CP, interleaved, half offloaded": Place(4, INTERLEAVED | ZERO_1 | HALF, False),
+    "PP3, by hand": Place(3, {"pp": 3, BY_HAND: "E|ttt|tL"}),
+    "one again": Place(1, {"reduce_bucket_size": 50_000, **HALF, "optimizer_offload_fraction": 1.0}),
 }
 
 
@@ -91,7 +74,7 @@ def go_through(rank: int, world_size: int, root: Path, names: list[str], before:
                 progress = find_progress(root / before / precision)
                 resume(root / before / precision, progress, run.stages, run.optimizer, seed=1234)
                 consumed = progress.consumed_samples
-            save(root / name / precision, Progress(DONE, 8 * DONE), run.stages, run.optimizer, "")
+            save(root / name / precision, Progress(DONE, 8 * DONE), run.stages, run.optimizer)
             losses = [train_step(run, iteration).loss for iteration in range(DONE, STEPS)]
             found[name, precision] = (max_over_world(losses, run.device), consumed)
             run.optimizer.finish_param_sync()  # the gathers of a late host belong to this job

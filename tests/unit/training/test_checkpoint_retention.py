@@ -1,15 +1,18 @@
-"""What a run leaves in its folder of checkpoints, and what its last one is good for."""
+"""Which checkpoints a run leaves and marks as the best, and what its last one is good for."""
 
 import logging
+import math
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from failing_store import answer, die, failing_store
+from full_disk import disk_full_after
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
@@ -20,14 +23,48 @@ from patch.checkpoint.retention import Retention
 from patch.checkpoint.save import start_save
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
-from patch.storage.names import all_iterations, iteration_name
+from patch.storage.names import METRICS_FILE, all_iterations, iteration_name
 from patch.storage.remote import RemotePath
 from patch.training import checkpoint_retention
 from patch.training.checkpoint_retention import CheckpointRetention
+from patch.training.metrics import MetricsLog
 from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks
+
+
+def kept(output: Path, start: int, **changes: Any) -> CheckpointRetention:
+    """The hook of a run in this folder."""
+    root = output / "checkpoint"
+    places = {"root": root, "disk": root, "retention": Retention()} | changes
+    return CheckpointRetention(output / METRICS_FILE, start_iteration=start, **places)
+
+
+def marked(output: Path) -> str:
+    """The number of the best checkpoint, in its file."""
+    file = output / "checkpoint" / "best_checkpointed_iteration.txt"
+    return file.read_text().strip() if file.exists() else ""
+
+
+def marks(
+    output: Path, start: int, losses: dict[int, float], saves: list[int], stops_at: int = 0, tokens: int = 9
+) -> list[str]:
+    """The mark at the start and after each step; at `stops_at` a step is evaluated after its save."""
+    log, hook = MetricsLog(output, start), kept(output, start)
+    seen = [marked(output)]
+    for iteration in range(start + 1, max([*losses, *saves]) + 1):
+        for what in ("save", "evaluate") if iteration == stops_at else ("evaluate", "save"):
+            if what == "evaluate" and iteration in losses:
+                record = {"iteration": iteration, "valid_loss": losses[iteration], "valid_tokens": tokens}
+                log.on_evaluate(record)
+                hook.on_evaluate(record)
+            if what == "save" and iteration in saves:
+                save_checkpoint(output / "checkpoint", iteration, {"model": {}}, {"iteration": iteration})
+                hook.on_save(iteration)
+        seen.append(marked(output))
+    log.close()
+    return seen
 
 
 def weights_of(run: Run) -> list[torch.Tensor]:
@@ -91,7 +128,7 @@ def test_deletion_that_hangs_holds_up_neither_a_save_nor_the_end(
     (tmp_path / ".removed_iter_0000009").mkdir()
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        hook = CheckpointRetention(tmp_path, tmp_path, Retention(last=1), 0)
+        hook = kept(tmp_path, 0, root=tmp_path, disk=tmp_path, retention=Retention(last=1))
         hook.on_save(2)
         hook.close()
     assert time.monotonic() - begin < 5
@@ -107,7 +144,7 @@ def test_run_that_went_back_counts_its_own_checkpoints(one_process, tmp_path: Pa
 
     for iteration in (1, 2, 3):
         save(iteration)
-    hook = CheckpointRetention(tmp_path, tmp_path, Retention(last=2), 2)
+    hook = kept(tmp_path, 2, root=tmp_path, disk=tmp_path, retention=Retention(last=2))
     left = []
     for iteration in (4, 5):
         save(iteration)
@@ -127,7 +164,7 @@ def test_folder_without_links_is_said_once(tmp_path: Path, monkeypatch, caplog) 
     (tmp_path / iteration_name(1)).mkdir()
     (tmp_path / ".removed_iter_0000009").mkdir()
     with caplog.at_level(logging.WARNING):
-        hook = CheckpointRetention(tmp_path, tmp_path, Retention(), 1)
+        hook = kept(tmp_path, 1, root=tmp_path, disk=tmp_path)
         hook.on_save(1)
         hook.close()
     (record,) = caplog.records
@@ -138,7 +175,7 @@ def test_folder_without_links_is_said_once(tmp_path: Path, monkeypatch, caplog) 
 def test_what_the_store_refused_goes_from_the_disk_once_the_store_is_further(
     one_process, tmp_path, caplog
 ) -> None:
-    """Not what was saved on the disk before the run got a store, not a later one, not the best one."""
+    """Not what was saved on the disk before the run got a store, and not a later one."""
 
     def state() -> dict:
         return {"model": {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}}
@@ -152,17 +189,55 @@ def test_what_the_store_refused_goes_from_the_disk_once_the_store_is_further(
             with pytest.raises(CheckpointError, match=" INSTEAD"):
                 start_save(root, iteration, state(), {}, disk=disk).finish()
         answer(())
-        (root / "best_checkpointed_iteration.txt").write_bytes(b"2")
-        hook = CheckpointRetention(root, disk, Retention(), 3)
+        hook = kept(tmp_path, 3, root=root, disk=disk)
         left = []
         for iteration in (4, 5, 6):
             save_checkpoint(root, iteration, state(), {})
-            if iteration == 6:
-                (root / "best_checkpointed_iteration.txt").write_bytes(b"6")
             hook.on_save(iteration)
             hook.close()
             left.append((sorted(all_iterations(disk)), latest_iteration(disk)))
         assert sorted(all_iterations(root)) == [4, 5, 6]
-    assert left == [([1, 2, 5], 5), ([1, 2], 2), ([1], 1)]
+    assert left == [([1, 5], 5), ([1], 1), ([1], 1)]
     assert not list(disk.glob(".*")), "their space is free"
-    assert "step 4: removed those of steps 3, which it had refused" in caplog.text
+    assert "step 4: removed those of steps 2, 3, which it had refused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "saves", "stops_at", "expected"),
+    [
+        ({1: 0.5, 2: 3.0, 4: 2.0, 5: 2.5, 6: 2.0}, [2, 4, 5, 6], 0, ["", "", "2", "2", "4", "4", "4"]),
+        ({2: math.nan, 3: 1.0, 5: 9.0}, [2, 4, 5], 0, ["", "", "", "", "", "5"]),
+        ({3: 1.0}, [3], 3, ["", "", "", "3"]),
+    ],
+    ids=["lowest", "not evaluated or not finite", "saved first"],
+)
+def test_mark_is_the_checkpoint_with_the_lowest_loss(
+    one_process: None, tmp_path: Path, losses: dict, saves: list, stops_at: int, expected: list
+) -> None:
+    assert marks(tmp_path, 0, losses, saves, stops_at) == expected
+
+
+def test_mark_survives_a_resume_and_forgets_what_came_after_an_older_checkpoint(
+    one_process: None, tmp_path: Path, logged: list[str]
+) -> None:
+    marks(tmp_path, 0, {2: 1.5, 4: 2.0}, [2, 4])
+    assert marks(tmp_path, 4, {6: 1.7, 8: 1.4}, [6, 8]) == ["2", "2", "2", "2", "8"]
+    assert "the checkpoint of step 8 is the best so far: validation loss 1.4000" in logged
+    for start, best in ((6, "2"), (0, "")):
+        MetricsLog(tmp_path, start).close()
+        kept(tmp_path, start).close()
+        assert marked(tmp_path) == best
+
+
+def test_losses_of_another_validation_set_are_not_compared(one_process: None, tmp_path: Path) -> None:
+    assert marks(tmp_path, 0, {1: 2.0, 2: 1.0}, [1, 2])[-1] == "2"
+    assert marks(tmp_path, 2, {3: 6.0, 4: 5.0}, [3, 4], tokens=7) == ["2", "3", "4"]
+    assert marks(tmp_path, 4, {5: 5.5}, [5], tokens=7) == ["4", "4"]
+
+
+def test_mark_that_cannot_be_written_is_a_checkpoint_error(one_process: None, tmp_path: Path) -> None:
+    marks(tmp_path, 0, {}, [1])
+    hook = kept(tmp_path, 1)
+    written = "best_checkpointed_iteration.txt was not written: .*File too large"
+    with disk_full_after(1), pytest.raises(CheckpointError, match=written):
+        hook.on_evaluate({"iteration": 1, "valid_loss": 1.0})

@@ -6,9 +6,7 @@ and resumed in the middle of an epoch.
 """
 
 import json
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,13 @@ from llama3_tokenizer import build_tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from small_runs import small_run
-from training_runs import CPU, SeededReader, build_seeded_run
+from training_runs import CPU, Records, SeededReader, build_seeded_run
 
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.distributed.groups import initialize
-from patch.errors import DataError
-from patch.training.hooks import Record, TrainerHook
+from patch.training.hooks import Record
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 
@@ -39,22 +36,12 @@ BOUND = 2e-6
 STEPS = 6
 Case = tuple[str, int, int]
 """A name, samples of a micro-batch, steps that are read ahead."""
-ALONE: list[Case] = [("1", 1, 2), ("2", 2, 2), ("2, no thread", 2, 0), ("2, far ahead", 2, 50), ("4", 4, 2)]
-TOGETHER: list[Case] = [("dp 1", 1, 2), ("dp 2", 2, 2), ("dp 2, no thread", 2, 0), ("dp 4", 4, 2)]
+ALONE: list[Case] = [("1", 1, 2), ("2, no thread", 2, 0), ("2, far ahead", 2, 50)]
+TOGETHER: list[Case] = [("dp 1", 1, 2), ("dp 1, no thread", 1, 0), ("dp 4", 4, 2)]
 
 
-class Records(TrainerHook):
-    """Keeps the records of steps."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def on_log(self, record: Record) -> None:
-        self.records.append(record)
-
-    @property
-    def losses(self) -> list[float]:
-        return [record["loss"] for record in self.records]
+def losses_of(records: list[Record]) -> list[float]:
+    return [record["loss"] for record in records]
 
 
 class Noting:
@@ -84,23 +71,25 @@ def build(config: RunConfig) -> Run:
     return build_run(config, CPU, initialize(config, CPU))
 
 
-def train(config: RunConfig) -> tuple[list[float], list]:
-    """The losses, and the samples of each of this rank's micro-batches."""
+def train(config: RunConfig) -> tuple[list[Record], list]:
+    """The records of the steps, and the samples of each of this rank's micro-batches."""
     run = build(config)
     hook = Records()
     run.train_reader = reader = Noting(run.train_reader)
     assert Trainer(run, [hook]).train() == 0
     new_job()
-    return hook.losses, reader.given
+    return hook.records, reader.given
 
 
 def train_all(rank: int, world_size: int, folder: Path, cases: list[Case]) -> dict[str, tuple[list, list]]:
-    return {
-        name: train(
-            config_of(folder, f"out of {name}", dp=world_size, micro_batch_size=size, data_prefetch=num_ahead)
+    found = {}
+    for name, size, num_ahead in cases:
+        config = config_of(
+            folder, f"out of {name}", dp=world_size, micro_batch_size=size, data_prefetch=num_ahead
         )
-        for name, size, num_ahead in cases
-    }
+        records, order = train(config)
+        found[name] = losses_of(records), order
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +134,7 @@ def test_order_of_samples_is_the_same_to_the_bit_and_the_loss_within_the_bound(
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("2", "2, no thread"), ("2", "2, far ahead"), ("dp 2", "dp 2, no thread")]
+    ("name", "other"), [("2, far ahead", "2, no thread"), ("dp 1", "dp 1, no thread")]
 )
 def test_background_reading_changes_no_bit_of_a_loss(
     trained: dict[str, tuple[list[float], list]], name: str, other: str
@@ -153,21 +142,24 @@ def test_background_reading_changes_no_bit_of_a_loss(
     assert trained[name][0] == trained[other][0]
 
 
-def resume_in_an_epoch(
-    rank: int, world_size: int, folder: Path
-) -> tuple[list[float], list, list[float], list]:
-    """Straight through, and again from the checkpoint of step 3."""
-    config = config_of(folder, "resumed", save_interval=3)
-    losses, order = train(config)
+def resume_in_an_epoch(rank: int, world_size: int, folder: Path) -> list[tuple[list[Record], list]]:
+    """16 rows twice, in batches of 8: straight through, and again from the checkpoint of step 1."""
+    spec = f"{folder / 'first.json'} {folder / 'second.json'}"
+    changes = {"train_data_path": spec, "train_iters": 0, "train_epochs": 2.0, "save_interval": 1}
+    config = config_of(folder, "resumed", **changes)
     root = Path(config.checkpoint.output_path) / "checkpoint"
-    shutil.rmtree(root / f"iter_{STEPS:07d}")
-    (root / "latest_checkpointed_iteration.txt").write_text("3\n")
-    return losses, order, *train(config)
+    found = [train(config)]
+    for name in ("iter_0000002", "iter_0000003", "iter_0000004"):
+        shutil.rmtree(root / name)
+    (root / "latest_checkpointed_iteration.txt").write_text("1\n")
+    return [*found, train(config)]
 
 
-def test_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_same_samples_and_bits(folder: Path) -> None:
-    ((losses, order, resumed, resumed_order),) = run_distributed(resume_in_an_epoch, 1, folder)
-    assert resumed == losses[3:] and resumed_order == order[3:]
+def test_run_of_epochs_resumed_in_one_goes_on_with_the_same_samples_and_bits(folder: Path) -> None:
+    """Epochs decide the steps of the loop and of the schedule."""
+    (((whole, order), (resumed, resumed_order)),) = run_distributed(resume_in_an_epoch, 1, folder)
+    assert len(whole) == 4 and whole[-1]["lr"] == pytest.approx(1e-4), "the cosine ends with the run"
+    assert losses_of(resumed) == losses_of(whole)[1:] and resumed_order == order[1:]
 
 
 def change_the_batch(rank: int, world_size: int, folder: Path) -> tuple[list, list[list[Record]]]:
@@ -186,12 +178,9 @@ def change_the_batch(rank: int, world_size: int, folder: Path) -> tuple[list, li
             folder, "pretrained", sft=False, dataset_type="idxmap", train_data_path=str(folder / "text"),
             save_interval=4, **part,
         )  # fmt: skip
-        hook, run = Records(), build(config)
-        run.train_reader = reader = Noting(run.train_reader)
-        assert Trainer(run, [hook]).train() == 0
-        new_job()
-        samples.append([row for step in reader.given for batch in step for row in batch])
-        records.append(hook.records)
+        found, given = train(config)
+        samples.append([row for step in given for batch in step for row in batch])
+        records.append(found)
         root = Path(config.checkpoint.output_path) / "checkpoint"
         for name in ("iter_0000008", "iter_0000010"):
             shutil.rmtree(root / name, ignore_errors=True)
@@ -214,55 +203,6 @@ def test_pretraining_in_larger_batches_goes_on_in_the_same_samples_and_learning_
     assert [record["iteration"] for record in records[1]] == [5, 6, 7]
 
 
-def train_epochs(rank: int, world_size: int, folder: Path) -> tuple[int, int, list[float]]:
-    """The resolved steps, those of config.yaml's run, and the losses; 16 rows twice in batches of 8."""
-    spec = f"{folder / 'first.json'} {folder / 'second.json'}"
-    config = config_of(folder, "epochs", train_data_path=spec, train_iters=0, train_epochs=2.0)
-    run = build(config)
-    hook = Records()
-    Trainer(run, [hook]).train()
-    return run.config.training.train_iters, len(hook.losses), [record["lr"] for record in hook.records]
-
-
-def test_epochs_decide_the_steps_of_the_loop_and_of_the_schedule(folder: Path) -> None:
-    ((steps, num_losses, rates),) = run_distributed(train_epochs, 1, folder)
-    assert steps == num_losses == 4
-    assert rates[-1] == pytest.approx(1e-4), "the cosine ends with the run"
-
-
-class Faulty(SeededReader):
-    """Rank 1 cannot read a step."""
-
-    broken_at = 2
-
-    def step(self, iteration: int) -> list[Batch]:
-        if iteration == self.broken_at and self._dp_rank == 1:
-            raise DataError(f"step {iteration + 1} is damaged")
-        return super().step(iteration)
-
-
-def train_faulty(rank: int, world_size: int, output: str) -> list[tuple[str, int]]:
-    """What this rank raises, and after how many steps; in the first step, and later."""
-    said = []
-    for broken_at, num_ahead in ((0, 0), (0, 2), (2, 0), (2, 2)):
-        run = build_seeded_run(small_run(dp=2, train_iters=5, data_prefetch=num_ahead, output_path=output))
-        run.train_reader = Faulty(run.config, rank)
-        run.train_reader.broken_at = broken_at
-        hook = Records()
-        with pytest.raises(DataError) as caught:
-            Trainer(run, [hook]).train()
-        said.append((str(caught.value), len(hook.records)))
-        new_job()
-    return said
-
-
-def test_data_that_one_rank_cannot_read_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
-    good, bad = run_distributed(train_faulty, 2, str(tmp_path))
-    other = "another rank cannot read the data of step {}; its own message says why"
-    assert bad == [("step 1 is damaged", 0)] * 2 + [("step 3 is damaged", 1)] * 2
-    assert good == [(other.format(1), 0)] * 2 + [(other.format(3), 1)] * 2
-
-
 class Slow(SeededReader):
     """Reads for 80 ms a step."""
 
@@ -271,20 +211,13 @@ class Slow(SeededReader):
         return super().step(iteration)
 
 
-class Working(Records):
-    """A step has 120 ms of other work."""
-
-    def on_step(self, iteration: int, seconds: float) -> None:
-        time.sleep(0.12)
-
-
 def wait_for_data(rank: int, world_size: int, output: str) -> list[list[float]]:
-    """data_wait_ms of steps without and with background reading."""
+    """data_wait_ms of steps without and with background reading, where each has 120 ms of other work."""
     found = []
     for num_ahead in (0, 2):
         run = build_seeded_run(small_run(train_iters=8, data_prefetch=num_ahead, output_path=output))
-        run.train_reader = Slow(run.config, 0)
-        hook = Working()
+        run.train_reader, hook = Slow(run.config, 0), Records()
+        hook.on_step = lambda iteration, seconds: time.sleep(0.12)  # type: ignore[method-assign]
         Trainer(run, [hook]).train()
         found.append([record["data_wait_ms"] for record in hook.records])
         new_job()
@@ -296,36 +229,3 @@ def test_metric_says_how_long_a_step_waited_for_its_data(tmp_path: Path) -> None
     assert in_step[0] >= 160, "the first step waits for its own data and for that of the second"
     assert all(waited >= 80 for waited in in_step[1:-1]) and in_step[-1] == 0
     assert sorted(in_background[1:])[3] < 40, "the median"
-
-
-class Stopping(TrainerHook):
-    """Sends a signal after a step, and notes what follows."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_step(self, iteration: int, seconds: float) -> None:
-        if iteration == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_evaluate(self, record: Record) -> None:
-        self.notes.append(f"evaluate {record['iteration']}")
-
-    def on_save(self, iteration: int) -> None:
-        self.notes.append(f"save {iteration}")
-
-
-def stop_by_signal(rank: int, world_size: int, output: str) -> tuple[int, list[str], list[str]]:
-    import threading
-
-    run = build_seeded_run(small_run(train_iters=9, eval_interval=2, output_path=output))
-    hook = Stopping()
-    exit_code = Trainer(run, [hook]).train()
-    return exit_code, hook.notes, [thread.name for thread in threading.enumerate()]
-
-
-def test_signal_saves_before_it_evaluates_and_ends_the_thread(tmp_path: Path) -> None:
-    ((exit_code, notes, threads),) = run_distributed(stop_by_signal, 1, str(tmp_path))
-    assert exit_code == 128 + signal.SIGTERM
-    assert notes == ["save 2", "evaluate 2"]
-    assert "read ahead" not in threads

@@ -13,7 +13,6 @@ from patch.data import BatchReader
 from patch.data.samples import Sample
 from patch.errors import DataError
 from patch.training.evaluation import evaluate
-from patch.training.step import run_schedule
 
 BOUND = 1e-5
 """On losses near 6, between two implementations in fp32."""
@@ -145,29 +144,14 @@ def test_eval_iters_limits_the_global_batches_of_each_set(found: dict, expected:
         assert found["one batch"][f"valid_loss/{name}"] == pytest.approx(mean(sums[:8]), abs=BOUND)
 
 
-def count_micro_batches(rank: int, world_size: int) -> list[int]:
-    """How many micro-batches are computed for a set of three samples, in global batches of 16."""
-    import patch.training.evaluation as evaluation
-
-    counts: list[int] = []
-
-    def counted(run, batches, tokens, *, loss_scale):
-        counts.append(len(batches))
-        return run_schedule(run, batches, tokens, loss_scale=loss_scale)
-
-    evaluation.run_schedule = counted
-    run = build_seeded_run(small_run(global_batch_size=16, micro_batch_size=1, dp=2))
-    run.valid_readers = readers(run, {"three": Seeded(3, 1)})
-    evaluate(run)
-    return counts
-
-
-def test_micro_batches_that_only_fill_up_are_not_computed() -> None:
-    assert run_distributed(count_micro_batches, 2) == [[2], [2]]
-
-
 def evaluate_damaged(rank: int, world_size: int) -> list[str]:
-    said = []
+    """The errors; before them, how many micro-batches are computed for three samples in batches of 16."""
+    run = build_seeded_run(small_run(global_batch_size=16, micro_batch_size=1, dp=2))
+    run.valid_readers, forwards = readers(run, {"three": Seeded(3, 1)}), []
+    run.stages[0].register_forward_hook(lambda *_: forwards.append(1))
+    evaluate(run)
+    new_job()
+    said = [f"{len(forwards)} computed"]
     for num_ahead in (0, 2):
         run = build_seeded_run(
             small_run(global_batch_size=4, micro_batch_size=1, dp=2, data_prefetch=num_ahead)
@@ -180,10 +164,8 @@ def evaluate_damaged(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_sample_that_one_rank_cannot_read_stops_the_evaluation_on_all() -> None:
+def test_what_only_fills_up_is_not_computed_and_what_one_rank_cannot_read_stops_all() -> None:
     good, bad = run_distributed(evaluate_damaged, 2)
-    assert bad == ["sample 5 is damaged"] * 2
-    assert (
-        good
-        == ["another rank cannot read the data of the validation set damaged; its own message says why"] * 2
-    )
+    assert bad == ["2 computed", *["sample 5 is damaged"] * 2]
+    other = "another rank cannot read the data of the validation set damaged; its own message says why"
+    assert good == ["2 computed", other, other]

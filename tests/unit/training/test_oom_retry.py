@@ -1,7 +1,6 @@
 """Out of memory on some ranks of a job: states leave, all ranks do the work again, and no bit differs."""
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, digests
+from training_runs import build_seeded_run, digests, messages_from
 
 from patch.distributed.collectives import is_on_all_ranks
 from patch.memory import SimulatedDevice
@@ -26,15 +25,25 @@ SMALL = {
     "optimizer_offload_chunk_size": 1999, "train_iters": STEPS, "optimizer_offload_policy": "static",
     "optimizer_offload_fraction": 0.3, "simulated_device_memory": 10**12,
 }  # fmt: skip
-LEVELS = ("none", "optimizer", "gradients")
-PLACES = ("first forward", "last forward", "backward", "hook", "full device", "evaluation")
-"""Where memory runs out: `hook` is where a gradient is put in its bucket, with a part of them reduced."""
-CASES = [*itertools.product(LEVELS, (2,), PLACES), *itertools.product(LEVELS, (1,), ("backward",))]
-"""Each with its number of micro-batches."""
+CASES = [
+    ("none", 2, "first forward"),
+    ("optimizer", 2, "last forward"),
+    ("gradients", 2, "backward"),
+    ("gradients", 2, "hook"),
+    ("none", 2, "full device"),
+    ("optimizer", 2, "hook"),
+    ("gradients", 2, "evaluation"),
+    ("none", 2, "backward"),
+    ("gradients", 1, "backward"),
+    ("optimizer", 2, "full device"),
+]
+"""Sharding, micro-batches, and where memory runs out: `hook` is where a gradient is put in its bucket, with a
+part of them reduced. On rank 0, on rank 1 or on both."""
 
 
 def build(level: str, num_batches: int, **changes: Any) -> Run:
-    layout = {"dp": 2, "data_parallel_sharding": level, "global_batch_size": 2 * num_batches}
+    dp = dist.get_world_size()
+    layout = {"dp": dp, "data_parallel_sharding": level, "global_batch_size": dp * num_batches}
     activations = {"cpu_offloading": level != "none"}
     return build_seeded_run(small_run(**SMALL | layout | activations | changes))
 
@@ -123,6 +132,16 @@ def collective_without_memory() -> float:
     return fraction
 
 
+def part_of_a_model() -> float:
+    """The other ranks wait for activations, so nothing moves and the error ends the run."""
+    layout = {"tp": 2, "global_batch_size": 1, "optimizer_offload_fraction": 0.0}
+    run = build_seeded_run(small_run(**SMALL | layout))
+    device_of(run).budget = device_of(run).allocated_bytes
+    with pytest.raises(torch.OutOfMemoryError, match="--simulated-device-memory"):
+        train_step(run, 0)
+    return run.optimizer.offload_fraction
+
+
 def run_together(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for index, case in enumerate(CASES):
@@ -131,7 +150,17 @@ def run_together(rank: int, world_size: int) -> dict[Any, Any]:
         found[case] = trained(case, short=index % 3 in (rank, 2))
     found["collective"] = collective_without_memory()
     found["hopeless"] = hopeless(rank, {"optimizer_offload_fraction": 1.0})
+    new_job()
+    found["part"] = part_of_a_model()
     return found
+
+
+def run_alone(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A step that is disturbed and one that is not, and what both log."""
+    said = messages_from("INFO")
+    case = ("none", 2, "full device")
+    found = trained(case, short=False), trained(case, short=True)
+    return *found, [line for line in said if "offload" in line or "again" in line]
 
 
 @functools.cache
@@ -148,6 +177,16 @@ def test_what_ran_out_of_memory_is_done_again_to_the_same_bits(case: tuple[str, 
         assert (short["fraction"] > undisturbed["fraction"]) == was_short, "the states of a short rank leave"
 
 
+def test_a_process_alone_does_its_step_again_and_says_where_states_are() -> None:
+    ((undisturbed, short, said),) = run_distributed(run_alone, 1)
+    assert short["bits"] == undisturbed["bits"] and short["fraction"] > undisturbed["fraction"]
+    first, second, moved, again = said
+    assert first == second and first.startswith("optimizer offload: static, ")
+    assert first.endswith(f"offload fraction {undisturbed['fraction']:.3f}")
+    assert moved.startswith("step 3 ran out of memory (") and "To avoid it: " in moved
+    assert again == "step 3 is done again: 1 rank ran out of memory"
+
+
 def test_all_ranks_end_where_one_has_nothing_left_to_move() -> None:
     other, short = (found["hopeless"] for found in together())
     assert "another rank ran out of memory" in other and "--simulated-device-memory" in short
@@ -155,3 +194,8 @@ def test_all_ranks_end_where_one_has_nothing_left_to_move() -> None:
 
 def test_a_collective_that_failed_itself_is_not_tried_again() -> None:
     assert [found["collective"] for found in together()] == pytest.approx([0.3, 0.3], abs=0.05)
+
+
+def test_parts_of_a_model_do_not_try_again() -> None:
+    """error_translation.py makes exit code 5 of it, and the launcher says what to change."""
+    assert [found["part"] for found in together()] == [0.0, 0.0]

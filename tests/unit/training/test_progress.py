@@ -20,7 +20,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def draw() -> None:
     with quick_start():
-        from patch.training.run_hooks import ProgressDisplay
+        from patch.training.hooks import ProgressDisplay
 
     configure_logging(rank=0)
     log = get_logger("patch.test")

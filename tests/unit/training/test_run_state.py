@@ -1,18 +1,20 @@
-"""Weights of one run as the first weights of another: any precision gives to any other."""
+"""Checkpoints of a run: weights of any precision start another, resumes, and what upstream's model takes."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, messages_from, save, seeded_batches
 
 from patch.distributed.groups import shutdown
-from patch.training.run_state import Progress, find_progress, load_weights, resume, save, state_to_save
+from patch.training.run_state import Progress, find_progress, load_weights, resume, state_to_save
 from patch.training.step import train_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +35,7 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
     for theirs in DTYPES:
         run = build_seeded_run(small_run(precision=theirs, initial_loss_scale=1.0))
         train_step(run, 0)
-        save(folder / theirs / "checkpoint", Progress(1, 4), run.stages, run.optimizer, "")
+        save(folder / theirs / "checkpoint", Progress(1, 4), run.stages, run.optimizer)
         stored[theirs] = _weights(run)
         assert {weight.dtype for weight in stored[theirs].values()} == {DTYPES[theirs]}
         new_job()
@@ -75,19 +77,16 @@ def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progre
     """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same."""
     run = build_seeded_run(small_run())
     train_step(run, 0)
-    save(folder, Progress(1, 4), run.stages, run.optimizer, "")
+    save(folder, Progress(1, 4), run.stages, run.optimizer)
     expected = train_step(run, 1)
-    save(folder, Progress(2, 8), run.stages, run.optimizer, "")
+    save(folder, Progress(2, 8), run.stages, run.optimizer)
     data = folder / "iter_0000002" / "__0_0.distcp"
     contents = bytearray(data.read_bytes())
     contents[len(contents) // 2] ^= 1
     data.write_bytes(contents)
     new_job()
     run = build_seeded_run(small_run(seed=7))
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("patch.checkpoint").addHandler(handler)
+    messages = messages_from("WARNING", "patch.checkpoint")
     found = find_progress(folder)
     resume(folder, found, run.stages, run.optimizer, 7)
     again = train_step(run, 1)
@@ -112,3 +111,36 @@ def test_weights_of_any_precision_start_a_run_of_any(exchanged: dict, theirs: st
     differing, loss = exchanged[theirs, ours]
     assert differing == []
     assert loss == pytest.approx(exchanged[theirs, "fp32"][1], abs=0.05)
+
+
+@torch.no_grad()
+def run_upstream(rank: int, world_size: int, folder: Path) -> None:
+    run = build_seeded_run(small_run(rope_original_max_position=8192))
+    with torch.enable_grad():
+        train_step(run, 0)
+    save(folder, Progress(1, 8), run.stages, run.optimizer)
+    (model,) = run.stages
+    upstream = GPTModel(
+        config=model.config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=run.config.padded_vocab_size,
+        max_sequence_length=run.config.model.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=run.config.model.rotary_base,
+        rope_scaling=True,
+    )
+    loaded = dist_checkpointing.load(upstream.sharded_state_dict(), str(folder / "iter_0000001"))
+    upstream.load_state_dict({name: value for name, value in loaded.items() if "." in name}, strict=True)
+    weights = dict(model.named_parameters())
+    assert weights.keys() == dict(upstream.named_parameters()).keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in upstream.named_parameters())
+    tokens = seeded_batches(run.config, 0)[0].tokens
+    mask = torch.ones(32, 32).triu(1).bool()[None, None]
+    expected = upstream(tokens, None, mask)
+    torch.testing.assert_close(model(tokens, None, None), expected, rtol=0, atol=1e-5)
+
+
+def test_upstreams_load_gives_its_model_the_bits_of_our_checkpoint_and_it_computes_the_same(
+    tmp_path: Path,
+) -> None:
+    run_distributed(run_upstream, 1, tmp_path)

@@ -1,7 +1,6 @@
 """A run that saves in the background leaves the same bytes as one that waits, and says what it waited."""
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, digests
+from training_runs import build_seeded_run, digests, messages_from
 
 from patch.checkpoint import host_copies, latest_iteration
 from patch.config.schema import RunConfig
@@ -43,12 +42,7 @@ def slow_down_copies() -> None:
 def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str]:
     """What the runs say about saving."""
     slow_down_copies()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("patch.training.saving")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    messages = messages_from("INFO", "patch.training.saving")
     for config in configs.values():
         run = build_seeded_run(config)
         assert Trainer(run, build_hooks(run)).train() == 0
@@ -167,9 +161,12 @@ FAULTS: dict[str, Callable[[Run, int], None]] = {
     "data": lambda run, rank: setattr(
         run, "train_reader", EndingReader(run, 4) if rank else run.train_reader
     ),
+    "first data": lambda run, rank: setattr(
+        run, "train_reader", EndingReader(run, 1) if rank else run.train_reader
+    ),
     "one rank": lambda run, rank: None,
 }
-"""Each ends step 3, while the checkpoint of step 2 is not complete."""
+"""Each but the first data ends step 3, while the checkpoint of step 2 is not complete."""
 
 
 def end_with_errors(rank: int, world_size: int, folder: str, faults: list[str]) -> dict[str, tuple]:
@@ -198,7 +195,10 @@ def test_error_of_all_ranks_loses_no_checkpoint_that_is_being_written(tmp_path: 
     """An error of one rank does, because completing a checkpoint takes all of them."""
     first, second = run_distributed(end_with_errors, 2, str(tmp_path), list(FAULTS))
     saved = [{name: iteration for name, (_, iteration) in found.items()} for found in (first, second)]
-    assert saved[0] == saved[1] == {"gradients": 2, "loss": 2, "data": 2, "one rank": None}
+    assert saved[0] == saved[1] == {
+        "gradients": 2, "loss": 2, "data": 2, "first data": None, "one rank": None
+    }  # fmt: skip
     assert "step 3: gradient norm nan" in first["gradients"][0] and "step 3: loss " in first["loss"][0]
     assert "another rank cannot read the data of step 4" in first["data"][0]
-    assert second["data"][0] == "the disk is gone"
+    assert "another rank cannot read the data of step 1" in first["first data"][0]
+    assert second["data"][0] == second["first data"][0] == "the disk is gone"

@@ -1,5 +1,8 @@
 """What hangs on the loop: hooks of every rank are called at the same steps, and may hold collectives."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,11 +18,13 @@ from patch.training.trainer import Trainer
 class Notes(TrainerHook):
     """Writes down what it is called for."""
 
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+    def __init__(self, notes: list[str], stop_at: int = 0) -> None:
+        self._notes, self._stop_at = notes, stop_at
 
     def on_step(self, iteration: int, seconds: float) -> None:
         assert seconds > 0
+        if iteration == self._stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         self._notes.append(f"step {iteration}")
 
     def on_log(self, record: Record) -> None:
@@ -73,3 +78,18 @@ def test_hooks_are_called_in_order_after_what_they_are_named_for(tmp_path: Path)
     assert losses == same_losses and len(losses) == 3
     assert all(first == second > 0 for first, second in losses)
     assert saved == ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]
+
+
+def stop_by_signal(rank: int, world_size: int, output: str) -> tuple[int, list[str], list[str]]:
+    """The exit code, what hooks saw, and the threads that are left."""
+    notes: list[str] = []
+    run = build_seeded_run(small_run(train_iters=9, eval_interval=2, log_interval=9, output_path=output))
+    exit_code = Trainer(run, [Notes(notes, stop_at=2)]).train()
+    return exit_code, notes, [thread.name for thread in threading.enumerate()]
+
+
+def test_signal_saves_before_it_evaluates_and_ends_the_thread_that_reads(tmp_path: Path) -> None:
+    ((exit_code, notes, threads),) = run_distributed(stop_by_signal, 1, str(tmp_path))
+    assert exit_code == 128 + signal.SIGTERM
+    assert notes == ["step 1", "step 2", "save 2", "evaluate 2", "close"]
+    assert "read ahead" not in threads

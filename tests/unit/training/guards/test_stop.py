@@ -1,6 +1,5 @@
 """What stops a run: signals on any rank, the time limit, the stop file; each leaves one checkpoint."""
 
-import logging
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, messages_from
 
 from patch.distributed.worker_process import LAUNCHER
 from patch.training.guards import stop
@@ -44,11 +43,7 @@ def stop_early(
 ) -> dict[str, tuple[int, list[str], str]]:
     """Of each case: the exit code, the checkpoints, and what rank 0 logs."""
     stop.POLL_S = 0.02
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("patch").addHandler(handler)
-    logging.getLogger("patch").setLevel(logging.INFO)
+    lines = messages_from("INFO")
     found = {}
     for name, case in cases.items():
         lines.clear()

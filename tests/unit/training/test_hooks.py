@@ -1,0 +1,80 @@
+"""Small hooks of a run: the last save, the plot of losses, the forecast of a step's time."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from patch.optimizer import OptimizerReport
+from patch.training.hooks import LastSaved, StepTimeForecast, TrainerHook
+from patch.training.metrics import LossPlot, MetricsLog, plot_losses
+
+
+def test_file_names_the_last_saved_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "log" / "last_saved_iteration.txt"
+    file.parent.mkdir()
+    hook = LastSaved(tmp_path)
+    assert not file.exists()
+    for iteration in (10, 20, 15):
+        hook.on_save(iteration)
+        assert file.read_text() == f"{iteration}\n"
+
+
+@pytest.mark.parametrize(
+    ("hook", "name", "said"),
+    [(LastSaved, "last_saved_iteration.txt", "written"), (LossPlot, "loss.png", "drawn")],
+)
+def test_file_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, logged: list[str], hook: type[Any], name: str, said: str
+) -> None:
+    """The checkpoint is there all the same; metrics, which must not be lost, end it with their own error."""
+    (tmp_path / "log" / name).mkdir(parents=True)
+    made: TrainerHook = hook(tmp_path)
+    made.on_save(1)
+    assert logged == [f"{tmp_path / 'log' / name} was not {said}: Is a directory"]
+
+
+def test_each_kind_of_loss_has_its_line_in_a_png(tmp_path: Path) -> None:
+    losses = [{"iteration": step, "loss": 2.0, "valid_loss": 2.0} for step in (1, 2)]
+    of_sets = [{**record, "valid_loss/chat": 1.5} for record in losses]
+    plots = []
+    for number, records in enumerate(([], losses, of_sets)):
+        plot_losses(records, tmp_path / f"{number}.png")
+        plots.append((tmp_path / f"{number}.png").read_bytes())
+    assert len(set(plots)) == 3 and all(plot.startswith(b"\x89PNG") for plot in plots)
+
+
+def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> None:
+    log, plot = MetricsLog(tmp_path, 0), LossPlot(tmp_path)
+    picture = tmp_path / "log" / "loss.png"
+    drawn = []
+    for iteration, finish in ((1, lambda: plot.on_save(1)), (2, plot.close)):
+        log.on_log({"iteration": iteration, "loss": 1.0 / iteration})
+        assert picture.exists() == bool(drawn)
+        finish()
+        drawn.append(picture.read_bytes())
+    log.close()
+    assert drawn[0] != drawn[1]
+
+
+def test_predicted_and_measured_step_times_are_logged(logged: list[str]) -> None:
+    reports = [OptimizerReport(8, 100, 800, 800, 1.0, 0.0, 0.0, 0)]
+    forecast = StepTimeForecast(SimpleNamespace(report=lambda: reports[-1]))  # type: ignore[arg-type]
+    for seconds, fraction, busy, waited in [
+        (1.0, 1.0, 0.8, 0.5),  # 0.3 s are hidden
+        (1.0, 1.0, 0.8, 0.5),
+        (9.9, 0.5, 0.4, 0.1),  # holds the move
+        (0.63, 0.5, 0.4, 0.1),
+        (0.6, 0.5, 0.4, 0.1),
+        (0.7, 0.25, 0.2, 0.0),
+        (0.51, 0.25, 0.2, 0.0),
+    ]:
+        last = reports[-1]
+        totals = last.host_busy_s + busy, last.host_wait_s + waited
+        reports.append(OptimizerReport(8, 100, 800, 800, fraction, *totals, 0))
+        forecast.on_step(1, seconds)
+    assert logged == [
+        "optimizer offload: fraction 0.500: 600.0 ms predicted, 630.0 ms measured, 1000.0 ms before",
+        "optimizer offload: fraction 0.250: 500.0 ms predicted, 510.0 ms measured, 600.0 ms before",
+    ]
