@@ -16,24 +16,30 @@ from pathlib import Path
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
-from toolkits.doctor.check import Check, Finding, Settings, run_check
+from toolkits.doctor.check import (
+    Check,
+    Finding,
+    Settings,
+    json_of,
+    lines_of,
+    run_check,
+    verdict_lines,
+    verdict_of,
+)
 from toolkits.doctor.folder import check_folder
 from toolkits.doctor.gpus import check_gpus
 from toolkits.doctor.host import (
     check_limits,
     check_memory,
+    check_network,
     check_processor,
     check_ranks,
     check_variables,
-    local_processes,
 )
 from toolkits.doctor.messages import measure_messages
-from toolkits.doctor.network import check_network
-from toolkits.doctor.planned_machine import machine_part
-from toolkits.doctor.report import json_of, lines_of, verdict_lines, verdict_of
 from toolkits.doctor.self_test import run_self_test
 from toolkits.doctor.software import check_accelerations, check_compilers, check_imports, check_versions
-from toolkits.doctor.speed import measure_gpus, measure_host
+from toolkits.doctor.speed import machine_part, measure_gpus, measure_host
 
 CHECKS = (
     Check("processor", check_processor),
@@ -80,7 +86,7 @@ def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
-        "--nproc", type=positive, metavar="N", default=local_processes(machine),
+        "--nproc", type=positive, metavar="N", default=machine.cuda_devices or 2,
         help="processes between which messages are measured; default: the GPUs of this machine, or 2",
     )  # fmt: skip
     parser.add_argument(
