@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkits._arguments import ArgumentParser, output_file, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, output_file, typed
 
 if TYPE_CHECKING:
     from patch.checkpoint.compare import Comparison
@@ -28,18 +28,7 @@ _WIDTH = 160
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 1 if two checkpoints differ, 4, or the exit code of another error."""
     options = _parse(argv)
-    from patch.errors import CheckpointError, PatchError
-    from patch.logger import configure_logging
-
-    configure_logging()
-    try:
-        return _run(options.folders, options.json)
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # of a store
-        print(f"ERROR {error}", file=sys.stderr)
-        return CheckpointError.exit_code
+    return exit_code_of(lambda: _run(options.folders, options.json))
 
 
 def _run(folders: list[str], file: Path | None) -> int:

@@ -63,10 +63,9 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
     yield Finding("python", "broken" if is_old else "ok", platform.python_version(), advice)
     pins = pinned_versions(REPOSITORY / "requirements.txt")
     for name in _NEEDED:
-        yield _needed(name, pins.get(name, ""))
-    for name in _OPTIONAL:
-        if (version := _version(name)) is not None:
-            yield Finding(name, "ok", version, data={"version": version})
+        yield _compared(name, pins.get(name, ""))
+    for name in filter(_version, _OPTIONAL):
+        yield _compared(name, "")
     yield _torch_build()
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
     is_clone = shutil.which("git") is not None
@@ -75,10 +74,9 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
 
 def check_imports(settings: Settings) -> Iterator[Finding]:
     """Import installed kernels, each in a process of its own: built for another torch, they crash."""
-    for name, module in _OPTIONAL.items():
-        if _version(name) is None:
-            continue
-        ended = run_program([sys.executable, "-W", "ignore", "-c", f"import {module}"], _IMPORT_S)
+    for name in filter(_version, _OPTIONAL):
+        command = [sys.executable, "-W", "ignore", "-c", f"import {_OPTIONAL[name]}"]
+        ended = run_program(command, _IMPORT_S)
         if ended.code != 0:
             cure = f"rebuild {name} for this torch (pip install --no-build-isolation), or uninstall it"
             # The others may only be in the way of a library that looks for them.
@@ -139,7 +137,8 @@ def _served(machine: MachineFacts) -> tuple[Served, ...]:
     return backends_of(config, machine).rows
 
 
-def _needed(name: str, tested: str) -> Finding:
+def _compared(name: str, tested: str) -> Finding:
+    """The version of a distribution, beside the one that is tested, if there is one."""
     version = _version(name)
     if version is None:
         wanted = f"{name}=={tested}" if tested else name

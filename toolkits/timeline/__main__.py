@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from patch.errors import DataError, PatchError
+from patch.errors import DataError
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, output_file, positive, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, output_file, positive, typed
 from toolkits.timeline.figures import LEGEND, choose_step, figures_of, most_exposed, page_of
 from toolkits.timeline.trace import RankTrace, read_trace
 
@@ -34,26 +34,25 @@ _COLUMNS = {
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
-    try:
-        traces_of = trace_files(options.traces)
-        traces = [read_trace(file) for file in traces_of]
-        step = choose_step(traces, options.step)
-        lanes = sorted((trace.cut(step) for trace in traces), key=lambda each: each.rank)
-        page = options.output or traces_of[0].parent.parent / "timeline.html"
-        write_atomically(page, page_of(lanes, step))
-        if options.json:
-            ranks = [
-                {"rank": each.rank, "is_gpu": each.is_gpu, **figures_of(each, step),
-                 "most_exposed": dict(most_exposed(each))}
-                for each in lanes
-            ]  # fmt: skip
-            write_atomically(options.json, json.dumps({"step": step, "ranks": ranks}, indent=1) + "\n")
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _draw(options))
+
+
+def _draw(options: argparse.Namespace) -> None:
+    files = trace_files(options.traces)
+    traces = [read_trace(file) for file in files]
+    step = choose_step(traces, options.step)
+    lanes = sorted((trace.cut(step) for trace in traces), key=lambda each: each.rank)
+    page = options.output or files[0].parent.parent / "timeline.html"
+    write_atomically(page, page_of(lanes, step))
+    if options.json:
+        ranks = [
+            {"rank": each.rank, "is_gpu": each.is_gpu, **figures_of(each, step),
+             "most_exposed": dict(most_exposed(each))}
+            for each in lanes
+        ]  # fmt: skip
+        write_atomically(options.json, json.dumps({"step": step, "ranks": ranks}, indent=1) + "\n")
     print(table(lanes, step))
     print(f"page: {page}")
-    return 0
 
 
 def trace_files(paths: Sequence[Path]) -> list[Path]:

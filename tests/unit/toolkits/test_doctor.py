@@ -1,7 +1,6 @@
 """llama-patch doctor: each check on machines that a test makes up, and once on this one."""
 
 import json
-import os
 import re
 import resource
 import socket
@@ -34,7 +33,7 @@ from toolkits.doctor.check import (
 )
 from toolkits.doctor.folder import check_folder, file_system_of
 from toolkits.doctor.gpus import check_torch_sees_gpus, health_of
-from toolkits.doctor.host import check_limits, check_ranks, check_variables, interface_variables, own_name
+from toolkits.doctor.host import check_limits, check_variables, interface_variables, own_name
 from toolkits.doctor.messages import measure_messages
 from toolkits.doctor.self_test import resumed_finding
 from toolkits.doctor.software import check_versions, missing_libraries, pinned_versions
@@ -168,19 +167,6 @@ def test_limits_are_those_of_the_shell() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert set(found) == {"open files", "processes", "locked memory"}
-
-
-def test_ranks_share_the_nodes_of_a_machine(tmp_path: Path) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    half = max(1, len(cores) // 2)
-    for node, own in enumerate((cores[:half], cores[half:])):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(",".join(map(str, own)) + "\n")
-    machine = MachineFacts(cuda_devices=0, cpu_cores=len(cores))
-    found = {finding.name: finding.value for finding in check_ranks(settings(machine=machine), tmp_path)}
-    assert found["threads of a rank"].startswith(f"{max(1, len(cores) // 2)},")
-    if len(cores) % 2 == 0:
-        assert found["NUMA nodes of ranks"].startswith("each bound to ")
 
 
 def test_the_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
