@@ -2,9 +2,9 @@
 
 A tiny run of two ranks saves every step or two. When its folder shows a moment drawn by chance (a save has
 begun, its data, its marker, its name, the tracker, the deletion of an older checkpoint), a process of the run
-is killed by SIGKILL. It is started again, by this script or by the launcher (--max-restarts), until it has
-ended. Each start must go on from the newest whole checkpoint on disk, which never goes back, and the end must
-have the bytes of a run that nobody has disturbed. Wholeness is checked anew, with json and zlib.
+is killed by SIGKILL. It is started again until it has ended. Each start must go on from the newest whole
+checkpoint on disk, which never goes back, and the end must have the bytes of a run that nobody has disturbed.
+Wholeness is checked anew, with json and zlib.
 
 `make test-all` does five of them (tests/unit/training/test_random_kills.py).
 """
@@ -17,31 +17,26 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "support")]
 
-if "LOCAL_RANK" in os.environ:  # a worker of the launcher below
-    from patch.distributed.worker_process import begin
-
-    begin()
-
 import argparse
 import json
 import math
 import random
 import signal
-import subprocess
 import tempfile
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
-
-import psutil
+from typing import Any, NamedTuple
 
 STEPS = 10
 RANKS = 2
-SAVING = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
-"""Moments of saving, in their order. named: the folder has its name, the tracker does not name it yet."""
+MOMENTS = (
+    "between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion", "starting"
+)  # fmt: skip
+"""Of saving, in their order, and of a start. named: the folder has its name, the tracker does not name it
+yet."""
 _END_S = 5.0
 """So long the rest of a run may take to end by itself when one of its processes was killed."""
 _MOMENT_S = 3.0
@@ -54,19 +49,6 @@ _FRESH_S = 0.005
 """So long the tracker counts as just written."""
 _POLL_S = 0.0005
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-class Job(Protocol):
-    """The processes of one start of a run."""
-
-    def victims(self) -> dict[str, int]:
-        """The process ids by name, of those that live."""
-
-    def ended(self) -> bool:
-        """Whether no process lives any more."""
-
-    def end(self) -> None:
-        """Kill what is left, and wait for it."""
 
 
 class Hit(NamedTuple):
@@ -130,8 +112,8 @@ def work(changes: dict[str, Any]) -> None:
 # Its processes.
 
 
-class ForkedJob:
-    """Workers forked from a server that has imported torch, without a launcher."""
+class Job:
+    """The processes of one start of a run: workers forked from a server that has imported torch."""
 
     def __init__(self, changes: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -151,12 +133,15 @@ class ForkedJob:
             worker.start()
 
     def victims(self) -> dict[str, int]:
+        """The process ids by name, of those that live."""
         return {f"rank {rank}": each.pid for rank, each in enumerate(self._workers) if each.is_alive()}
 
     def ended(self) -> bool:
+        """Whether no process lives any more."""
         return not any(worker.is_alive() for worker in self._workers)
 
     def end(self) -> None:
+        """Kill what is left, and wait for it."""
         for worker in self._workers:
             worker.kill()
             worker.join()
@@ -167,48 +152,6 @@ def _forked(changes: dict[str, Any], environment: dict[str, str]) -> None:
     with open(Path(changes["output_path"], "messages"), "ab") as messages:
         os.dup2(messages.fileno(), 2)
     work(changes)
-
-
-class LaunchedJob:
-    """The launcher and its workers; with restarts only workers are victims, and nobody starts it again."""
-
-    def __init__(self, changes: dict[str, Any], restarts: int) -> None:
-        self._restarts = restarts
-        here = Path(__file__).parent
-        paths = [str(here), str(here / "support"), str(here.parent)]
-        own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        arguments = [sys.executable, __file__, "launch", json.dumps({**changes, "max_restarts": restarts})]
-        with open(Path(changes["output_path"], "messages"), "ab") as messages:
-            self._launcher = subprocess.Popen(arguments, env=os.environ | own, stderr=messages)
-
-    def victims(self) -> dict[str, int]:
-        found = {} if self._restarts else {"launcher": self._launcher.pid}
-        with suppress(psutil.Error):
-            for child in psutil.Process(self._launcher.pid).children():
-                if "RANK" in (variables := child.environ()) and child.status() != psutil.STATUS_ZOMBIE:
-                    found[f"rank {variables['RANK']}"] = child.pid
-        return found
-
-    def ended(self) -> bool:
-        return self._launcher.poll() is not None
-
-    def end(self) -> None:
-        self._launcher.kill()  # its workers die with it
-        self._launcher.wait()
-
-
-def launch_here(changes: dict[str, Any]) -> int:
-    """Be the launcher of a run."""
-    from small_runs import small_run
-
-    from patch.device import MachineFacts
-    from patch.distributed.launch import launch
-    from patch.logger import configure_logging
-    from patch.preflight.cluster import Rendezvous
-
-    configure_logging()
-    machine = MachineFacts(cuda_devices=0, cpu_cores=RANKS)
-    return launch(Path(__file__), [json.dumps(changes)], small_run(**changes), Rendezvous(), machine)
 
 
 # What its folder shows.
@@ -304,12 +247,11 @@ class Killing:
     Args:
         folder: where the runs are.
         is_async: whether checkpoints are written in the background.
-        way: fork, launch or restart: who starts the processes (see the two jobs).
         seed: of all that is drawn.
     """
 
-    def __init__(self, folder: Path, *, is_async: bool, way: str, seed: int) -> None:
-        self._folder, self._is_async, self._way = folder, is_async, way
+    def __init__(self, folder: Path, *, is_async: bool, seed: int) -> None:
+        self._folder, self._is_async = folder, is_async
         self._random = random.Random(seed)
         self.hits: list[Hit] = []
         self._moments: list[str] = []
@@ -332,15 +274,11 @@ class Killing:
         output = self._folder / name
         output.mkdir()
         self._least = {}
-        interval, restarts = self._random.choice((1, 2)), num_kills if self._way == "restart" else 0
-        newest = 0
+        interval, newest = self._random.choice((1, 2)), 0
         while newest < STEPS:
-            changes = settings(output, is_async=self._is_async, interval=interval)
-            job = ForkedJob(changes) if self._way == "fork" else LaunchedJob(changes, restarts)
+            job = Job(settings(output, is_async=self._is_async, interval=interval))
             try:
                 is_killed = len(self.hits) < num_kills and self._kill(job, output)
-                while restarts and is_killed:
-                    is_killed = len(self.hits) < num_kills and self._kill(job, output)
                 wait_for(job.ended, _END_S if is_killed else _RUN_S)
                 assert is_killed or job.ended(), f"{output}: the run hangs"
             finally:
@@ -352,17 +290,17 @@ class Killing:
         """Kill one of the processes at one of the moments; whether the run had not ended before."""
         root, started = output / "checkpoint", len(starts(output))
         if not self._moments:
-            others = () if self._way == "restart" else ("starting",)  # its last start may live on for a while
-            self._moments = self._random.sample(SAVING + others, len(SAVING + others))
+            self._moments = self._random.sample(MOMENTS, len(MOMENTS))
         moment = self._moments.pop()
 
         def has_begun() -> bool:
-            return job.ended() or len(starts(output)) > started or (moment == "starting" and has_ranks(job))
+            is_starting = moment == "starting" and bool(job.victims())
+            return is_starting or job.ended() or len(starts(output)) > started
 
         assert wait_for(has_begun, _RUN_S), f"{output}: the run does not start"
         time.sleep(self._random.uniform(0, _STEPS_S))
         living = job.victims()
-        if not any(name.startswith("rank") for name in living):
+        if not living:
             return False
         victim = self._random.choice([name for name in living for _ in range(3 if name == "rank 0" else 1)])
         if moment != "starting":
@@ -390,11 +328,6 @@ class Killing:
         return whole
 
 
-def has_ranks(job: Job) -> bool:
-    """Whether a worker lives."""
-    return any(name.startswith("rank") for name in job.victims())
-
-
 def wait_for(is_so: Callable[[], bool], seconds: float) -> bool:
     """Wait until it is so, at most so long; whether it is."""
     deadline = time.monotonic() + seconds
@@ -411,14 +344,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--save", choices=("sync", "async"), default="async")
-    parser.add_argument(
-        "--way", choices=("fork", "launch", "restart"), default="fork",
-        help="fork: workers alone; launch: launcher and workers; restart: the launcher starts them again",
-    )  # fmt: skip
     chosen = parser.parse_args(arguments)
     print(chosen, flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        killing = Killing(Path(folder), is_async=chosen.save == "async", way=chosen.way, seed=chosen.seed)
+        killing = Killing(Path(folder), is_async=chosen.save == "async", seed=chosen.seed)
         try:
             killing.run(chosen.kills)
         finally:
@@ -428,9 +357,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        work(json.loads(sys.argv[1]))
-    elif sys.argv[1:2] == ["launch"]:
-        sys.exit(launch_here(json.loads(sys.argv[2])))
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -1,10 +1,10 @@
-"""What several command lines share: a parser that names the flag that is meant, and types of arguments."""
+"""What several command lines share: a parser that names the flag that is meant, types, how errors end."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,23 @@ class ArgumentParser(argparse.ArgumentParser):
         from patch.config.foreign_flags import nearest_flag
 
         self.error(f"unknown argument {flag}{nearest_flag(flag, known)} (--help lists the flags)")
+
+
+def exit_code_of(work: Callable[[], int | None]) -> int:
+    """The exit code of a tool's work, 0 for None, or of an error, which is told without a traceback.
+
+    Args:
+        work: the tool, after its arguments were read; an OSError in it is one of a checkpoint.
+    """
+    from patch.errors import CheckpointError, PatchError
+    from patch.logger import configure_logging
+
+    configure_logging()
+    try:
+        return work() or 0
+    except (PatchError, OSError) as error:
+        print(f"ERROR {error}", file=sys.stderr)
+        return (error if isinstance(error, PatchError) else CheckpointError).exit_code
 
 
 def positive(text: str) -> int:

@@ -6,12 +6,16 @@ import argparse
 import sys
 
 from patch.device import FLOAT_TYPES
-from toolkits._arguments import ArgumentParser, local, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, local, typed
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
+    return exit_code_of(lambda: _convert(options))
+
+
+def _convert(options: argparse.Namespace) -> None:
     import torch
 
     from patch.compat import quick_start
@@ -24,27 +28,17 @@ def main(argv: list[str]) -> int:
             import patch.data.chat_templates  # noqa: F401 - for a run's tokenizer; takes 0.5 s more outside
     torch.set_num_threads(1)  # OpenMP's would spin between copies, and hold up those that read and write
     from patch.device import torch_dtype
-    from patch.errors import ConversionError, PatchError
-    from patch.logger import configure_logging
+    from patch.errors import ConversionError
     from patch.storage.hub import fetch_model, hub_name
     from patch.storage.places import any_path
 
-    configure_logging()
-    try:
-        if options.direction == "hf2mcore":
-            dtype = torch_dtype(options.params_dtype) if options.params_dtype else None
-            name = hub_name(str(options.load), "model")
-            load = options.load if name is None else fetch_model(name, weights=True, error=ConversionError)
-            hf_to_mcore(load, options.save, dtype, overwrite=options.overwrite)
-        else:
-            mcore_to_hf(any_path(options.load), options.save, options.hf_config, overwrite=options.overwrite)
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # of a store
-        print(f"ERROR {error}", file=sys.stderr)
-        return ConversionError.exit_code
-    return 0
+    if options.direction == "hf2mcore":
+        dtype = torch_dtype(options.params_dtype) if options.params_dtype else None
+        name = hub_name(str(options.load), "model")
+        load = options.load if name is None else fetch_model(name, weights=True, error=ConversionError)
+        hf_to_mcore(load, options.save, dtype, overwrite=options.overwrite)
+    else:
+        mcore_to_hf(any_path(options.load), options.save, options.hf_config, overwrite=options.overwrite)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

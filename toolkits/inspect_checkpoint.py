@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkits._arguments import ArgumentParser, output_file, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, output_file, typed
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from patch.checkpoint.compare import Comparison
     from patch.checkpoint.inspect import Inspection
 
@@ -28,18 +28,7 @@ _WIDTH = 160
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 1 if two checkpoints differ, 4, or the exit code of another error."""
     options = _parse(argv)
-    from patch.errors import CheckpointError, PatchError
-    from patch.logger import configure_logging
-
-    configure_logging()
-    try:
-        return _run(options.folders, options.json)
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # of a store
-        print(f"ERROR {error}", file=sys.stderr)
-        return CheckpointError.exit_code
+    return exit_code_of(lambda: _run(options.folders, options.json))
 
 
 def _run(folders: list[str], file: Path | None) -> int:
@@ -49,101 +38,99 @@ def _run(folders: list[str], file: Path | None) -> int:
     from patch.storage.places import any_path
 
     report: dict[str, Any] = {"checkpoints": []}
-    console, readers = _console(), []
+    screen, readers = _Screen(), []
     for load in folders:
         folder = find_stored(any_path(load))
         with progress(f"checking {folder.name}", num_bytes_of(folder)) as advance:
             inspection, reader = inspect(folder, advance)
-        report["checkpoints"].append(inspection.as_json())
+        report["checkpoints"].append(asdict(inspection))
         readers.append(reader)
-        _show(console, inspection)
+        screen.show(inspection)
     code = 4 if any(each["complaints"] for each in report["checkpoints"]) else 0
     if len(folders) == 2 and readers[0] is not None and readers[1] is not None and code == 0:
         total = sum(tensor.num_bytes for tensor in readers[0].tensors.values())
         with progress("comparing", total) as advance:
             comparison = compare(readers[0], readers[1], advance)
-        report["comparison"] = comparison.as_json()
-        _show_comparison(console, comparison)
+        report["comparison"] = asdict(comparison)
+        screen.show_comparison(comparison)
         code = 0 if comparison.is_equal else 1
     if file is not None:
         file.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     return code
 
 
-def _console() -> Console:
-    from rich.console import Console
+class _Screen:
+    """Lines and tables, as wide as the terminal; no text of a file moves its cursor."""
 
-    is_terminal = sys.stdout.isatty()
-    return Console(width=None if is_terminal else _WIDTH, highlight=False, markup=False, emoji=False)
+    def __init__(self) -> None:
+        from rich.console import Console
 
+        width = None if sys.stdout.isatty() else _WIDTH
+        self._console = Console(width=width, highlight=False, markup=False, emoji=False)
 
-def _show(console: Console, inspection: Inspection) -> None:
-    from patch.storage.sizes import size_text
+    def show(self, found: Inspection) -> None:
+        """What a checkpoint is."""
+        from patch.storage.sizes import size_text
 
-    console.print(str(inspection.folder), style="bold")
-    console.print(f"  format: {inspection.format}, saved {inspection.saved}")
-    for name, value in inspection.facts.items():
-        text = ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else value
-        console.print(f"  {_visible(name)}: {_visible(str(text))}")
-    table = _table("tensors", "shape", "type", "number", "size")
-    groups: dict[str, int] = {}
-    for each in inspection.tensors:
-        shape = " x ".join(map(str, each.tensor.shape)) or "scalar"
-        dtype = str(each.tensor.dtype).removeprefix("torch.")
-        size = size_text(each.num_bytes)
-        table.add_row(_visible(each.name), shape, dtype, str(each.num_tensors), size)
-        groups[each.group] = groups.get(each.group, 0) + each.num_bytes
-    if inspection.tensors:
-        console.print(table)
-    for group, num_bytes in groups.items():
-        console.print(f"  {group}: {size_text(num_bytes)}")
-    if inspection.num_objects:
-        console.print(f"  and {inspection.num_objects} opaque objects, not read")
-    _show_files(console, inspection)
-    for target in inspection.loads_into:
-        console.print(f"  loads into {target}")
-    for other in inspection.neighbours:
-        size, note = size_text(other.num_bytes), f" ({other.note})" if other.note else ""
-        console.print(f"  in its folder: {_visible(other.name)}, {size}{note}", style="dim")
+        self._say(found.folder, "bold")
+        self._say(f"  format: {found.format}, saved {found.saved}")
+        for name, value in found.facts.items():
+            pairs = value.items() if isinstance(value, dict) else ()
+            self._say(f"  {name}: {', '.join(f'{key} {each}' for key, each in pairs) or value}")
+        rows, groups = [], Counter[str]()
+        for each in found.tensors:
+            shape, size = " x ".join(map(str, each.shape)) or "scalar", size_text(each.num_bytes)
+            rows.append((each.name, shape, each.dtype, str(each.num_tensors), size))
+            groups[each.group] += each.num_bytes
+        self._table(("tensors", "shape", "type", "number", "size"), rows)
+        for group, num_bytes in groups.items():
+            self._say(f"  {group}: {size_text(num_bytes)}")
+        if found.num_objects:
+            self._say(f"  and {found.num_objects} opaque objects, not read")
+        if verified := [file for file in found.files if file.is_verified]:
+            whole = sum(file.complaint is None for file in verified)
+            size = size_text(sum(file.num_bytes for file in verified))
+            self._say(f"  checksums: {whole} of {len(verified)} files are what was saved, {size}")
+        else:
+            self._say("  checksums: it has none; the lengths of its files are checked")
+        for complaint in found.complaints:
+            self._say(f"  DAMAGED {complaint}", "bold red")
+        for target in found.loads_into:
+            self._say(f"  loads into {target}")
+        for other in found.neighbours:
+            note = f" ({other.note})" if other.note else ""
+            self._say(f"  in its folder: {other.name}, {size_text(other.num_bytes)}{note}", "dim")
 
+    def show_comparison(self, found: Comparison) -> None:
+        """How two checkpoints differ."""
+        self._say("comparison", "bold")
+        self._say(f"  {found.num_equal} tensors are equal to the bit")
+        rows = []
+        for each in found.differences:
+            shapes = zip((each.first, each.second), each.dtypes, strict=True)
+            sides = [f"{' x '.join(map(str, shape))} {dtype}" for shape, dtype in shapes]
+            largest = "nan" if each.largest is None else f"{each.largest:.6g}"
+            rows.append((each.name, *sides, str(each.num_different), largest))
+        self._table(("tensors that differ", "first", "second", "elements", "largest difference"), rows)
+        for which, names in (("first", found.only_first), ("second", found.only_second)):
+            for name in names:
+                self._say(f"  only in the {which}: {name}")
+        if found.common_values:
+            self._say(f"  other values that differ: {', '.join(found.common_values)}")
 
-def _show_files(console: Console, inspection: Inspection) -> None:
-    from patch.storage.sizes import size_text
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._console.print(_visible(text), style=style)
 
-    verified = [file for file in inspection.files if file.is_verified]
-    if verified:
-        whole = sum(file.complaint is None for file in verified)
-        size = size_text(sum(file.num_bytes for file in verified))
-        console.print(f"  checksums: {whole} of {len(verified)} files are what was saved, {size}")
-    else:
-        console.print("  checksums: it has none; the lengths of its files are checked")
-    for complaint in inspection.complaints:
-        console.print(f"  DAMAGED {_visible(complaint)}", style="bold red")
+    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from rich.table import Table
 
-
-def _show_comparison(console: Console, comparison: Comparison) -> None:
-    console.print("comparison", style="bold")
-    console.print(f"  {comparison.num_equal} tensors are equal to the bit")
-    table = _table("tensors that differ", "first", "second", "elements", "largest difference")
-    for each in comparison.differences:
-        sides = [f"{' x '.join(map(str, side.shape))} {str(side.dtype)[6:]}" for side in each[1:3]]
-        table.add_row(_visible(each.name), *sides, str(each.num_different), f"{each.largest:.6g}")
-    if comparison.differences:
-        console.print(table)
-    for which, names in (("first", comparison.only_first), ("second", comparison.only_second)):
-        for name in names:
-            console.print(f"  only in the {which}: {_visible(name)}")
-    if comparison.common_values:
-        console.print(f"  other values that differ: {_visible(', '.join(comparison.common_values))}")
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=True)
-    for number, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="right" if number > 2 else "left")
-    return table
+        table = Table(box=None, pad_edge=True)
+        for number, column in enumerate(columns):
+            table.add_column(column, overflow="fold", justify="right" if number > 2 else "left")
+        for row in rows:
+            table.add_row(*map(_visible, row))
+        if rows:
+            self._console.print(table)
 
 
 def _visible(text: str) -> str:

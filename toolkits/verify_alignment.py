@@ -9,33 +9,25 @@ from __future__ import annotations
 import argparse
 import sys
 
-from toolkits._arguments import ArgumentParser, local, output_file, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, local, output_file, typed
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 4 if the difference is not normal, or the exit code of an error."""
     options = _parse(argv)
+    return exit_code_of(lambda: _verify(options))
+
+
+def _verify(options: argparse.Namespace) -> int:
     import torch
 
     from patch import compat
 
     with compat.quick_start():
         from patch.alignment import verify
-    from patch.errors import CheckpointError, PatchError
-    from patch.logger import configure_logging
 
-    configure_logging()
-    try:
-        compat.apply(torch.cuda.is_available())
-        report = verify(
-            options.hf, options.mcore, precision=options.params_dtype, attention=options.attention
-        )
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # such as a name that is too long
-        print(f"ERROR {error}", file=sys.stderr)
-        return CheckpointError.exit_code
+    compat.apply(torch.cuda.is_available())
+    report = verify(options.hf, options.mcore, precision=options.params_dtype, attention=options.attention)
     print("\n".join([*report.table(), report.verdict.text]))
     if options.json is not None:
         report.write(options.json)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from patch.checkpoint.stored import Box, Reader, StoredTensor, intersection, windows
+from patch.checkpoint.inspect import type_name
+from patch.checkpoint.stored import Box, Reader, intersection, windows
 from patch.errors import CheckpointError
 
 _WINDOW_ELEMENTS = 2**20
@@ -18,21 +20,27 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> type in which its bits are compared."""
 
 
-class TensorDifference(NamedTuple):
+@dataclass(frozen=True)
+class TensorDifference:
     """A tensor that the two checkpoints do not have in common to the bit."""
 
     name: str
-    first: StoredTensor
-    second: StoredTensor
+    first: list[int]
+    second: list[int]
+    """Its shape in each of them."""
+    dtypes: list[str]
     num_different: int
     """Elements of the common part with other bits, or with other values where the types differ."""
-    largest: float
-    """The largest absolute difference in the common part; NaN if only one of them has a NaN somewhere."""
+    largest: float | None
+    """The largest absolute difference in the common part; None if only one of them has a NaN somewhere."""
 
 
-class Comparison(NamedTuple):
-    """What two checkpoints have in common."""
+@dataclass(frozen=True)
+class Comparison:
+    """What two checkpoints have in common, as plain values."""
 
+    is_equal: bool
+    """Whether the tensors are the same to the bit, with the same names."""
     num_equal: int
     """Tensors with the same shape, type and bits."""
     differences: list[TensorDifference]
@@ -40,24 +48,6 @@ class Comparison(NamedTuple):
     only_second: list[str]
     common_values: list[str]
     """Names of the plain values that differ."""
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the tensors are the same to the bit, with the same names."""
-        return not (self.differences or self.only_first or self.only_second)
-
-    def as_json(self) -> dict[str, Any]:
-        """The comparison as plain values."""
-        differences = [
-            {
-                **each._asdict(),
-                "largest": None if math.isnan(each.largest) else each.largest,
-                **{side: list(getattr(each, side).shape) for side in ("first", "second")},
-                "dtypes": [str(side.dtype).removeprefix("torch.") for side in (each.first, each.second)],
-            }
-            for each in self.differences
-        ]
-        return {**self._asdict(), "is_equal": self.is_equal, "differences": differences}
 
 
 def compare(first: Reader, second: Reader, advance: Callable[[int], None]) -> Comparison:
@@ -71,20 +61,18 @@ def compare(first: Reader, second: Reader, advance: Callable[[int], None]) -> Co
     Raises:
         CheckpointError: values cannot be read.
     """
-    num_equal, differences = 0, []
-    for name in sorted(first.tensors.keys() & second.tensors.keys()):
-        difference = _compare_tensor(name, first, second, advance)
-        if difference is None:
-            num_equal += 1
-        else:
-            differences.append(difference)
+    common = sorted(first.tensors.keys() & second.tensors.keys())
+    differences = [
+        found for name in common if (found := _compare_tensor(name, first, second, advance)) is not None
+    ]
     names = {*first.tensors, *first.objects}, {*second.tensors, *second.objects}
     return Comparison(
-        num_equal,
-        differences,
-        sorted(names[0] - names[1]),
-        sorted(names[1] - names[0]),
-        _differing(first.common(), second.common()),
+        is_equal=not differences and names[0] == names[1],
+        num_equal=len(common) - len(differences),
+        differences=differences,
+        only_first=sorted(names[0] - names[1]),
+        only_second=sorted(names[1] - names[0]),
+        common_values=_differing(first.common(), second.common()),
     )
 
 
@@ -92,7 +80,7 @@ def _compare_tensor(
     name: str, first: Reader, second: Reader, advance: Callable[[int], None]
 ) -> TensorDifference | None:
     ours, theirs = first.tensors[name], second.tensors[name]
-    num_different, largest, num_seen = 0, 0.0, 0
+    num_different, num_seen, distances = 0, 0, [0.0]
     if len(ours.shape) == len(theirs.shape):
         whole = Box((0,) * len(ours.shape), theirs.shape)
         for stored in first.boxes(name):
@@ -102,13 +90,20 @@ def _compare_tensor(
                 one, other = first.read(name, window), second.read(name, window)
                 count, distance = _distance(one, other)
                 num_different += count
-                largest = _larger(largest, distance)
+                distances.append(distance)
                 advance(one.nbytes)
         if num_seen < math.prod(ours.shape):
             raise CheckpointError(f"{first.folder}: the pieces of {name} do not cover it")
     if ours == theirs and not num_different:
         return None
-    return TensorDifference(name, ours, theirs, num_different, largest)
+    return TensorDifference(
+        name,
+        list(ours.shape),
+        list(theirs.shape),
+        [type_name(ours), type_name(theirs)],
+        num_different,
+        None if any(map(math.isnan, distances)) else max(distances),
+    )
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
@@ -126,10 +121,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     distances = torch.where(is_same, 0.0, (x - y).abs())
     differs = ~is_same if differs is None else differs
     return int(differs.sum()), float(distances.max()) if len(distances) else 0.0
-
-
-def _larger(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

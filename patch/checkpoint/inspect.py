@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from patch.checkpoint.folder import unverified_weights
 from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
 from patch.errors import CheckpointError, ConfigError
 from patch.families.weights import EMBEDDING_PARAMETER
-from patch.preflight.checkpoint_places import hint_of_store
 from patch.preflight.stored_shape import has_hf_config, read_hf_config
 from patch.storage.checksums import difference
 from patch.storage.names import (
     BEST_LINK,
     CHECKSUMS_FILE,
-    COMMON_FILE,
     LAST_LINK,
-    METADATA_FILE,
-    METADATA_JSON_FILE,
-    RELEASE,
-    all_iterations,
     complete_iterations,
-    find_checkpoint_root,
-    iteration_in,
     iteration_name,
-    newest_of,
-    read_tracker,
+    lacking_files,
 )
 from patch.storage.places import AnyPath, file_sizes, file_stats, subfolders
 from patch.storage.text_files import parse_yaml
@@ -48,7 +43,8 @@ _LAYOUT = (
 )  # fmt: skip
 
 
-class FileState(NamedTuple):
+@dataclass(frozen=True)
+class FileState:
     """A file of a checkpoint, after its comparison with its checksum."""
 
     name: str
@@ -59,7 +55,8 @@ class FileState(NamedTuple):
     """Whether it has a checksum."""
 
 
-class Neighbour(NamedTuple):
+@dataclass(frozen=True)
+class Neighbour:
     """A checkpoint in the same folder of checkpoints."""
 
     name: str
@@ -68,25 +65,25 @@ class Neighbour(NamedTuple):
     """Such as "best", or "incomplete"."""
 
 
-class TensorGroup(NamedTuple):
+@dataclass(frozen=True)
+class AlikeTensors:
     """Tensors that differ only in the number of their layer."""
 
     name: str
     group: str
     """weights, optimizer states, random states"""
-    tensor: StoredTensor
     num_tensors: int
+    num_bytes: int
+    """Bytes of all of them."""
+    shape: list[int]
+    dtype: str
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all of them."""
-        return self.num_tensors * self.tensor.num_bytes
 
+@dataclass(frozen=True)
+class Inspection:
+    """All that is known of a checkpoint, as plain values."""
 
-class Inspection(NamedTuple):
-    """All that is known of a checkpoint."""
-
-    folder: AnyPath
+    folder: str
     format: str
     """torch_dist, or mp_rank: Megatron-LM's old one."""
     saved: str
@@ -96,32 +93,14 @@ class Inspection(NamedTuple):
     """What is wrong with it, damaged files included."""
     facts: dict[str, Any]
     """Iteration, versions, layout, vocabulary: those that are known."""
-    tensors: list[TensorGroup]
+    tensors: list[AlikeTensors]
     num_objects: int
     loads_into: list[str]
     neighbours: list[Neighbour]
 
-    def as_json(self) -> dict[str, Any]:
-        """The inspection as plain values."""
-        tensors = [
-            {
-                "name": each.name, "group": each.group, "num_tensors": each.num_tensors,
-                "num_bytes": each.num_bytes, "shape": list(each.tensor.shape),
-                "dtype": str(each.tensor.dtype).removeprefix("torch."),
-            }
-            for each in self.tensors
-        ]  # fmt: skip
-        return {
-            **self._asdict(),
-            "folder": str(self.folder),
-            "files": [file._asdict() for file in self.files],
-            "tensors": tensors,
-            "neighbours": [each._asdict() for each in self.neighbours],
-        }
-
 
 def find_stored(load: AnyPath) -> AnyPath:
-    """The checkpoint at `load`, damaged or not: itself, or the one that the tracker names, or the newest.
+    """The checkpoint at `load`, damaged or not: itself, or the one whose weights would be loaded.
 
     Args:
         load: a run's folder, a folder of checkpoints, or one checkpoint.
@@ -130,23 +109,8 @@ def find_stored(load: AnyPath) -> AnyPath:
         CheckpointError: there is none.
         OSError: a store does not answer, also in the functions below.
     """
-    is_itself = any((load / name).is_file() for name in (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE))
-    if is_itself or _NAME.fullmatch(load.name) or is_legacy_checkpoint(load):
-        return load.resolve() if isinstance(load, Path) else load
-    root = find_checkpoint_root(load)
-    tracked = read_tracker(root) or ""
-    newest = newest_of(root, all_iterations(root)) if iteration_in(tracked) is not None else None
-    named = root / (tracked if newest is None else iteration_name(newest))
-    if tracked and named.is_dir():
-        return named
-    found = sorted((path for path in root.glob("iter_*") if _NAME.fullmatch(path.name)), key=str)
-    found = found or sorted({path.parent for path in root.glob("*/mp_rank_*")}, key=str)
-    if not found:
-        raise CheckpointError(
-            f"{load} has no checkpoint, expected a run's folder, a folder of checkpoints (iter_*, {RELEASE}, "
-            f"mp_rank_*) or a checkpoint ({METADATA_FILE} and data files){hint_of_store(load)}"
-        )
-    return found[-1]
+    found = load if lacking_files(load) == [] or _NAME.fullmatch(load.name) else unverified_weights(load)[0]
+    return found.resolve() if isinstance(found, Path) else found
 
 
 def num_bytes_of(folder: AnyPath) -> int:
@@ -172,18 +136,19 @@ def inspect(folder: AnyPath, advance: Callable[[int], None]) -> tuple[Inspection
         reader, common = None, {}
         complaints.append(str(error))
     tensors = _grouped(reader.tensors) if reader else []
-    model, config = _model_of(folder, common)
+    config = _config_of(folder, common)
     is_legacy = is_legacy_checkpoint(folder)
+    newest = max((stat.st_mtime for stat in file_stats(folder).values()), default=0.0)
     inspection = Inspection(
-        folder=folder,
+        folder=str(folder),
         format="mp_rank" if is_legacy else "torch_dist",
-        saved=_saved(folder),
+        saved=datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds"),
         files=files,
         complaints=complaints,
-        facts=_facts(folder, common, model, config, tensors),
+        facts=_facts(folder, common, config, tensors),
         tensors=tensors,
         num_objects=len(reader.objects) if reader else 0,
-        loads_into=[] if complaints else _loads_into(tensors, model, common, is_legacy=is_legacy),
+        loads_into=[] if complaints else _loads_into(tensors, config, common, is_legacy=is_legacy),
         neighbours=_neighbours(folder),
     )
     return inspection, reader
@@ -205,14 +170,14 @@ def _verify(folder: AnyPath, advance: Callable[[int], None]) -> tuple[list[FileS
     return files, complaints
 
 
-def _grouped(tensors: dict[str, StoredTensor]) -> list[TensorGroup]:
-    counts: dict[tuple[str, StoredTensor], int] = {}
-    for name, tensor in tensors.items():
-        key = _LAYER.sub("layers.*.", name), tensor
-        counts[key] = counts.get(key, 0) + 1
-    groups = [TensorGroup(name, _group(name), tensor, count) for (name, tensor), count in counts.items()]
+def _grouped(tensors: dict[str, StoredTensor]) -> list[AlikeTensors]:
+    counts = Counter((_LAYER.sub("layers.*.", name), tensor) for name, tensor in tensors.items())
+    found = [
+        AlikeTensors(name, _group(name), count, count * kind.num_bytes, list(kind.shape), type_name(kind))
+        for (name, kind), count in counts.items()
+    ]
     order = ["weights", *_GROUPS.values()]
-    return sorted(groups, key=lambda each: (order.index(each.group), each.name))
+    return sorted(found, key=lambda each: (order.index(each.group), each.name))
 
 
 def _group(name: str) -> str:
@@ -220,35 +185,29 @@ def _group(name: str) -> str:
     return next((_GROUPS[part] for part in parts[:3] if part in _GROUPS), "weights")
 
 
-def _saved(folder: AnyPath) -> str:
-    newest = max((stat.st_mtime for stat in file_stats(folder).values()), default=0.0)
-    return datetime.datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
+def type_name(tensor: StoredTensor) -> str:
+    """The type of a tensor's values, such as bfloat16."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def _model_of(folder: AnyPath, common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's fields, and the whole configuration of the run; empty where they are not known."""
+def _config_of(folder: AnyPath, common: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the run, or at least the model's fields; empty where they are not known."""
     text = common.get("config")
     try:
         config = parse_yaml(text) if isinstance(text, str) else None
     except ValueError:
         config = None
     if isinstance(config, dict) and isinstance(config.get("model"), dict):
-        return config["model"], config
+        return config
     for home in (folder, folder.parent) if isinstance(folder, Path) else ():
         if has_hf_config(home):
-            try:
-                return read_hf_config(home), {}
-            except ConfigError:
-                return {}, {}
-    return {}, {}
+            with suppress(ConfigError):
+                return {"model": read_hf_config(home)}
+    return {}
 
 
 def _facts(
-    folder: AnyPath,
-    common: dict[str, Any],
-    model: dict[str, Any],
-    config: dict[str, Any],
-    tensors: list[TensorGroup],
+    folder: AnyPath, common: dict[str, Any], config: dict[str, Any], tensors: list[AlikeTensors]
 ) -> dict[str, Any]:
     facts = {
         key: value
@@ -262,8 +221,8 @@ def _facts(
     if writers:
         facts["processes that wrote it"] = len(writers)
     for each in tensors:
-        if each.group == "weights" and each.name.endswith(EMBEDDING_PARAMETER) and each.tensor.shape:
-            stored, used = each.tensor.shape[0], model.get("vocab_size")
+        if each.group == "weights" and each.name.endswith(EMBEDDING_PARAMETER) and each.shape:
+            stored, used = each.shape[0], config.get("model", {}).get("vocab_size")
             vocabulary = {"stored rows": stored}
             if isinstance(used, int) and not each.name.startswith("mp_rank_"):
                 vocabulary |= {"used rows": used, "padding": stored - used}
@@ -283,24 +242,25 @@ def _is_plain(value: Any) -> bool:
 
 
 def _loads_into(
-    tensors: list[TensorGroup], model: dict[str, Any], common: dict[str, Any], *, is_legacy: bool
+    tensors: list[AlikeTensors], config: dict[str, Any], common: dict[str, Any], *, is_legacy: bool
 ) -> list[str]:
     weights = [each.name for each in tensors if each.group == "weights"]
     if not any(name.endswith(EMBEDDING_PARAMETER) for name in weights):
         return []
-    described = "" if model else ", with --hf-config: nothing here describes the model"
+    described = "" if config else ", with --hf-config: nothing here describes the model"
     targets = [f"transformers: llama-patch convert mcore2hf{described}"]
     if is_legacy:
         return targets
     if all(_STACKED.match(name) for name in weights):
         targets.insert(0, "a plain GPTModel of megatron-core: dist_checkpointing.load, at any TP, PP and DP")
-        targets.insert(0, f"this project's model, as position 22: weights, {_layouts(model)}")
+        targets.insert(0, f"this project's model, as position 22: weights, {_layouts(config)}")
     if any(each.group == "optimizer states" for each in tensors) and "optimizer_steps" in common:
         targets.insert(0, "a resume of its run: weights, optimizer states and random generators")
     return targets
 
 
-def _layouts(model: dict[str, Any]) -> str:
+def _layouts(config: dict[str, Any]) -> str:
+    model = config.get("model", {})
     sizes = [model.get(name) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")]
     layers = model.get("num_layers")
     if not (layers and all(isinstance(size, int) and size for size in sizes)):
@@ -314,14 +274,10 @@ def _neighbours(folder: AnyPath) -> list[Neighbour]:
     """All checkpoints in its folder, from old to new."""
     root = folder.parent
     complete = set(map(iteration_name, complete_iterations(root)))
-    links: dict[str, list[str]] = {}
-    for link in (LAST_LINK, BEST_LINK):
-        path = root / link
-        if isinstance(path, Path) and path.is_symlink():
-            links.setdefault(path.readlink().name, []).append(link)
+    links = [root / name for name in (LAST_LINK, BEST_LINK)] if isinstance(root, Path) else []
     found = []
     for name in sorted(name for name in subfolders(root) if name.startswith("iter_")):
-        notes = list(links.get(name, []))
+        notes = [link.name for link in links if link.is_symlink() and link.readlink().name == name]
         if name not in complete:
             notes.append("incomplete")
         elif not (root / name / CHECKSUMS_FILE).is_file():

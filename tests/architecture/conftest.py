@@ -18,6 +18,11 @@ class Source(NamedTuple):
     text: str
     tree: ast.Module
 
+    @property
+    def module(self) -> str:
+        """Its dotted name."""
+        return ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
+
 
 def sources(*folders: str) -> list[Source]:
     found = []

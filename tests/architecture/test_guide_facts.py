@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from architecture.test_imports import ROWS
+from guide_pages import rows_of
 
 from patch.config.fields import FIELDS
 from patch.config.flags import spellings
@@ -14,25 +15,13 @@ from patch.config.positions import POSITIONS, VARIABLES
 
 GUIDES = Path("examples/llama3_1/guides")
 LANGUAGES = ("", "_zh")
-OWN = ("offload", "overlapped_optimizer", "planning", "troubleshooting", "migrating", "architecture")
 FLAGS = {flag for field in FIELDS.values() for flag in spellings(field)}
 VALUE = "\0"
 """What stands for a value in a string of the program."""
 
 
-def _guide(root: Path, name: str) -> str:
-    return (root / GUIDES / f"{name}.md").read_text(encoding="utf-8")
-
-
-def _rows(text: str) -> list[list[str]]:
-    """The cells of all tables, without heads: of each row those between its bars."""
-    lines = text.splitlines()
-    found = []
-    for number, line in enumerate(lines):
-        is_head = number + 1 < len(lines) and re.fullmatch(r"\|( ---+ \|)+", lines[number + 1])
-        if line.startswith("| ") and not is_head and not line.startswith("| ---"):
-            found.append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
-    return found
+def _guide(root: Path, name: str) -> Path:
+    return root / GUIDES / f"{name}.md"
 
 
 def _said(node: ast.expr) -> str:
@@ -68,8 +57,8 @@ def _lost(message: str, strings: str) -> list[str]:
     return [run for run in runs if run not in strings]
 
 
-def _messages(text: str) -> list[str]:
-    return [row[0].strip("`") for row in _rows(text) if row[0].startswith("`") and len(row) == 3]
+def _messages(page: Path) -> list[str]:
+    return [row[0].strip("`") for _, row in rows_of(page) if row[0].startswith("`") and len(row) == 3]
 
 
 def test_a_message_that_nothing_prints_is_seen():
@@ -94,9 +83,7 @@ def test_both_languages_quote_the_same_messages(root):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_tables_of_other_programs_are_the_one_that_messages_have(root, language):
     """foreign_flags.txt, row by row; in Chinese the first two cells. Other rows are about positions."""
-    guide = _guide(root, f"migrating{language}").replace("\u5176\u4ed6\u540d\u5b57", "Other names")
-    sections = re.split(r"^## ", guide, flags=re.MULTILINE)
-    text = {section.split("\n")[0]: section for section in sections}
+    guide = rows_of(_guide(root, f"migrating{language}"))
     for program, rows in foreign_flags().items():
         wanted = [
             [
@@ -106,34 +93,25 @@ def test_tables_of_other_programs_are_the_one_that_messages_have(root, language)
             ][: 2 if language else 3]
             for row in rows
         ]
-        assert [cells[: len(wanted[0])] for cells in _rows(text[program])][-len(wanted) :] == wanted, program
+        heading = "\u5176\u4ed6\u540d\u5b57" if language and program == "Other names" else program
+        found = [cells[: len(wanted[0])] for above, cells in guide if above == heading]
+        assert found[-len(wanted) :] == wanted, program
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_names_that_a_user_moves_over_to_exist(root, language):
     known = FLAGS | {"--config"} | VARIABLES.keys() | {position.name for position in POSITIONS}
-    rows = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 3]
-    ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    rows = [row for _, row in rows_of(_guide(root, f"migrating{language}"))]
+    ours = [name for row in rows if len(row) == 3 for name in re.findall(r"`([^`]+)`", row[1])]
     assert len(ours) > 60 and not [name for name in ours if name not in known]
-    kept = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 2]
-    same = [name for row in kept for name in re.findall(r"`([^`]+)`", row[1])]
+    same = [name for row in rows if len(row) == 2 for name in re.findall(r"`([^`]+)`", row[1])]
     assert len(same) > 70 and not [name for name in same if name not in FLAGS]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("name", [name for name in OWN if name != "migrating"])
-def test_flags_in_guides_exist(root, house, name, language):
-    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", _guide(root, f"{name}{language}")))
-    of_tools = set(
-        re.findall(r"--[a-z][\w-]*", "\n".join(s.text for s in house if s.path.parts[0] == "toolkits"))
-    )
-    assert flags <= FLAGS | of_tools | {"--config", "--dry-run", "--force", "--help"}
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
 def test_architecture_lists_the_packages_from_top_to_bottom(root, language):
-    text = _guide(root, f"architecture{language}")
-    packages = [path.rstrip("/") for path in re.findall(r"^\| `(\w+(?:/|\.py))` \|", text, re.MULTILINE)]
+    firsts = [row[0] for _, row in rows_of(_guide(root, f"architecture{language}"))]
+    packages = [found[1] for text in firsts if (found := re.fullmatch(r"`(\w+(?:\.py)?)/?`", text))]
     there = {
         path.name
         for path in (root / "patch").iterdir()
@@ -142,13 +120,3 @@ def test_architecture_lists_the_packages_from_top_to_bottom(root, language):
     assert sorted(packages) == sorted(there - {"__init__.py"})
     rows = [ROWS[f"patch.{package.removesuffix('.py')}"] for package in packages]
     assert rows == sorted(rows)
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("name", OWN)
-def test_files_that_guides_name_exist(root, name, language):
-    text = _guide(root, f"{name}{language}")
-    links = re.findall(r"\]\(([^)#\s]+)", text)
-    files = [root / GUIDES / link for link in links if link.startswith("../")]
-    files += [root / path for path in re.findall(r"`((?:patch|toolkits|tests)/[\w/]+\.(?:py|sh|md))`", text)]
-    assert not [str(file) for file in files if not file.exists()]

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from architecture.conftest import Source
 
 ROWS = {
     "patch.errors": 0,
@@ -44,14 +44,6 @@ LIGHT = ("patch.families", "patch.layout", "patch.config", "patch.checks", "patc
 """Packages that work where neither torch nor megatron-core is installed."""
 
 
-class Source(NamedTuple):
-    """A file made up by a test; the real ones come from conftest.py."""
-
-    path: Path
-    text: str
-    tree: ast.Module
-
-
 def _package(module: str) -> str | None:
     """The package of the house that a dotted name belongs to; None for the world outside."""
     return next((name for name in ROWS if f"{module}.".startswith(f"{name}.")), None)
@@ -60,12 +52,12 @@ def _package(module: str) -> str | None:
 def _imports(source) -> list[tuple[int, str]]:
     """(line, dotted name) of every import, those inside functions included; relative ones made absolute."""
     found = []
-    here = ".".join(source.path.with_suffix("").parts)
+    here = source.path.with_suffix("").parts
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(here.split(".")[: -node.level]) + "." if node.level else ""
+            base = ".".join(here[: -node.level]) + "." if node.level else ""
             found += [(node.lineno, f"{base}{node.module or ''}.{a.name}".strip(".")) for a in node.names]
     return found
 
@@ -73,7 +65,7 @@ def _imports(source) -> list[tuple[int, str]]:
 def test_packages_import_only_from_rows_above(house):
     wrong = []
     for source in house:
-        own = _package(".".join(source.path.with_suffix("").parts))
+        own = _package(source.module)
         for line, name in _imports(source):
             other = _package(name)
             if own and other and other != own and ROWS[other] >= ROWS[own]:
@@ -84,12 +76,7 @@ def test_packages_import_only_from_rows_above(house):
 
 
 def test_every_package_has_a_row(house):
-    lost = {
-        str(source.path)
-        for source in house
-        if not _package(".".join(source.path.with_suffix("").parts))
-        and source.path.parts != ("patch", "__init__.py")
-    }
+    lost = {each.module for each in house if not _package(each.module)} - {"patch"}
     assert not lost, f"no row for {lost}"
 
 
@@ -103,7 +90,7 @@ def test_light_rows_name_neither_torch_nor_megatron(house):
     wrong = [
         f"{source.path}:{line}: {name}"
         for source in house
-        if _package(".".join(source.path.with_suffix("").parts)) in LIGHT
+        if _package(source.module) in LIGHT
         for line, name in _imports(source)
         if name.split(".")[0] in heavy
     ]
@@ -111,35 +98,23 @@ def test_light_rows_name_neither_torch_nor_megatron(house):
 
 
 def test_light_packages_load_no_torch(house, root):
-    names = [".".join(source.path.with_suffix("").parts) for source in house]
-    light = [name for name in names if _package(name) in LIGHT] + [
-        "patch.distributed.launch",
-        "toolkits._start",
-    ]
-    code = (
-        f"import sys, {', '.join(light)}; print({{'torch', 'megatron', 'transformers'}} & {{*sys.modules}})"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
+    light = [source.module for source in house if _package(source.module) in LIGHT]
+    light += ["patch.distributed.launch", "toolkits._start"]
+    heavy = "{'torch', 'megatron', 'transformers'}"
+    command = [sys.executable, "-c", f"import sys, {', '.join(light)}; print({heavy} & {{*sys.modules}})"]
+    loaded = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert loaded.stdout == "set()\n"
 
 
 def _without_types(tree: ast.Module) -> ast.Module:
     """A module without what stands under `if TYPE_CHECKING`."""
-    kept = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    ]
+    kept = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test))]
     return ast.Module(kept, [])
 
 
 def test_no_module_imports_itself_by_way_of_others(house):
     """Also within functions, but for types; a package's face is not for its own modules."""
-    modules = {
-        ".".join(source.path.with_suffix("").parts).removesuffix(".__init__"): source for source in house
-    }
+    modules = {source.module: source for source in house}
     graph = {
         name: {
             found

@@ -1,7 +1,6 @@
 """What another program gets that installs the package: its dependencies, its types, and nothing else."""
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -10,13 +9,11 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from toolkits.quickstart.seed_model import write_model, write_tokenizer
-from toolkits.quickstart.tasks import make_examples, to_row
+from toolkits.quickstart.workspace import prepare
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 QUIET = ["--quiet", "--no-deps"]
@@ -90,7 +87,7 @@ def test_a_wheel_holds_the_two_packages_their_types_and_the_kernels_source(wheel
 
 def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
     """Elsewhere than in the repository, from a folder with files that are named as modules are."""
-    installed, run = tmp_path / "installed", tmp_path / "run"
+    installed = tmp_path / "installed"
     subprocess.run([*PIP, "install", *QUIET, "--target", installed, wheel], check=True, timeout=120)
     kernels = Path("patch/optimizer/kernels/build")  # compiling them again would take seconds
     if (root / kernels).is_dir():
@@ -110,20 +107,9 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
     assert wrong.returncode == 2 and "did you mean plan?" in wrong.stderr
     planned = call("plan", "--machine", "h100", "--", "--model-size", "1B")
     assert planned.returncode == 0 and "8 x NVIDIA H100" in planned.stdout, planned.stderr
-    model, rows = _seed(tmp_path)
+    space, _ = prepare(tmp_path / "office", num_held_out=4, num_train=16)
     before = "dsw auto 2 4 1e-3 1e-4 64 48 fp32 1 1 1 false true true true none false 2".split()
-    paths = [rows, "none", model, "2", "1", run]
+    paths = [space.train_data, "none", space.model, "2", "1", space.run]
     trained = call("train", *before, *paths, MP_DATASET_TYPE="raw", NPROC_PER_NODE="1")
     assert trained.returncode == 0, trained.stderr
-    records = (run / "log" / "metrics.jsonl").read_text().splitlines()
-    assert sum("loss" in json.loads(record) for record in records) == 2
-
-
-def _seed(folder: Path) -> tuple[Path, Path]:
-    """A small model with its tokenizer, and rows."""
-    examples, _ = make_examples(num_train=16, num_held_out=4, seed=1)
-    texts = chain.from_iterable((example.question, example.answer) for example in examples)
-    model, rows = folder / "model", folder / "rows.json"
-    write_model(model, write_tokenizer(model, texts), seed=1)
-    rows.write_text(json.dumps([to_row(example, index) for index, example in enumerate(examples)]))
-    return model, rows
+    assert len(space.losses()) == 2

@@ -7,18 +7,17 @@ import inspect
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from distributed_runner import leave, rejoin, run_distributed
+from launches import free_port
 from llama3_tokenizer import tiny_tokenizer
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
@@ -28,6 +27,7 @@ import patch.alignment
 import patch.convert
 import patch.data
 import patch.optimizer
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 
 pytestmark = pytest.mark.long
 
@@ -36,16 +36,6 @@ LIBRARY = ROOT / "examples/llama3_1/library"
 EXAMPLES = sorted(LIBRARY.glob("*.py"))
 # Ten steps move a weight by up to 0.1; another order of sums shows most where Adam's moments are small.
 BOUND = 1e-5
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
-)
-
-
 def _signatures(package: ModuleType) -> Iterator[tuple[str, inspect.Signature]]:
     """What other programs call: public functions, and methods of public classes of ours."""
     for name in package.__all__:
@@ -85,13 +75,6 @@ def _run_example(name: str, port: int, *arguments: object) -> list[tuple]:
     return printed
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _train_both(rank: int, world_size: int, folder: Path, port: int) -> dict[str, float]:
     """The largest difference of each parameter between the program's and torch's training."""
     os.chdir(folder)
@@ -117,8 +100,8 @@ def _train_both(rank: int, world_size: int, folder: Path, port: int) -> dict[str
     }
 
 
-def test_optimizer_trains_any_module_as_ddp_and_adamw_do(tmp_path: Path, port: int) -> None:
-    for differences in run_distributed(_train_both, 2, tmp_path, port):
+def test_optimizer_trains_any_module_as_ddp_and_adamw_do(tmp_path: Path) -> None:
+    for differences in run_distributed(_train_both, 2, tmp_path, free_port()):
         assert max(differences.values()) < BOUND
 
 
@@ -132,9 +115,9 @@ def _receive(rank: int, world_size: int, folder: Path, port: int) -> dict[str, b
     }
 
 
-def test_weights_of_a_model_over_two_processes_are_those_of_the_folder(tmp_path: Path, port: int) -> None:
+def test_weights_of_a_model_over_two_processes_are_those_of_the_folder(tmp_path: Path) -> None:
     hf_llama(small_run()).to(torch.bfloat16).save_pretrained(tmp_path)
-    received, nothing = run_distributed(_receive, 2, tmp_path, port)
+    received, nothing = run_distributed(_receive, 2, tmp_path, free_port())
     assert received.keys() == load_file(tmp_path / "model.safetensors").keys() and not nothing
     assert all(received.values()), received
 
@@ -206,63 +189,24 @@ runpy.run_path(str(library / "check_alignment.py"), run_name="__main__")
 """
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with what the programs made there, and the process in which they ran one after the other."""
-    folder = tmp_path_factory.mktemp("library")
-    hf_llama(small_run(), folder / "hf")
-    tiny_tokenizer(template=TEMPLATE).save_pretrained(folder / "hf")
-    (folder / "rows.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_programs_work_alone_and_change_nothing_of_torch_and_megatron(tmp_path: Path) -> None:
+    """One after the other in one process, and what they made."""
+    hf_llama(small_run(), tmp_path / "hf")
+    tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE).save_pretrained(tmp_path / "hf")
+    turns = [{"role": role, "content": "yes and no"} for role in ("user", "assistant")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", ALONE, str(LIBRARY), str(folder), str(port)]
-    return folder, subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-MESSAGES = [
-    {"role": "user", "content": "what is two plus two?"},
-    {"role": "assistant", "content": "four"},
-    {"role": "user", "content": "hello world"},
-    {"role": "assistant", "content": "yes and no"},
-]
-
-
-def test_programs_change_nothing_of_torch_and_megatron(alone: tuple[Path, Any]) -> None:
-    assert alone[1].returncode == 0, alone[1].stderr
-    changed, applied = (line for line in alone[1].stdout.splitlines() if line[:7] in ("CHANGED", "APPLIED"))
+    command = [sys.executable, "-c", ALONE, str(LIBRARY), str(tmp_path), str(free_port())]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert {"learned", "-"} <= {word for line in lines for word in line.split()[1:2]}
+    changed, applied = (line for line in lines if line[:7] in ("CHANGED", "APPLIED"))
     assert changed == "CHANGED []"
     assert "_reduce" in applied and "filters" in applied
     assert "dist_checkpointing" not in applied, "a program may save in upstream's ways"
-
-
-def test_verify_on_a_cpu_says_which_call_is_missing(alone: tuple[Path, Any]) -> None:
-    assert "call patch.compat.apply(cuda=False) first" in alone[1].stderr
-
-
-def test_a_converted_checkpoint_is_aligned(alone: tuple[Path, Any]) -> None:
-    assert alone[1].stdout.splitlines()[-1].startswith("Normal."), alone[1].stdout
-    assert json.loads((alone[0] / "report.json").read_text())["weights_equal"]
-
-
-def test_a_folder_comes_back_to_the_bit(alone: tuple[Path, Any]) -> None:
-    """config.json gets transformers 4's keys beside its own."""
-    source, target = alone[0] / "hf", alone[0] / "new"
-    names = {path.name for path in source.iterdir()}
-    assert names == {path.name for path in target.iterdir()}
-    for name in names - {"config.json"}:
-        assert (source / name).read_bytes() == (target / name).read_bytes(), name
-
-
-def test_tokens_and_mask_are_those_of_the_chat_template(alone: tuple[Path, Any]) -> None:
-    tokenizer = tiny_tokenizer(template=TEMPLATE)
-    expected = tokenizer.apply_chat_template(
-        MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    lines = [line.split(maxsplit=2) for line in alone[1].stdout.splitlines()]
-    printed = [line for line in lines if line[-2:-1] in (["learned"], ["-"])]
-    assert [int(line[0]) for line in printed] == expected["input_ids"][1:]
-    assert [line[1] == "learned" for line in printed] == [
-        bool(mask) for mask in expected["assistant_masks"][1:]
-    ]
+    assert "call patch.compat.apply(cuda=False) first" in ended.stderr
+    first, last = (tmp_path / name / "model.safetensors" for name in ("hf", "new"))
+    assert first.read_bytes() == last.read_bytes()
+    assert lines[-1].startswith("Normal."), ended.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["weights_equal"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import call, call_workers, command
+from end_to_end.shell import call, command
 from safetensors.torch import load_file
 
 from patch.storage.lock import hold_run
@@ -51,17 +51,6 @@ def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Offic
         assert "OUTPUT_BASEPATH" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         assert call([*command(**office.positions(tmp_path / "out")), "--dry-run"]).returncode == 0
-
-
-def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_path: Path) -> None:
-    model = shutil.copytree(office.model, tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{{ 1 / 0 }}")
-    result = call_workers(
-        1, command(**{**office.positions(tmp_path / "out"), "PRETRAIN_CHECKPOINT_PATH": model})
-    )
-    assert result.returncode == 3, result.stderr
-    said = f"the chat template in {model / 'chat_template.jinja'} fails: ZeroDivisionError: division by zero"
-    assert result.stderr.count(said) == 1 and "Traceback" not in result.stderr, result.stderr
 
 
 def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +13,6 @@ import pytest
 import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import (
-    REPOSITORY,
-    SCRIPT,
     assert_same_weights,
     call,
     call_workers,
@@ -27,11 +23,10 @@ from end_to_end.shell import (
     start,
     training_records,
 )
+from launches import free_port
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from patch.storage.names import TRACKER
 from toolkits.convert import main as convert
-from toolkits.quickstart.tasks import make_examples
 
 NUM_STEPS = 40
 SAVE_STEPS = 25
@@ -105,9 +100,8 @@ def test_loss_falls(unbroken: Path) -> None:
 def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, unbroken: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(unbroken / "hf")
     tokenizer = AutoTokenizer.from_pretrained(unbroken / "hf")
-    _, held_out = make_examples(num_train=1, num_held_out=office.num_valid, seed=office.seed)
     total, count = 0.0, 0
-    for example in held_out:
+    for example in office.held_out:
         user = [{"role": "user", "content": example.question}]
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -152,20 +146,6 @@ def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
     while not (metrics.exists() and metrics.read_text().count("\n") >= count):
         assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
         time.sleep(0.02)
-
-
-def await_checkpoint(output: Path, launcher: subprocess.Popen) -> None:
-    """Wait until the first checkpoint, which is written in the background, is there."""
-    deadline = time.monotonic() + 120
-    while not (output / "checkpoint" / TRACKER).exists():
-        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_machine(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
@@ -239,38 +219,6 @@ def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undistur
     assert_same_weights(output / "hf", unbroken / "hf")
 
 
-QUICK_MEETING = """
-import runpy, sys
-from patch.distributed import rendezvous
-rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
-sys.argv[:] = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""A launcher that waits for lost machines for seconds; the script's name and its arguments follow."""
-
-
-def test_rest_goes_on_by_itself_when_one_of_two_machines_is_lost(
-    office: Office, unbroken: Path, tmp_path: Path
-) -> None:
-    output, port = tmp_path / "out", free_port()
-    positions = sft_command(office, output, ENV="dlc", SAVE_INTERVAL=10)[2:]
-    arguments = [sys.executable, "-c", QUICK_MEETING, str(SCRIPT.with_name("pretrain_llama.py")), *positions]
-    machines = []
-    for rank in (0, 1):
-        place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        own = environment(**place, NPROC_PER_NODE=1, PYTHONPATH=REPOSITORY)
-        flags = ["--max-restarts=1", "--min-nodes=1"]
-        machines.append(start([*arguments, *flags], own))
-    await_checkpoint(output, machines[0])
-    machines[1].kill()
-    _, messages = machines[0].communicate(timeout=120)
-    assert machines[0].returncode == 0, messages
-    assert "restart 1 of 1" in messages and "resumed after step 10" in messages, messages
-    found, expected = losses(output), losses(unbroken)
-    assert found[:10] == expected[:10]
-    assert found == pytest.approx(expected, rel=LOSS_TOLERANCE)
-
-
 def worker_of(launcher: int, local_rank: str) -> int:
     """The process id of a launcher's worker."""
     variable = f"LOCAL_RANK={local_rank}".encode()
@@ -290,13 +238,6 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
     assert result.returncode == 0, result.stderr
     assert "nothing is left to train of 20 steps, 40 are done" in result.stderr
     assert (tmp_path / "out" / "config.yaml").read_bytes() == before
-
-
-def test_another_shape_in_the_same_folder_is_refused(office: Office, unbroken: Path) -> None:
-    other = {**office.positions(unbroken), "MODEL_SIZE": "tiny", "PRETRAIN_CHECKPOINT_PATH": "none"}
-    result = call(command(**other, GLOBAL_BATCH_SIZE=16), TOKENIZER_PATH=office.model)
-    assert result.returncode == 2
-    assert "has a run with another model shape" in result.stderr
 
 
 def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Office, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ The S3 is moto's server, asked by s3fs over HTTP. The tests build on one another
 """
 
 import gc
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +11,11 @@ from pathlib import Path
 import fsspec
 import pytest
 import s3_server
-from distributed_runner import run_distributed
 from end_to_end.conftest import Office
 from end_to_end.shell import call_workers, command, losses
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from refusals import refused
 from small_runs import small_run
 
-from patch import compat
-from patch.checkpoint import latest_iteration, save_checkpoint
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.preflight.validate import store_is_there
@@ -175,31 +170,3 @@ def test_only_the_first_creates_a_small_file(server, store) -> None:
     with pytest.raises(FileExistsError):
         path.create_bytes(b"second")
     assert path.read_bytes() == b"first"
-
-
-def state(value: float) -> dict:
-    import torch
-
-    return {"model": {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 4), value))}}
-
-
-def save(rank: int, world_size: int, url: str, faults: str | None, server: s3_server.Server) -> int | None:
-    """Save the second checkpoint; the newest one before that."""
-    compat.apply(cuda=False)
-    root = RemotePath(url, patience_s=1)
-    newest = latest_iteration(root)
-    if faults is not None:
-        save_checkpoint(root, 1, state(1.0), {})
-        server.fail(f"{faults}/{os.getpid()}")
-    save_checkpoint(root, 2, state(2.0), {})
-    return newest
-
-
-def test_process_that_is_killed_in_an_upload_leaves_the_checkpoint_before(server, store) -> None:
-    url = "s3://bucket/killed"
-    with pytest.raises(AssertionError, match="died with -9"):
-        run_distributed(save, 1, url, "kill/0/checksums", server)
-    server.fail("none")
-    assert store.exists(f"{url}/iter_0000002/.metadata")
-    assert run_distributed(save, 1, url, None, server) == [1]
-    assert not store.exists(f"{url}/iter_0000002/.unfinished")

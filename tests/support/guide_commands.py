@@ -33,15 +33,10 @@ from toolkits.command import COMMANDS
 
 HERE = MachineFacts(cuda_devices=0, cpu_cores=2, host_memory_bytes=64 * 2**30)
 """Where blocks without plan= run."""
-_TRAINING = ("examples/llama3_1/pretrain_llama.py", "toolkits/train/__main__.py")
-_LAUNCHERS = ("run_mcore_llama.sh", "pretrain_llama.py", "slurm.sh")
+_LAUNCHERS = ("run_mcore_llama.sh", "pretrain_llama.py", "slurm.sh", "toolkits/train/__main__.py")
+_STARTERS = ("python", "python3", "torchrun", "srun", "sbatch", "pip")
+_FILE = re.compile(r"(?!/)[\w./-]+\.(?:py|sh|txt)")
 _RUN_HERE = ("convert", "plan", "preview_data", "preprocess_pretrain", "inspect_checkpoint")
-_UNCHECKED = (
-    "scancel", "squeue", "sinfo", "ssh", "scp", "rsync", "nvidia-smi", "vllm", "git", "tensorboard", "curl",
-    "hf", "sleep", "tail", "watch", "kill", "py-spy", "apt-get", "module", "docker", "salloc",
-)  # fmt: skip
-
-
 _OTHERS = ("--signal", "--no-kill", "--no-build-isolation", "--use-tp-pp-dp-mapping", "--requeue",
     "--ntasks-per-node", "--tensor-parallel-size")  # fmt: skip
 """Flags of SLURM, pip and Megatron-LM that texts mention."""
@@ -66,52 +61,37 @@ def check(call: Call, block: Block, fixtures: Path) -> str:
     kind = KINDS.fullmatch(block.info)
     assert kind is not None, block
     variables = {name: value for name, value in call.environ.items() if name not in ("PATH", "PWD", "OLDPWD")}
+    refusal = ""
     with chdir(call.folder), mock.patch.dict(os.environ, variables):
-        refusal = _refusal(call, kind, str(fixtures))
+        try:
+            _check(call, kind, str(fixtures))
+        except RefusedError as refused:
+            refusal = str(refused)
+        except PatchError as error:
+            refusal = user_message(error)
     if kind["fails"]:
         return "" if refusal else "works, although its block says that it fails"
     return refusal
 
 
-def _refusal(call: Call, kind: re.Match, fixtures: str) -> str:
-    try:
-        _check(call, kind, fixtures)
-    except RefusedError as refused:
-        return str(refused)
-    except PatchError as error:
-        return user_message(error)
-    return ""
-
-
 def _check(call: Call, kind: re.Match, fixtures: str) -> None:
+    """Files of the repository that are named exist; a run can start, a tool reads its arguments."""
     name, *arguments = call.argv
-    if name in ("srun", "sbatch", "torchrun"):
-        start = next((i for i, text in enumerate(arguments) if text.endswith(_LAUNCHERS)), None)
-        if start is not None:
-            _check_script(arguments[start])
-            _check_run(_processes(name, arguments[:start]), arguments[start + 1 :], call, kind)
-            return
-        script = next((text for text in arguments if text.endswith((".py", ".sh"))), "no script")
-        _check_script(script)
-    elif name in ("python", "python3"):
-        _check_python(arguments, call, kind, fixtures)
+    start = next((i for i, text in enumerate(arguments) if text.endswith(_LAUNCHERS)), None)
+    named = arguments[: None if start is None else start + 1] if name in _STARTERS else ()
+    for text in named:
+        if _FILE.fullmatch(text) and not Path(text).is_file():
+            raise RefusedError(f"there is no file {text}")
+    if start is not None:
+        _check_run(_processes(name, arguments[:start]), arguments[start + 1 :], call, kind)
+    elif name == "make":
+        _check_make(arguments)
     elif name == "llama-patch":
         if not arguments or arguments[0] not in COMMANDS:
             raise RefusedError(f"llama-patch has no command {arguments[:1]}")
         _check_tool(COMMANDS[arguments[0]][0], arguments[1:], call, kind, fixtures)
-    elif name == "make":
-        _check_make(arguments)
-    elif name == "pip":
-        for flag, file in zip(arguments, arguments[1:], strict=False):
-            if flag == "-r":
-                _check_script(file)
-    elif name not in _UNCHECKED:
-        raise RefusedError(f"the test does not know what to do with {name}")
-
-
-def _check_script(path: str) -> None:
-    if not Path(path).is_file():
-        raise RefusedError(f"there is no file {path}")
+    elif name.startswith("python") and arguments[:1] == ["-m"]:
+        _check_tool(arguments[1], arguments[2:], call, kind, fixtures)
 
 
 def _check_make(arguments: list[str]) -> None:
@@ -127,16 +107,6 @@ def _processes(starter: str, own: list[str]) -> dict[str, str]:
         if starter == "torchrun" and (found := re.fullmatch(r"--nproc[-_]per[-_]node(?:=(\d+))?", text)):
             return {"NPROC_PER_NODE": found[1] or value}
     return {}
-
-
-def _check_python(arguments: list[str], call: Call, kind: re.Match, fixtures: str) -> None:
-    if arguments[:1] == ["-m"]:
-        _check_tool(arguments[1], arguments[2:], call, kind, fixtures)
-        return
-    script = arguments[0] if arguments else "no script"
-    _check_script(script)
-    if Path(script).resolve() in [REPOSITORY / path for path in _TRAINING]:
-        _check_run({}, arguments[1:], call, kind)
 
 
 def _check_run(variables: dict[str, str], argv: list[str], call: Call, kind: re.Match) -> None:
@@ -176,23 +146,9 @@ def _check_tool(module: str, argv: list[str], call: Call, kind: re.Match, fixtur
     place = REPOSITORY / module.removesuffix(".__main__").replace(".", "/")
     if not module.startswith("toolkits.") or not (place.is_dir() or place.with_suffix(".py").is_file()):
         raise RefusedError(f"there is no tool {module}")
-    finds = name == "plan" and not {"--search", "--scaling"}.isdisjoint(argv)
     runs = name == "plan" or (name in _RUN_HERE and any(fixtures in text for text in argv))
     program = f"toolkits.{name}.__main__" if place.is_dir() else f"toolkits.{name}"
-    _call(program, argv, runs=runs and not finds)
-    if finds and "--" in argv:  # which takes seconds: at least the run is one
-        split = argv.index("--")
-        machine = _value(argv[:split], "--machine") or "here"
-        plan_run(argv[split + 1 :], machine, environ=os.environ, here=HERE)
-
-
-def _value(argv: list[str], flag: str) -> str:
-    """What follows a flag; empty if it is not there."""
-    texts = [text.split("=", 1) for text in argv]
-    for index, text in enumerate(texts):
-        if text[0] == flag:
-            return text[1] if len(text) > 1 else argv[index + 1]
-    return ""
+    _call(program, argv, runs=runs)
 
 
 def _call(module: str, argv: list[str], *, runs: bool) -> None:

@@ -6,6 +6,7 @@ text that names the page and its line.
 
 import re
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -18,6 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 KINDS = re.compile(r"bash( plan=(?P<machine>[a-z]\d+)x(?P<devices>\d+)(x(?P<nodes>\d+))?)?(?P<fails> fails)?")
 OTHER_KINDS = ("text", "python", "yaml")
 CHINESE = "_zh"
+_FILE = re.compile(r"(?:patch|toolkits|tests)/[\w/]+\.(?:py|sh|md)")
 
 
 class Block(NamedTuple):
@@ -62,8 +64,11 @@ def faults_of_page(page: Path) -> list[str]:
 
 
 def faults_of_links(page: Path) -> list[str]:
-    """Links and images within the repository that lead nowhere."""
+    """Links, images and files of the code within the repository that are not there."""
     found = [(line, _link_fault(page, target)) for line, target in links_of(page)]
+    for line, text in codes_of(page):
+        if _FILE.fullmatch(text) and not (REPOSITORY / text).is_file():
+            found.append((line, f"there is no file {text}"))
     return [f"{page.name}:{line}: {why}" for line, why in found if why]
 
 
@@ -119,15 +124,37 @@ def headings_of(page: Path) -> list[tuple[str, str]]:
     ]
 
 
+def rows_of(page: Path) -> list[tuple[str, list[str]]]:
+    """Of each table's rows but its head: the heading above it, and the cells."""
+    found: list[tuple[str, list[str]]] = []
+    heading = ""
+    for token, inner in pairwise(tokens_of(page)):
+        if token.type == "heading_open":
+            heading = inner.content
+        elif token.type == "tr_open":
+            found.append((heading, []))
+        elif token.type == "td_open":
+            found[-1][1].append(inner.content)
+    return [(heading, cells) for heading, cells in found if cells]
+
+
 def flags_of(page: Path) -> list[tuple[int, str]]:
     """Line (of the paragraph or row) and name of each flag that the page's text mentions as code."""
     return [
-        ((token.map or [0])[0] + 1, flag)
+        (line, flag)
+        for line, text in codes_of(page)
+        for flag in re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", text)
+        if not flag.endswith("-")  # of several flags, as --no-...
+    ]
+
+
+def codes_of(page: Path) -> list[tuple[int, str]]:
+    """Line (of the paragraph or row) and text of what the page's text has as code."""
+    return [
+        ((token.map or [0])[0] + 1, child.content)
         for token in tokens_of(page)
         for child in token.children or ()
         if child.type == "code_inline"
-        for flag in re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", child.content)
-        if not flag.endswith("-")  # of several flags, as --no-...
     ]
 
 

@@ -16,42 +16,35 @@ from pathlib import Path
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
-from toolkits.doctor.check import Check, Finding, Settings, run_check
-from toolkits.doctor.folder import check_folder
-from toolkits.doctor.gpus import check_gpus
-from toolkits.doctor.host import (
-    check_limits,
-    check_memory,
-    check_processor,
-    check_ranks,
-    check_variables,
-    local_processes,
+from toolkits.doctor import folder, gpus, host, messages, self_test, software, speed
+from toolkits.doctor.check import (
+    Check,
+    Finding,
+    Settings,
+    json_of,
+    lines_of,
+    run_check,
+    verdict_lines,
+    verdict_of,
 )
-from toolkits.doctor.messages import measure_messages
-from toolkits.doctor.network import check_network
-from toolkits.doctor.planned_machine import machine_part
-from toolkits.doctor.report import json_of, lines_of, verdict_lines, verdict_of
-from toolkits.doctor.self_test import run_self_test
-from toolkits.doctor.software import check_accelerations, check_compilers, check_imports, check_versions
-from toolkits.doctor.speed import measure_gpus, measure_host
 
 CHECKS = (
-    Check("processor", check_processor),
-    Check("memory", check_memory),
-    Check("limits", check_limits),
-    Check("ranks", check_ranks),
-    Check("GPUs", check_gpus, 180),
-    Check("versions", check_versions, 60),
-    Check("imports", check_imports, 240),
-    Check("compilers", check_compilers, 120),
-    Check("kernels", check_accelerations),
-    Check("variables", check_variables),
-    Check("network", check_network),
-    Check("speed of the host", measure_host, 60),
-    Check("speed of the GPUs", measure_gpus, 120),
-    Check("messages between processes", measure_messages, 90),
-    Check("file system", check_folder, 120),
-    Check("self-test", run_self_test, 600),
+    Check("processor", host.check_processor),
+    Check("memory", host.check_memory),
+    Check("limits", host.check_limits),
+    Check("ranks", host.check_ranks),
+    Check("GPUs", gpus.check_gpus, 180),
+    Check("versions", software.check_versions, 60),
+    Check("imports", software.check_imports, 240),
+    Check("compilers", software.check_compilers, 120),
+    Check("kernels", software.check_accelerations),
+    Check("variables", host.check_variables),
+    Check("network", host.check_network),
+    Check("speed of the host", speed.measure_host, 60),
+    Check("speed of the GPUs", speed.measure_gpus, 120),
+    Check("messages between processes", messages.measure_messages, 90),
+    Check("file system", folder.check_folder, 120),
+    Check("self-test", self_test.run_self_test, 600),
 )
 
 
@@ -67,7 +60,7 @@ def main(argv: list[str]) -> int:
             print("\n".join(lines_of(check.title, report[check.title])), flush=True)
     print("\n" + "\n".join(verdict_lines(report)))
     if options.json:
-        write_atomically(options.json, json_of(report, machine_part(report, settings), options.folder))
+        write_atomically(options.json, json_of(report, speed.machine_part(report, settings), options.folder))
         print(f"report: {options.json}")
     return int(verdict_of(report) == "broken")
 
@@ -80,7 +73,7 @@ def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
-        "--nproc", type=positive, metavar="N", default=local_processes(machine),
+        "--nproc", type=positive, metavar="N", default=machine.cuda_devices or 2,
         help="processes between which messages are measured; default: the GPUs of this machine, or 2",
     )  # fmt: skip
     parser.add_argument(

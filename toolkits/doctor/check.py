@@ -1,13 +1,17 @@
-"""A check and what it finds; a check that fails or takes too long stops no other one."""
+"""A check, what it finds, and the report of all: a check that fails or takes too long stops no other one."""
 
 from __future__ import annotations
 
+import getpass
+import json
 import os
+import re
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -138,3 +142,75 @@ def run_program(
         if code is None:
             output, error = process.communicate()
     return Ended(code, output, error)
+
+
+Report = Mapping[str, Sequence[Finding]]
+"""The findings of each check, by its title."""
+_FORMAT = 1
+_WIDTH = 22
+
+
+def lines_of(title: str, findings: Sequence[Finding]) -> list[str]:
+    """A part of the report as text; the cure is below what it cures."""
+    lines = [title]
+    for finding in findings:
+        lines.append(f"  {finding.status:<8} {finding.name:<{_WIDTH}} {finding.value}")
+        if finding.advice:
+            lines.append(f"  {'':<8} {'':<{_WIDTH}} -> {finding.advice}")
+    return lines
+
+
+def verdict_of(report: Report) -> str:
+    """`broken`, `warnings` or `ok`: the worst of all findings."""
+    statuses = {finding.status for findings in report.values() for finding in findings}
+    return "broken" if "broken" in statuses else "warnings" if "warning" in statuses else "ok"
+
+
+def verdict_lines(report: Report) -> list[str]:
+    """What is not ok once more, the worst first, and the verdict."""
+    lines = []
+    for status in ("broken", "warning"):
+        for finding in (each for findings in report.values() for each in findings if each.status == status):
+            lines.append(f"{status:<8} {finding.name}: {finding.value}")
+            if finding.advice:
+                lines.append(f"         cure: {finding.advice}")
+    return [*lines, f"verdict: {verdict_of(report)}"]
+
+
+def json_of(report: Report, machine: Mapping[str, Any], folder: Path) -> str:
+    """The report to attach to an issue, without names of people and machines.
+
+    Args:
+        report: all findings.
+        machine: what `toolkits.plan --machine` reads.
+        folder: a path that is not shown, besides the home folder.
+    """
+    checks = {title: [asdict(finding) for finding in findings] for title, findings in report.items()}
+    content = {"doctor": _FORMAT, "verdict": verdict_of(report), "machine": machine, "checks": checks}
+    return json.dumps(_anonymous(content, _names(folder)), indent=1) + "\n"
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """What must not be in a report, and what stands for it; long ones first, since they hold shorter ones."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry for this user
+        user = ""
+    host = socket.gethostname()
+    names = {str(folder.resolve()): "FOLDER", str(Path.cwd()): "HERE", str(Path.home()): "HOME", host: "HOST",
+             host.split(".")[0]: "HOST", user: "USER"}  # fmt: skip
+    ordinary = ("", "/", "root", "localhost")
+    return {name: names[name] for name in sorted(names, key=len, reverse=True) if name not in ordinary}
+
+
+def _anonymous(value: Any, names: Mapping[str, str]) -> Any:
+    """A JSON value in whose texts none of the names is left."""
+    if isinstance(value, str):
+        for name, word in names.items():
+            value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", word, value)
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _anonymous(each, names) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_anonymous(each, names) for each in value]
+    return value

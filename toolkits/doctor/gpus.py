@@ -6,6 +6,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch.utils.collect_env import get_nvidia_driver_version, run
+
 from patch.device import unusable_gpus
 from patch.storage.sizes import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded, run_program
@@ -24,53 +27,38 @@ normal under load; the doctor asks an idle GPU."""
 
 def check_gpus(settings: Settings) -> Iterator[Finding]:
     """Which GPUs torch has, and why not if there are some that it has not."""
-    yield from check_torch_sees_gpus(settings)
+    yield check_torch_sees_gpus(settings)
     if not settings.has_gpus:
         return
-    import torch
-
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         value = f"{gpu.name}, {size_text(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
         data = {
-            "name": gpu.name,
-            "memory_bytes": gpu.total_memory,
-            "capability": [gpu.major, gpu.minor],
+            "name": gpu.name, "memory_bytes": gpu.total_memory, "capability": [gpu.major, gpu.minor],
             "numa_node": settings.machine.gpu_nodes[index],
         }  # fmt: skip
         yield Finding(f"GPU {index}", "ok", value, data=data)
-    if shutil.which("nvidia-smi"):
-        query = f"--query-gpu={','.join(_FIELDS)}"
-        asked = run_program(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
-        yield from health_of(asked.output) if asked.code == 0 else ()
-    yield from _peers(torch.cuda.device_count())
+    yield from health_of(_ask_driver(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
+    yield from _links(torch.cuda.device_count())
 
 
-def check_torch_sees_gpus(
-    settings: Settings, nodes: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia/version")
-) -> Iterator[Finding]:
+def check_torch_sees_gpus(settings: Settings, nodes: Path = Path("/dev")) -> Finding:
     """Whether the machine's GPUs, if it has any, can be used.
 
     Args:
         settings: with what torch sees.
         nodes: the folder of device nodes.
-        driver: the file in which NVIDIA's kernel module tells its version.
     """
-    import torch
-
     unusable, present = unusable_gpus(nodes), len(list(nodes.glob("nvidia[0-9]*")))
     if settings.has_gpus:
-        version = _driver_version(driver)
-        found = counted(settings.machine.cuda_devices, "GPU")
-        yield Finding("GPUs", "ok", f"{found}, driver {version}, torch's CUDA {torch.version.cuda}",
-                      data={"count": settings.machine.cuda_devices, "driver": version})  # fmt: skip
-    elif unusable is not None:
-        yield Finding("GPUs", "broken", *unusable)
-    elif present:
-        cure = "unset CUDA_VISIBLE_DEVICES; of a scheduler ask for GPUs (SLURM: --gres)"
-        yield Finding("GPUs", "warning", f"{present} hidden from this process", cure)
-    else:
-        yield Finding("GPUs", "ok", "none: runs train on the CPU, over gloo")
+        driver, count = get_nvidia_driver_version(run) or "unknown", settings.machine.cuda_devices
+        what = f"{counted(count, 'GPU')}, driver {driver}, torch's CUDA {torch.version.cuda}"
+        return Finding("GPUs", "ok", what, data={"count": count, "driver": driver})
+    if unusable is not None:
+        return Finding("GPUs", "broken", *unusable)
+    cure = "unset CUDA_VISIBLE_DEVICES; of a scheduler ask for GPUs (SLURM: --gres)"
+    what = f"{present} hidden from this process" if present else "none: runs train on the CPU, over gloo"
+    return graded("GPUs", what, present > 0, cure)
 
 
 def health_of(rows: str) -> Iterator[Finding]:
@@ -91,8 +79,7 @@ def health_of(rows: str) -> Iterator[Finding]:
             cure = "reseat the card, or ask the provider: copies to the host are slower"
             yield Finding(f"GPU {index} PCIe", "warning", f"{width} of {most} lanes", cure)
         bits = int(reasons, 16) if reasons.startswith("0x") else 0
-        slow = [text for bit, text in _SLOW_REASONS.items() if bits & bit]
-        if slow:
+        if slow := [text for bit, text in _SLOW_REASONS.items() if bits & bit]:
             what = f"{', '.join(slow)} at {heat} C"
             yield Finding(f"GPU {index} throttled", "warning", what, "look at cooling and the power supply")
         if mig == "Enabled":
@@ -100,24 +87,21 @@ def health_of(rows: str) -> Iterator[Finding]:
             yield Finding(f"GPU {index}", "warning", what, "NCCL takes one instance a process, not several")
 
 
-def _peers(count: int) -> Iterator[Finding]:
+def _links(count: int) -> Iterator[Finding]:
     """Which pairs of GPUs read each other's memory, and by what nvidia-smi says that they are linked."""
-    import torch
-
-    if count < 2:
-        return
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    if not pairs:
+        return
     blind = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    topology = run_program(["nvidia-smi", "topo", "-m"], _SMI_S).output if shutil.which("nvidia-smi") else ""
-    data = {"topology": topology, "without_peer_access": blind}
     cure = "switch off ACS and the IOMMU for them, or keep TP inside the pairs that can"
     what = f"{len(pairs) - len(blind)} of {len(pairs)} directions between GPUs without the host"
-    yield graded("GPU links", what, bool(blind), cure, **data)
+    topology = _ask_driver("topo", "-m")
+    yield graded("GPU links", what, bool(blind), cure, topology=topology, without_peer_access=blind)
 
 
-def _driver_version(file: Path) -> str:
-    try:
-        words = file.read_text().split()
-    except OSError:
-        return "unknown"
-    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+def _ask_driver(*question: str) -> str:
+    """What nvidia-smi answers; nothing where it is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    ended = run_program(["nvidia-smi", *question], _SMI_S)
+    return ended.output if ended.code == 0 else ""

@@ -1,21 +1,24 @@
-"""Processor, memory, limits of containers and of the shell, and the cores of a rank."""
+"""Processor, memory, limits of containers and of the shell, the cores of a rank, variables, interfaces."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from patch.device import MachineFacts
+import psutil
+from torch.utils.collect_env import get_cpu_info, run
+
 from patch.distributed.launch import cores_of_workers
 from patch.storage.sizes import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded
 
-_SYSTEM = Path("/sys/devices/system")
+_SYSTEM, _INFINIBAND = Path("/sys/devices/system"), Path("/sys/class/infiniband")
 _MIN_SHM_BYTES = 1 << 30
-_MIN_OPEN_FILES, _MIN_PROCESSES = 4096, 4096
 _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 _WATCHED = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG",
@@ -37,11 +40,12 @@ _HARMFUL = {
 def check_processor(settings: Settings) -> Iterator[Finding]:
     """Processor, cores and their limits, load, clock."""
     cores, online = settings.machine.cpu_cores, os.cpu_count() or 1
-    nodes = len(list((_SYSTEM / "node").glob("node[0-9]*"))) or 1
-    sockets = len({file.read_text() for file in _SYSTEM.glob("cpu/cpu*/topology/physical_package_id")}) or 1
-    value = f"{_processor_name()}, {counted(cores, 'core')} usable of {online}, {counted(sockets, 'socket')}"
-    data = {"cores": cores, "online": online, "sockets": sockets, "numa_nodes": nodes}
-    yield Finding("processor", "ok", f"{value}, {counted(nodes, 'NUMA node')}", data=data)
+    facts = dict(line.strip().split(":", 1) for line in get_cpu_info(run).splitlines() if ":" in line)
+    name, sockets, nodes = (facts.get(key, "").strip() for key in ("Model name", "Socket(s)", "NUMA node(s)"))
+    counts = {"cores": cores, "online": online, "sockets": _count(sockets), "numa_nodes": _count(nodes)}
+    value = f"{name or os.uname().machine}, {counted(cores, 'core')} usable of {online}"
+    more = f"{counted(counts['sockets'], 'socket')}, {counted(counts['numa_nodes'], 'NUMA node')}"
+    yield Finding("processor", "ok", f"{value}, {more}", data=counts)
     load = os.getloadavg()[0]
     # Some load is the doctor's own.
     is_busy = load > max(1.0, 0.75 * cores)
@@ -55,8 +59,6 @@ def check_processor(settings: Settings) -> Iterator[Finding]:
 
 def check_memory(settings: Settings) -> Iterator[Finding]:
     """Host memory, and shared memory, which containers keep small."""
-    import psutil
-
     total, usable = psutil.virtual_memory().total, settings.machine.host_memory_bytes
     free = min(psutil.virtual_memory().available, usable)
     limit = f", {size_text(usable)} by the cgroup's limit" if usable < total else ""
@@ -73,15 +75,17 @@ def check_memory(settings: Settings) -> Iterator[Finding]:
 
 def check_limits(settings: Settings) -> Iterator[Finding]:
     """Limits of the shell (`ulimit`)."""
-    cure = "ulimit -n 65536 (many ranks and files of a checkpoint)"
-    yield _limit("open files", resource.RLIMIT_NOFILE, _MIN_OPEN_FILES, cure)
-    cure = "ulimit -u unlimited (each rank has tens of threads)"
-    yield _limit("processes", resource.RLIMIT_NPROC, _MIN_PROCESSES, cure)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    needs_locked = Path("/sys/class/infiniband").is_dir()
-    is_limited = needs_locked and locked != resource.RLIM_INFINITY
-    advice = "ulimit -l unlimited (docker: --ulimit memlock=-1): InfiniBand registers memory"
-    yield graded("locked memory", _limit_text(locked), is_limited, advice)
+    locked = math.inf if _INFINIBAND.is_dir() else 0
+    for name, kind, least, cure in (
+        ("open files", resource.RLIMIT_NOFILE, 4096, "-n 65536 (many ranks and files of a checkpoint)"),
+        ("processes", resource.RLIMIT_NPROC, 4096, "-u unlimited (each rank has tens of threads)"),
+        ("locked memory", resource.RLIMIT_MEMLOCK, locked,
+         "-l unlimited (docker: --ulimit memlock=-1): InfiniBand registers memory"),
+    ):  # fmt: skip
+        value = resource.getrlimit(kind)[0]
+        is_unlimited = value == resource.RLIM_INFINITY
+        what = "unlimited" if is_unlimited else f"{value:,}"
+        yield graded(name, what, not is_unlimited and value < least, f"ulimit {cure}")
 
 
 def check_ranks(settings: Settings, nodes: Path = _SYSTEM / "node") -> Iterator[Finding]:
@@ -93,14 +97,9 @@ def check_ranks(settings: Settings, nodes: Path = _SYSTEM / "node") -> Iterator[
     if len(list(nodes.glob("node[0-9]*"))) < 2:
         return
     shares = cores_of_workers(machine, num_ranks, nodes)
-    what = (
-        f"each bound to {counted(len(shares[0]), 'core')}"
-        if shares
-        else "not bound: the nodes do not suit them"
-    )
-    yield Finding("NUMA nodes of ranks", "ok", what)
-    is_balancing = shares is None and _text(Path("/proc/sys/kernel/numa_balancing")) == "1"
-    if is_balancing:
+    bound = f"each bound to {counted(len(shares[0]), 'core')}" if shares else ""
+    yield Finding("NUMA nodes of ranks", "ok", bound or "not bound: the nodes do not suit them")
+    if not bound and _text(Path("/proc/sys/kernel/numa_balancing")) == "1":
         advice = "sysctl kernel.numa_balancing=0: the kernel moves pages while the optimizer reads them"
         yield Finding("NUMA balancing", "warning", "on, and ranks are not bound", advice)
 
@@ -116,25 +115,75 @@ def check_variables(settings: Settings) -> Iterator[Finding]:
         yield graded(name, value, harm is not None, f"unset {name}: {harm}")
 
 
-def local_processes(machine: MachineFacts) -> int:
-    """How many processes a measurement between processes starts by default: one a GPU, or two."""
-    return machine.cuda_devices or 2
+def check_network(settings: Settings) -> Iterator[Finding]:
+    """Addresses are not reported, only kinds and the names of interfaces."""
+    states = psutil.net_if_stats()
+    up = {name: state.speed for name, state in states.items() if state.isup and name != "lo"}
+    shown = [f"{name}{f' ({speed / 1e3:g} Gbit/s)' if speed else ''}" for name, speed in up.items()]
+    yield Finding("interfaces", "ok", ", ".join(shown) or "none but lo", data={"mbit_per_s": up})
+    addresses = {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except OSError:
+        found = []
+    yield own_name(sorted({str(entry[4][0]) for entry in found}), addresses)
+    yield from interface_variables(os.environ, list(states))
+    yield from _infiniband()
 
 
-def _limit(name: str, kind: int, least: int, cure: str) -> Finding:
-    value = resource.getrlimit(kind)[0]
-    return graded(name, _limit_text(value), value != resource.RLIM_INFINITY and value < least, cure)
+def own_name(resolved: Sequence[str], addresses: Mapping[str, Sequence[str]]) -> Finding:
+    """Whether other machines reach this one at the address that its own name has: gloo announces that one.
+
+    Args:
+        resolved: the addresses of this machine's name.
+        addresses: the addresses of each interface.
+    """
+    owners = sorted(name for name, own in addresses.items() if set(own) & set(resolved))
+    fault = "" if owners else "has an address that no interface has"
+    if not resolved:
+        fault = "has no address: gloo takes the loopback"
+    elif all(address.startswith("127.") for address in resolved):
+        fault = "is a loopback address (127.x)"
+    cure = "only for several machines: set GLOO_SOCKET_IFNAME to the interface that they share"
+    what = fault or f"gloo takes {', '.join(owners)}"
+    return graded("this machine's name", what, bool(fault), cure, interfaces=owners)
 
 
-def _limit_text(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+def interface_variables(environ: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Finding]:
+    """Interfaces that variables name, but that are not here.
+
+    Args:
+        environ: the environment.
+        interfaces: the names of those that are here.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # NCCL: "^" excludes, "=" is exact; otherwise beginnings of names.
+        value = environ.get(variable, "")
+        names = [name for name in value.removeprefix("=").split(",") if name]
+        is_exact = value.startswith("=") or variable.startswith("GLOO")
+        known = [n for n in names if any(i == n or (not is_exact and i.startswith(n)) for i in interfaces)]
+        if names and not value.startswith("^") and not known:
+            cure = f"unset {variable}, or name one of {', '.join(interfaces)}"
+            yield Finding(variable, "broken", f"{value} is no interface here", cure)
 
 
-def _processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return os.uname().machine
+def _infiniband() -> Iterator[Finding]:
+    ports = sorted(_INFINIBAND.glob("*/ports/*/state"))
+    if not ports:
+        return
+    states = {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().split(":")[-1].strip() for port in ports}
+    down = [name for name, state in states.items() if state != "ACTIVE"]
+    what = f"{len(states) - len(down)} of {len(states)} ports active"
+    cure = f"look at cables and the subnet manager: {', '.join(down)}"
+    yield graded("InfiniBand", what, bool(down), cure, ports=states)
+
+
+def _count(text: str) -> int:
+    """A number of things of which there is at least one."""
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 def _text(file: Path) -> str:

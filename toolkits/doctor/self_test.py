@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
 
 from patch.storage.names import CHECKPOINT_FOLDER, TRACKER, iteration_name
 from toolkits.doctor.check import Ended, Finding, Settings, run_program
 from toolkits.doctor.software import REPOSITORY
+from toolkits.quickstart.workspace import Workspace, prepare
 
 _LAUNCHER = REPOSITORY / "toolkits" / "train" / "__main__.py"
 """Beside this package also where it is installed."""
 _STEPS, _SAVED = 4, 2
 _RUN_S = 240.0
-_NUM_ROWS = 16
 _SETTINGS = ("TOKENIZER_PATH", "OPTIMIZER_OFFLOAD_FRACTION")
 """Variables of a user's runs, besides MP_*, that are not for this one."""
 
@@ -28,28 +28,27 @@ _SETTINGS = ("TOKENIZER_PATH", "OPTIMIZER_OFFLOAD_FRACTION")
 def run_self_test(settings: Settings) -> Iterator[Finding]:
     """Train 4 steps with a checkpoint after 2, then resume from it and compare steps 3 and 4."""
     begin = time.perf_counter()
+    disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        root = Path(folder)
-        _write_inputs(root)
+        space, _ = prepare(Path(folder), num_held_out=4, num_train=16)
         processes = min(2, settings.num_processes)
         where = f"{processes} {'GPUs' if settings.has_gpus else 'processes on the CPU'}"
-        trained = _train(root, processes, settings)
+        trained = _train(space, processes, settings)
         if trained.code != 0:
             cure = "the JSON report has the run's last lines; attach it to an issue"
             what = f"{where}: {trained.reason[:300]}"
-            yield Finding("training", "broken", what, cure, _tail(trained, root))
+            yield Finding("training", "broken", what, cure, _tail(trained, space))
             return
-        first = losses_of(root / "run")
-        seconds = time.perf_counter() - begin
-        what = f"{where}: {_STEPS} sharded steps and a checkpoint in {seconds:.0f} s"
-        yield Finding("training", "ok", what, data={"losses": first})  # fmt: skip
-        forget_last_checkpoint(root / "run")
-        resumed = _train(root, processes, settings)
+        first = space.losses()
+        what = f"{where}: {_STEPS} sharded steps and a checkpoint in {time.perf_counter() - begin:.0f} s"
+        yield Finding("training", "ok", what, data={"losses": first})
+        _forget_last_checkpoint(space.run / CHECKPOINT_FOLDER)
+        resumed = _train(space, processes, settings)
         if resumed.code != 0:
             cure = "look at the file system of TMPDIR, then attach the JSON report to an issue"
-            yield Finding("resuming", "broken", resumed.reason[:300], cure, _tail(resumed, root))
+            yield Finding("resuming", "broken", resumed.reason[:300], cure, _tail(resumed, space))
             return
-        yield resumed_finding(first, losses_of(root / "run"))
+        yield resumed_finding(first, space.losses())
 
 
 def resumed_finding(first: dict[int, float], second: dict[int, float]) -> Finding:
@@ -67,47 +66,26 @@ def resumed_finding(first: dict[int, float], second: dict[int, float]) -> Findin
     return Finding("resuming", "broken", f"losses of steps {wrong} differ", cure, data)
 
 
-def losses_of(run: Path) -> dict[int, float]:
-    """The loss of each step in a run's log/metrics.jsonl."""
-    lines = (run / "log" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["iteration"]: record["loss"] for record in records if "loss" in record}
-
-
-def forget_last_checkpoint(run: Path) -> None:
+def _forget_last_checkpoint(root: Path) -> None:
     """Make a run that has ended one that was stopped after the step of its first checkpoint."""
-    root = run / CHECKPOINT_FOLDER
     shutil.rmtree(root / iteration_name(_STEPS))
     (root / TRACKER).write_text(f"{_SAVED}\n")
 
 
-def _write_inputs(root: Path) -> None:
-    """The quickstart's model, tokenizer and tasks, in small."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from toolkits.quickstart.seed_model import write_model, write_tokenizer
-    from toolkits.quickstart.tasks import make_examples, to_row
-
-    disable_progress_bar()
-    examples, _ = make_examples(num_train=_NUM_ROWS, num_held_out=4, seed=1)
-    (root / "rows.json").write_text(json.dumps([to_row(e, i) for i, e in enumerate(examples)]))
-    texts = chain.from_iterable((example.question, example.answer) for example in examples)
-    write_model(root / "model", write_tokenizer(root / "model", texts), seed=1)
-
-
-def _train(root: Path, processes: int, settings: Settings) -> Ended:
+def _train(space: Workspace, processes: int, settings: Settings) -> Ended:
+    """Run the launcher until the last step."""
     precision = "bf16" if settings.has_gpus else "fp32"
     before = f"dsw auto 2 8 1e-3 1e-4 64 48 {precision} 1 1 1 false true true true none false {_SAVED}"
-    paths = [str(root / "rows.json"), "none", str(root / "model")]
-    positions = [*before.split(), *paths, str(_STEPS), "1", str(root / "run")]
+    paths = [str(space.train_data), "none", str(space.model)]
+    positions = [*before.split(), *paths, str(_STEPS), "1", str(space.run)]
     flags = ["--overlapped-distributed-optimizer", "--deterministic-mode", "--reduce-bucket-size", "40000",
-             "--cache-dir", str(root / "cache")]  # fmt: skip
+             "--cache-dir", str(space.root / "cache")]  # fmt: skip
     users = {name: value for name, value in os.environ.items() if name not in _SETTINGS and name[:3] != "MP_"}
     own = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(processes)}
     return run_program([sys.executable, str(_LAUNCHER), *positions, *flags], _RUN_S, {**users, **own})
 
 
-def _tail(ended: Ended, root: Path) -> dict[str, str]:
+def _tail(ended: Ended, space: Workspace) -> dict[str, str]:
     """The end of what a run said, without the temporary folder's name."""
     lines = (ended.output + ended.error).splitlines()[-30:]
-    return {"last_lines": "\n".join(lines).replace(str(root), "FOLDER")}
+    return {"last_lines": "\n".join(lines).replace(str(space.root), "FOLDER")}

@@ -7,20 +7,23 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch.utils.collect_env import get_env_info
+
 from patch.config import RunConfig
 from patch.config.backends import Served, backends_of, resolve_transformer_impl
 from patch.device import GPU_LIBRARIES, MachineFacts
+from patch.optimizer.kernels import TRITON_CURE, adam_kernel
 from patch.preflight.parse import parse_args
 from toolkits.doctor.check import Finding, Settings, Status, graded, run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_IMPORT_S = 60.0
+_IMPORT_S, _GIT_S = 60.0, 10.0
 _MIN_PYTHON = (3, 11)
 _NEEDED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "psutil", "orjson", "fsspec")
 """Without these nothing trains."""
@@ -36,39 +39,44 @@ _SAMPLE_RUN = (
     "dsw 8B 1 16 1e-5 1e-6 4096 4096 bf16 1 1 1 false true true true none false 100 data none none 10 1 run"
 )
 """The positions of a run whose kernels are compared: LLaMA-3.1 8B in bf16."""
-_COSTS = {
-    "triton": "RoPE and SwiGLU are chains of small kernels, and the optimizer on the GPU cannot run",
-    "flash_attn_3": "packed rows and windows take FlashAttention-2",
-    "transformer_engine": "norms and products are kernels of their own; no fp8 by delayed scaling",
+_MISSED = {
+    "triton": (
+        "RoPE and SwiGLU are chains of small kernels, and the optimizer on the GPU cannot run",
+        "install torch's CUDA build, which brings triton",
+    ),
+    "flash_attn_3": (
+        "packed rows and windows take FlashAttention-2",
+        "build flash-attn 3 (hopper/ in its repository) for this torch",
+    ),
+    "transformer_engine": (
+        "norms and products are kernels of their own; no fp8 by delayed scaling",
+        "pip install --no-build-isolation -r requirements-gpu.txt",
+    ),
 }
-_CURES = {
-    "triton": "install torch's CUDA build, which brings triton",
-    "flash_attn_3": "build flash-attn 3 (hopper/ in its repository) for this torch",
-    "transformer_engine": "pip install --no-build-isolation -r requirements-gpu.txt",
-}
+"""Of a library that is missed: what that costs, and its cure."""
 
 
 def check_versions(settings: Settings) -> Iterator[Finding]:
     """Python, torch and what a run needs, beside the versions that are tested."""
-    python = platform.python_version()
     is_old = sys.version_info < _MIN_PYTHON
-    yield Finding("python", "broken" if is_old else "ok", python, "Python 3.11 or newer" if is_old else "")
+    advice = "Python 3.11 or newer" if is_old else ""
+    yield Finding("python", "broken" if is_old else "ok", platform.python_version(), advice)
     pins = pinned_versions(REPOSITORY / "requirements.txt")
     for name in _NEEDED:
-        yield _needed(name, pins.get(name, ""))
-    for name in _OPTIONAL:
-        if (version := _version(name)) is not None:
-            yield Finding(name, "ok", version, data={"version": version})
-    yield from _torch_build()
-    yield Finding("commit", "ok", _commit())
+        yield _compared(name, pins.get(name, ""))
+    for name in filter(_version, _OPTIONAL):
+        yield _compared(name, "")
+    yield _torch_build()
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    is_clone = shutil.which("git") is not None
+    yield Finding("commit", "ok", (run_program(git, _GIT_S).output.strip() if is_clone else "") or "unknown")
 
 
 def check_imports(settings: Settings) -> Iterator[Finding]:
     """Import installed kernels, each in a process of its own: built for another torch, they crash."""
-    for name, module in _OPTIONAL.items():
-        if _version(name) is None:
-            continue
-        ended = run_program([sys.executable, "-W", "ignore", "-c", f"import {module}"], _IMPORT_S)
+    for name in filter(_version, _OPTIONAL):
+        command = [sys.executable, "-W", "ignore", "-c", f"import {_OPTIONAL[name]}"]
+        ended = run_program(command, _IMPORT_S)
         if ended.code != 0:
             cure = f"rebuild {name} for this torch (pip install --no-build-isolation), or uninstall it"
             # The others may only be in the way of a library that looks for them.
@@ -79,14 +87,10 @@ def check_imports(settings: Settings) -> Iterator[Finding]:
 def check_compilers(settings: Settings) -> Iterator[Finding]:
     """What compiles kernels: the optimizer's on the host, Triton's launchers, Transformer Engine."""
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")))
-    import torch
-
-    from patch.optimizer.kernels import TRITON_CURE, adam_kernel
-
     kernel = type(adam_kernel(torch.device("cpu"))).__name__
     is_slow = kernel == "NumpyAdam"
     what = "NumPy: about 10 times slower than C++" if is_slow else "C++"
-    yield graded("optimizer on the host", what, is_slow, "install g++ or clang++")  # fmt: skip
+    yield graded("optimizer on the host", what, is_slow, "install g++ or clang++")
     if not settings.has_gpus:
         return
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file() or not has_compiler:
@@ -110,12 +114,12 @@ def missing_libraries(machine: MachineFacts) -> Iterator[Finding]:
         machine: without GPUs nothing is missing.
     """
     now = _served(machine)
-    for name, cost in _COSTS.items():
+    for name, (cost, cure) in _MISSED.items():
         richer = dataclasses.replace(machine, libraries=machine.libraries | {name})
         if name not in machine.libraries and _served(richer) != now:
             # Triton is no acceleration: a GPU's optimizer has no other kernel.
             status: Status = "broken" if name == "triton" else "warning"
-            yield Finding(name, status, f"not installed: {cost}", _CURES[name])
+            yield Finding(name, status, f"not installed: {cost}", cure)
 
 
 def pinned_versions(file: Path) -> dict[str, str]:
@@ -133,7 +137,8 @@ def _served(machine: MachineFacts) -> tuple[Served, ...]:
     return backends_of(config, machine).rows
 
 
-def _needed(name: str, tested: str) -> Finding:
+def _compared(name: str, tested: str) -> Finding:
+    """The version of a distribution, beside the one that is tested, if there is one."""
     version = _version(name)
     if version is None:
         wanted = f"{name}=={tested}" if tested else name
@@ -147,16 +152,14 @@ def _needed(name: str, tested: str) -> Finding:
     return Finding(name, status, what, f"pip install '{name}=={tested}', or expect differences", data)
 
 
-def _torch_build() -> Iterator[Finding]:
-    import torch
-
-    parts = {"CUDA": torch.version.cuda}
-    if torch.version.cuda and torch.cuda.is_available():
-        cudnn = torch.backends.cudnn.version()
-        parts |= {"cuDNN": str(cudnn), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    value = ", ".join(f"{name} {version}" for name, version in parts.items() if version) or "for CPUs"
-    capability = torch.backends.cpu.get_cpu_capability()
-    yield Finding("torch's build", "ok", f"{value}; {capability} on the CPU", data=parts)
+def _torch_build() -> Finding:
+    """What torch was built for; all that torch itself collects for an issue is in the JSON report."""
+    value = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        value += f", cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+    value += f"; {torch.backends.cpu.get_cpu_capability()} on the CPU"
+    return Finding("torch's build", "ok", value, data=get_env_info()._asdict())
 
 
 def _version(name: str) -> str | None:
@@ -164,12 +167,3 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str:
-    """The commit of this repository; `unknown` where the package is installed."""
-    if not shutil.which("git"):
-        return "unknown"
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"

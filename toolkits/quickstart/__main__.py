@@ -10,7 +10,6 @@ at least 90 % of the answers are right, otherwise 1; the launcher's exit code if
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -18,11 +17,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from patch.errors import PatchError
-from toolkits.quickstart.exam import Answered, answer, exact_match_percent
+from toolkits.quickstart.tasks import Example
 from toolkits.quickstart.workspace import Workspace, prepare
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ LAUNCHER = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
 PASS_PERCENT = 90.0
 NUM_PROCESSES = 2
 NUM_SHOWN = 8
+MAX_ANSWER_TOKENS = 24
 
 
 def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str] = ()) -> list[str]:
@@ -89,10 +92,34 @@ def train(
             return launcher.wait()
 
 
-def losses(space: Workspace) -> list[float]:
-    """The training losses in log/metrics.jsonl, in order, without evaluations."""
-    lines = (space.run / "log" / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+class Answered(NamedTuple):
+    """A held-out question and the model's answer."""
+
+    example: Example
+    output: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer matches exactly, including case and white space."""
+        return self.output == self.example.answer
+
+
+def answer(folder: Path, examples: list[Example]) -> list[Answered]:
+    """Greedy answers of the Hugging Face model in `folder`, all questions in one left-padded batch."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "left"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    conversations = [[{"role": "user", "content": example.question}] for example in examples]
+    texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    prompts = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+    tokens = model.generate(**prompts, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
+    outputs = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [Answered(example, text) for example, text in zip(examples, outputs, strict=True)]
+
+
+def exact_match_percent(answered: list[Answered]) -> float:
+    """Share of right answers, 0 to 100."""
+    return 100.0 * sum(each.is_right for each in answered) / len(answered)
 
 
 def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
@@ -103,7 +130,7 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
         answered: the held-out questions with the model's answers.
         seconds: time of the whole quickstart.
     """
-    first, *_, last = losses(space)
+    first, *_, last = space.losses().values()
     for example, output in answered[:NUM_SHOWN]:
         verdict = "right" if output == example.answer else f"wrong, expected {example.answer}"
         question = example.question.replace("\n", "\\n")  # as the model was asked

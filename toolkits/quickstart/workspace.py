@@ -1,4 +1,5 @@
-"""The quickstart's folder, which is emptied and then filled with a model, a tokenizer and data."""
+"""The quickstart's folder, which is emptied and then filled with a model, a tokenizer and data; the doctor
+and the tests have smaller ones."""
 
 from __future__ import annotations
 
@@ -43,9 +44,14 @@ class Workspace(NamedTuple):
         """OUTPUT_BASEPATH of the training run."""
         return self.root / "run"
 
+    def losses(self) -> dict[int, float]:
+        """The training loss of each step in the run's log/metrics.jsonl, without evaluations."""
+        lines = (self.run / "log" / "metrics.jsonl").read_text().splitlines()
+        return {each["iteration"]: each["loss"] for each in map(json.loads, lines) if "loss" in each}
+
 
 def prepare(
-    root: Path, num_held_out: int = NUM_HELD_OUT, seed: int = SEED
+    root: Path, num_held_out: int = NUM_HELD_OUT, seed: int = SEED, num_train: int = NUM_TRAIN
 ) -> tuple[Workspace, list[Example]]:
     """Empty the folder and write model, tokenizer and data; returns its paths and the held-out examples.
 
@@ -53,12 +59,13 @@ def prepare(
         root: the folder.
         num_held_out: questions that do not occur in training.
         seed: of the data and of the model's random weights.
+        num_train: rows of training.
     Raises:
         ConfigError: `root` contains files that no quickstart wrote; nothing is deleted.
     """
     _empty(root)
     space = Workspace(root)
-    train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=num_held_out, seed=seed)
+    train, held_out = make_examples(num_train=num_train, num_held_out=num_held_out, seed=seed)
     space.train_data.parent.mkdir()
     space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
     space.valid_data.write_text(json.dumps(_rows(held_out)))

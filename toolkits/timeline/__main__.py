@@ -13,12 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from patch.errors import DataError, PatchError
+from patch.errors import DataError
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, output_file, positive, typed
-from toolkits.timeline.figures import LEGEND, Lanes, choose_step, lanes_of
-from toolkits.timeline.page import page_of
-from toolkits.timeline.trace import read_trace
+from toolkits._arguments import ArgumentParser, exit_code_of, output_file, positive, typed
+from toolkits.timeline.figures import LEGEND, choose_step, figures_of, most_exposed, page_of
+from toolkits.timeline.trace import RankTrace, read_trace
 
 _COLUMNS = {
     "step_ms": "step",
@@ -35,21 +34,25 @@ _COLUMNS = {
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
-    try:
-        traces_of = trace_files(options.traces)
-        traces = [read_trace(file) for file in traces_of]
-        step = choose_step(traces, options.step)
-        lanes = sorted((lanes_of(trace, step) for trace in traces), key=lambda each: each.rank)
-        page = options.output or traces_of[0].parent.parent / "timeline.html"
-        write_atomically(page, page_of(lanes, step))
-        if options.json:
-            write_atomically(options.json, json.dumps(figures_of(lanes, step), indent=1) + "\n")
-    except PatchError as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _draw(options))
+
+
+def _draw(options: argparse.Namespace) -> None:
+    files = trace_files(options.traces)
+    traces = [read_trace(file) for file in files]
+    step = choose_step(traces, options.step)
+    lanes = sorted((trace.cut(step) for trace in traces), key=lambda each: each.rank)
+    page = options.output or files[0].parent.parent / "timeline.html"
+    write_atomically(page, page_of(lanes, step))
+    if options.json:
+        ranks = [
+            {"rank": each.rank, "is_gpu": each.is_gpu, **figures_of(each, step),
+             "most_exposed": dict(most_exposed(each))}
+            for each in lanes
+        ]  # fmt: skip
+        write_atomically(options.json, json.dumps({"step": step, "ranks": ranks}, indent=1) + "\n")
     print(table(lanes, step))
     print(f"page: {page}")
-    return 0
 
 
 def trace_files(paths: Sequence[Path]) -> list[Path]:
@@ -70,23 +73,14 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def figures_of(lanes: Sequence[Lanes], step: int) -> dict:
-    """What --json writes."""
-    ranks = [
-        {"rank": each.rank, "is_gpu": each.is_gpu, **each.figures, "most_exposed": dict(each.most_exposed)}
-        for each in lanes
-    ]
-    return {"step": step, "ranks": ranks}
-
-
-def table(lanes: Sequence[Lanes], step: int) -> str:
+def table(lanes: Sequence[RankTrace], step: int) -> str:
     """The figures of each rank in milliseconds, and the messages that cost most."""
     lines = [f"step {step}, ms", f"{'rank':>5}" + "".join(f"{name:>12}" for name in _COLUMNS.values())]
     for each in lanes:
-        figures = each.figures
+        figures = figures_of(each, step)
         lines.append(f"{each.rank:>5}" + "".join(f"{figures[name]:>12.2f}" for name in _COLUMNS))
     for each in lanes:
-        named = ", ".join(f"{name} {ms:.2f}" for name, ms in each.most_exposed)
+        named = ", ".join(f"{name} {ms:.2f}" for name, ms in most_exposed(each))
         lines.append(f"rank {each.rank}: most exposed: {named or 'nothing'}")
     return "\n".join([*lines, LEGEND])
 

@@ -110,6 +110,15 @@ class RankTrace:
     copies: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
 
+    def cut(self, step: int) -> RankTrace:
+        """What ran between the begin and the end of a step on the host.
+
+        A GPU is a little behind: it may still end the step before, and its own end falls into the next one.
+        """
+        window = self.steps[step]
+        lanes = (self.phases, self.compute, self.communication, self.copies, self.waits)
+        return RankTrace(self.rank, self.is_gpu, {step: window}, *(within(lane, window) for lane in lanes))
+
 
 def read_trace(file: Path) -> RankTrace:
     """Read one file of log/traces.

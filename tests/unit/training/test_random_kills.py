@@ -1,4 +1,4 @@
-"""Five kills around saves; tests/random_kills.py has the fifty, also of a launcher and with its restarts."""
+"""Five kills around saves; tests/random_kills.py has the fifty."""
 
 from pathlib import Path
 
@@ -11,6 +11,6 @@ pytestmark = pytest.mark.long
 def test_killed_runs_go_on_from_the_newest_checkpoint_and_end_with_the_same_bytes(
     tmp_path: Path,
 ) -> None:
-    killing = Killing(tmp_path, is_async=True, way="fork", seed=13)
+    killing = Killing(tmp_path, is_async=True, seed=13)
     killing.run(5)
     assert len(killing.hits) == 5
