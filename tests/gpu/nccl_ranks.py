@@ -5,8 +5,8 @@ ranks go on with the next.
 """
 
 import faulthandler
-import hashlib
 import json
+import math
 import os
 import pkgutil
 import socket
@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpu import runs
+from gpu.runs import digest_of
 from megatron.core import parallel_state
 from packed_runs import PACKED, TalkReader
-from small_runs import small_run
-from training_runs import build_seeded_run, save
+from training_runs import save
 
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
@@ -43,71 +44,77 @@ FOUND = "found.json"
 """The names of all parts; and of those that ended, what was found and the seconds."""
 LEVELS = ("none", "optimizer", "gradients")
 STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+RING = {"cp": 2, "cp_comm_type": "p2p"}
+ALL_TO_ALL = {"cp": 2, "cp_comm_type": "a2a"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    f"{level}, {policy}": {"dp": 2, "data_parallel_sharding": level, **changes}
+    f"{level}, {policy}": {"data_parallel_sharding": level, **changes}
     for level in LEVELS
     for policy, changes in (("on the device", {}), ("half on the host", STATIC))
 } | {
     "tensor": {"tp": 2, "sequence_parallel": True},
-    "tensor, half on the host": {"tp": 2, **STATIC},
+    "tensor, no SP": {"tp": 2},
+    "tensor, no SP, half on the host": {"tp": 2, **STATIC},
     "tensor, overlap": {"tp": 2, "tp_comm_overlap": True},
     "tensor, overlap, SP": {"tp": 2, "tp_comm_overlap": True, "sequence_parallel": True},
     "pipeline": {"pp": 2},
     "interleaved": {"pp": 2, "stage": 1},
-    "context, ring": {"cp": 2, "cp_comm_type": "p2p"},
-    "context, all-to-all": {"cp": 2, "cp_comm_type": "a2a"},
-    "pipeline by hand": {"pp": 2, "pipeline_model_parallel_layout": "E|ttttL"},
-    "interleaved, by hand": {"pp": 2, "pipeline_model_parallel_layout": "E|ttt|t|L"},
+    "context, ring": RING,
+    "context, all-to-all": ALL_TO_ALL,
     "interleaved, messages overlap at both ends": {
         "pp": 2, "stage": 1, "overlap_p2p_communication_warmup_flush": True,
     },
     "tensor, activations offloaded": {"tp": 2, "cpu_offloading": True},
     "replicas, activations offloaded and recomputed": {
-        "dp": 2, "cpu_offloading": True, "recompute_granularity": "selective",
+        "cpu_offloading": True, "recompute_granularity": "selective",
     },
     "replicas, gradients travel as bf16 in padded buckets": {
-        "dp": 2, "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
+        "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
         "ddp_pad_buckets_for_high_nccl_busbw": True,
     },
-    "pipeline, recomputed": {"pp": 2, "recompute_granularity": "full"},
 }  # fmt: skip
+NUM_RANKS = max(2, torch.cuda.device_count() // 2 * 2)
+"""One a GPU; pairs are needed, so of an odd number of GPUs one stays idle."""
+if NUM_RANKS >= 4:  # an instance of one rank shards nothing
+    LAYOUTS["two instances"] = {
+        "data_parallel_sharding": "gradients", "num_distributed_optimizer_instances": 2
+    }  # fmt: skip
 WINDOW = {"window_size": "7,0"}
 FP8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
+BF16 = {"precision": "bf16"}
 OTHERS: dict[str, dict[str, Any]] = {
-    "packed": {"dp": 2, **PACKED},
-    "packed, all-to-all": {"cp": 2, "cp_comm_type": "a2a", **PACKED},
-    "packed, ring": {"cp": 2, "cp_comm_type": "p2p", **PACKED},
-    "window": {"dp": 2, **WINDOW},
-    "window, all-to-all": {"cp": 2, "cp_comm_type": "a2a", **WINDOW},
-    "window, ring": {"cp": 2, "cp_comm_type": "p2p", **WINDOW},
-    "8 bits": {"dp": 2, **FP8},
-    "8 bits, gathered": {
-        "dp": 2,
-        "data_parallel_sharding": "optimizer",
-        "fp8_param_gather": True,
-        **FP8,
-    },
+    "packed": PACKED,
+    "packed, all-to-all": ALL_TO_ALL | PACKED,
+    "packed, ring": RING | PACKED,
+    "window": WINDOW,
+    "window, all-to-all": ALL_TO_ALL | WINDOW,
+    "window, ring": RING | WINDOW,
+    "16 bits": {"data_parallel_sharding": "gradients", **BF16},
+    "16 bits, ring": RING | BF16,
+    "8 bits": FP8,
+    "8 bits, gathered": {"data_parallel_sharding": "optimizer", "fp8_param_gather": True, **FP8},
     "8 bits, tensor, SP": {"tp": 2, "sequence_parallel": True, **FP8},
     "8 bits, pipeline": {"pp": 2, **FP8},
-    "8 bits, ring": {"cp": 2, "cp_comm_type": "p2p", **FP8},
+    "8 bits, ring": RING | FP8,
 }
 """Not what `LAYOUTS` learn: each is compared with the one that is named by the words before its comma."""
 RESUMED: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
     "pipeline": {"pp": 2, "stage": 1},
-    "context": {"cp": 2, "cp_comm_type": "p2p"},
-    "gradients sharded, half on the host": {"dp": 2, "data_parallel_sharding": "gradients", **STATIC},
+    "context": RING,
+    "gradients sharded, half on the host": {"data_parallel_sharding": "gradients", **STATIC},
 }
 """Each goes on with what the one before has saved; the first with what replicas have."""
 
 
 def build(context: DeviceContext, **changes: Any) -> Run:
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    model_ranks = math.prod(changes.get(name, 1) for name in ("tp", "pp", "cp"))
     own = {
-        "global_batch_size": 8, "clip_grad": 0.5, "reduce_bucket_size": 40_000,
-        "optimizer_offload_chunk_size": 9_999, "deterministic_mode": True, "distributed_timeout_minutes": 2,
-        "train_iters": STEPS,
+        "dp": num_ranks // model_ranks, "global_batch_size": 4 * num_ranks, "train_iters": STEPS,
+        "clip_grad": 0.5, "reduce_bucket_size": 40_000, "optimizer_offload_chunk_size": 9_999,
+        "deterministic_mode": True, "distributed_timeout_minutes": 2,
     }  # fmt: skip
-    run = build_seeded_run(small_run(**own | changes), context=context)
+    run = runs.build(context, **own | changes)
     if run.config.data.packing:
         zigzag = Zigzag.of(run.groups.cp)
         run.train_reader = TalkReader(run.config, run.groups.dp.rank(), zigzag)  # type: ignore[assignment]
@@ -139,19 +146,15 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
 
 def close(run: Run) -> str:
     """End a run; the digest of this rank's weights."""
-    run.optimizer.finish_param_sync()
-    digest = hashlib.sha256()
-    for stage in run.stages:
-        for parameter in stage.parameters():
-            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
+    digest = digest_of(run)
     parallel_state.destroy_model_parallel()
-    return digest.hexdigest()
+    return digest
 
 
 def carry_on(context: DeviceContext, folder: Path) -> dict[str, list]:
     """By layout of RESUMED: the losses after a resume from the layout before."""
-    progress = Progress(SAVED, 8 * SAVED)
-    run = build(context, dp=2, data_parallel_sharding="none")
+    run = build(context, data_parallel_sharding="none")
+    progress = Progress(SAVED, SAVED * run.config.training.global_batch_size)
     steps_of(run, range(SAVED))
     found = {}
     for number, name in enumerate(["unbroken", *RESUMED]):
@@ -167,7 +170,7 @@ def carry_on(context: DeviceContext, folder: Path) -> dict[str, list]:
 
 def run_short(context: DeviceContext, is_short: bool) -> list:
     """Losses and digest where, if `is_short`, memory runs out on rank 1 in the forward of step 3."""
-    run = build(context, dp=2, precision="bf16", **STATIC)
+    run = build(context, **BF16, **STATIC)
     before = run.optimizer.adam.manager.offload_fraction
     turns = iter(range(10**6))
 
@@ -181,47 +184,26 @@ def run_short(context: DeviceContext, is_short: bool) -> list:
     return [*losses, close(run), moved > 0]
 
 
-def on_all_gpus(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    """What tells most, over all GPUs; each learns what "alike" learns, which is one replica a rank."""
-    batch = {"global_batch_size": 4 * num_ranks}
-    sharded = {"dp": num_ranks, "data_parallel_sharding": "gradients", **batch}
-    pairs = {"dp": num_ranks // 2, **batch}
-    layouts: dict[str, dict[str, Any]] = {
-        "alike": {"dp": num_ranks, "data_parallel_sharding": "none", **batch},
-        "tensor": {"tp": 2, **pairs},
-        "tensor, half on the host": {"tp": 2, **pairs, **STATIC},
-        "context, ring": {"cp": 2, "cp_comm_type": "p2p", **pairs},
-        "alike in bf16": {**sharded, "precision": "bf16"},
-        "context, ring in bf16": {"cp": 2, "cp_comm_type": "p2p", **pairs, "precision": "bf16"},
-    }
-    if num_ranks >= 4:  # an instance of one rank shards nothing
-        layouts["two instances"] = {**sharded, "num_distributed_optimizer_instances": 2}
-    return {
+def all_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Everything that pairs of ranks can do, what tells most first."""
+    sharded = {"data_parallel_sharding": "gradients"}
+    parts: dict[str, Callable[[], Any]] = {
         "40 steps": partial(train, context, 40, **sharded),
         "40 steps, half on the host": partial(train, context, 40, **sharded, **STATIC),
         "other contexts": partial(other_contexts, context, folder, **sharded, **STATIC),
-        **{name: partial(train, context, **changes) for name, changes in layouts.items()},
-        "the job": partial(the_job, context, num_ranks),
     }
-
-
-def all_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Everything that two ranks can do."""
-    parts: dict[str, Any] = {
-        name: partial(train, context, **changes) for name, changes in (LAYOUTS | OTHERS).items()
-    }
+    for name, changes in (LAYOUTS | OTHERS).items():
+        parts[name] = partial(train, context, **changes)
     parts["resumed"] = partial(carry_on, context, folder)
     if context.is_cuda:
-        parts |= {
-            "enough memory": partial(run_short, context, False),
-            "short": partial(run_short, context, True),
-        }
-    return parts | {"the job": partial(the_job, context, num_ranks)}
+        parts["enough memory"] = partial(run_short, context, False)
+        parts["short"] = partial(run_short, context, True)
+    return parts | {"the job": partial(the_job, context)}
 
 
-def the_job(context: DeviceContext, num_ranks: int) -> list:
+def the_job(context: DeviceContext) -> list:
     """NCCL_ALGO, and the device to which the job's communicator is bound."""
-    close(build(context, dp=num_ranks, global_batch_size=4 * num_ranks))
+    close(build(context))
     return [os.environ.get("NCCL_ALGO"), dist.distributed_c10d._get_default_group().bound_device_id]
 
 

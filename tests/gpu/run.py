@@ -1,12 +1,12 @@
 """Runs the GPU tests: each file in a process of its own, what tells most first, within a time limit.
 
-    python tests/gpu/run.py [--limit 480] [--logs FOLDER] [--after results.json] [--plan] [FILE...]
+    python tests/gpu/run.py [--limit 480] [--logs FOLDER] [--after results.json] [FILE...]
 
 An illegal access poisons the CUDA context of its process, so each file has its own, and what fails in one
 says nothing about another. The files of `FIRST` run one after the other: the machine itself, a layer of 8B's
-shape, training over all GPUs. Alone run also those that look at the memory of the whole GPU or at the time of
-a copy. After them four run at once, because most of their time is imports and the building of kernels, those
-that take long first.
+shape. Alone run also those that look at the memory of the whole GPU or at the time of a copy. After them four
+run at once, because most of their time is imports and the building of kernels, those that take long first:
+training over all GPUs, runs through the shell.
 
 FOLDER gets each file's output, and after each file results.json and report.md. A second call with the same
 folder, or with `--after`, goes on: what has passed with this code on these GPUs is not run again. Exits with
@@ -25,12 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from hashlib import sha256
-from heapq import heapreplace
-from importlib.metadata import distributions
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
@@ -42,21 +40,15 @@ sys.path.insert(0, str(ROOT))
 
 from patch.distributed.guardian import Guardian
 from patch.storage.atomic import write_atomically
+from toolkits.benchmarks._report import versions
 from toolkits.doctor.check import run_program
 
-FIRST = ("test_doctor.py", "test_layer.py", "test_all_gpus.py")
+FIRST = ("test_doctor.py", "test_layer.py")
 """What tells most, in this order."""
 ALONE = {*FIRST, "test_offload.py"}
 """They measure the whole GPU."""
-SECONDS = {
-    "test_doctor.py": 25, "test_layer.py": 60, "test_all_gpus.py": 75, "test_offload.py": 20,
-    "test_host_waits.py": 15, "test_profiling.py": 15, "test_main_grad.py": 10,
-    "test_context_parallel.py": 15,
-    "test_packing.py": 20, "test_models.py": 15, "test_fp8.py": 25,
-    "test_kernels.py": 45, "test_transformer_engine.py": 60, "test_alignment.py": 60, "test_adam.py": 60,
-    "test_training.py": 90, "test_nccl.py": 120, "test_smoke.py": 230,
-}  # fmt: skip
-"""Estimates, never measured yet: they set the order, and what `--plan` says."""
+LONG = ("test_nccl.py", "test_smoke.py", "test_training.py")
+"""Of the others those that begin first, because they take longest."""
 LIMIT, FILE_LIMIT = 480.0, 300
 """Seconds for all files, and for one."""
 WORKERS = 4
@@ -100,14 +92,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for all ({LIMIT:.0f})")
     parser.add_argument("--logs", type=Path, help="folder for the report and the output of each file")
     parser.add_argument("--after", type=Path, help=f"{RESULTS} of an earlier call, which this one goes on")
-    parser.add_argument("--plan", action="store_true", help="print what would run, and for how long")
     parser.add_argument("files", nargs="*", help="names in tests/gpu (all)")
     arguments = parser.parse_args()
     files = in_order(arguments.files or [file.name for file in HERE.glob("test_*.py")])
-    if arguments.plan:
-        print("\n".join(f"{SECONDS.get(file, 0):4} s  {file:<28} {subject(HERE / file)}" for file in files))
-        print(f"{lasts(files):4} s  together")
-        return 0
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, as by any other signal: what runs is killed
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # so that this process holds no GPU
         obstacle, under = pool.submit(probe).result()
@@ -136,19 +123,9 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def in_order(files: Sequence[str]) -> list[str]:
-    """What tells most first, what runs alone, then dear files before cheap ones, which fill the gaps."""
-    places = {file: place for place, file in enumerate((*FIRST, *sorted(ALONE - {*FIRST})))}
-    return sorted(files, key=lambda file: (places.get(file, len(places)), -SECONDS.get(file, 0), file))
-
-
-def lasts(files: Sequence[str]) -> float:
-    """Seconds that files take, in their order, by the estimates."""
-    begin = sum(SECONDS.get(file, 0) for file in files if file in ALONE)
-    free = [begin] * WORKERS
-    for file in files:
-        if file not in ALONE:
-            heapreplace(free, free[0] + SECONDS.get(file, 0))
-    return max(free)
+    """What tells most first, what runs alone, then long files before short ones, which fill the gaps."""
+    places = [*FIRST, *sorted(ALONE - {*FIRST}), *LONG]
+    return sorted(files, key=lambda file: (places.index(file) if file in places else len(places), file))
 
 
 def check(
@@ -169,26 +146,19 @@ def check(
         before: outcomes of an earlier call, by file.
         under: lines about code and machine.
     """
-    found = {file: Outcome(file, None, 0.0, "not ended", []) for file in files} | before
-    record(found.values(), logs, under)
-    for outcome in outcomes_of([file for file in files if file not in before], folder, limit, logs):
-        found[outcome.file] = outcome
-        record(found.values(), logs, under)
-    return [found[file] for file in files]
-
-
-def record(outcomes: Collection[Outcome], logs: Path, under: Sequence[str]) -> None:
-    """Write the results and the report; see `check`."""
-    rows = [outcome._asdict() for outcome in outcomes]
-    write_atomically(logs / RESULTS, json.dumps({"under": [*under], "outcomes": rows}, indent=1) + "\n")
-    write_atomically(logs / REPORT, report(outcomes, under))
-
-
-def outcomes_of(files: Sequence[str], folder: Path, limit: float, logs: Path) -> Iterator[Outcome]:
-    """Run files, and give each outcome when it is there; see `check`."""
     end = time.monotonic() + limit
+    found = {file: Outcome(file, None, 0.0, "not ended", []) for file in files} | before
+    left = [file for file in files if file not in before]
     sessions: list[int] = []
     turn = Lock()
+
+    def record(*outcomes: Outcome) -> None:
+        found.update({outcome.file: outcome for outcome in outcomes})
+        rows = [outcome._asdict() for outcome in found.values()]
+        write_atomically(logs / RESULTS, json.dumps({"under": [*under], "outcomes": rows}, indent=1) + "\n")
+        write_atomically(logs / REPORT, report(found.values(), under))
+
+    record()
     with Guardian() as guardian, ThreadPoolExecutor(WORKERS) as pool:
 
         def started(session: int) -> None:
@@ -196,11 +166,12 @@ def outcomes_of(files: Sequence[str], folder: Path, limit: float, logs: Path) ->
                 sessions.append(session)
                 guardian.watch(sessions)
 
-        for file in (file for file in files if file in ALONE):
-            yield run(folder / file, end, logs, started)
-        rest = [file for file in files if file not in ALONE]
+        for file in (file for file in left if file in ALONE):
+            record(run(folder / file, end, logs, started))
+        rest = [file for file in left if file not in ALONE]
         for done in as_completed([pool.submit(run, folder / file, end, logs, started) for file in rest]):
-            yield done.result()
+            record(done.result())
+    return [found[file] for file in files]
 
 
 def run(file: Path, end: float, logs: Path, started: Callable[[int], None]) -> Outcome:
@@ -293,9 +264,7 @@ def probe() -> tuple[str, list[str]]:
     facts = MachineFacts.probe()
     if not facts.cuda_devices:
         return facts.unusable_gpus or "this machine has no GPU", []
-    names = ("torch", "megatron-core", "triton", "transformers", "transformer-engine", "flash-attn-3")
-    installed = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
-    versions = ", ".join(f"{name} {installed[name]}" for name in names if name in installed)
+    installed = (f"{name} {version}" for name, version in versions().items() if name != "commit")
     driver = Path("/proc/driver/nvidia/version")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return "", [
@@ -303,7 +272,7 @@ def probe() -> tuple[str, list[str]]:
         f"- GPUs: {', '.join(gpus)}",
         f"- driver: {driver.read_text().splitlines()[0] if driver.exists() else 'not told'}",
         f"- CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
-        f"- {versions}; Python {sys.version.split()[0]}",
+        f"- {', '.join(installed)}",
     ]
 
 

@@ -1,28 +1,22 @@
-"""The kernels of a layer on a GPU: Triton against torch, and each attention backend against all scores."""
-
-import dataclasses
-from types import SimpleNamespace
+"""The kernels of a layer on a GPU: Triton against torch, products in 8 bits and with an epilogue."""
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
+from gpu.runs import needs_8_bits
 from small_runs import small_run
-from torch.nn import attention as torch_attention
 
-from patch.config.backends import choose_backends
-from patch.device import DeviceContext, MachineFacts
+from patch.config.execution import Fp8
+from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from patch.model.attention import CausalAttention
-from patch.model.backends import backends_on
+from patch.model.fp8_linear import Fp8Product
+from patch.model.fp8_weights import StepWeights
 from patch.model.kernels import layer_kernels
-from patch.model.llama import transformer_config
 from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
+from patch.model.weight_gradient import add_product, has_epilogue
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative; one unit of a number's last digit and, in fp32, another exp."""
-BF16_BOUND = 0.03
-"""Outputs and gradients are near 1; two kernels round bf16 in other places."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,51 +77,38 @@ def test_fused_loss_is_torchs(job: DeviceContext, dtype: torch.dtype, words: int
         assert error <= LOSS_BOUND[dtype], error
 
 
-@pytest.mark.parametrize("wish", ["auto", "flash", "fused", "local"])
-@pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize(("size", "window"), [(64, None), (80, None), (128, None), (64, 32)])
-def test_every_backend_attends_as_all_scores_do(
-    job: DeviceContext, wish: str, is_deterministic: bool, size: int, window: int | None
-) -> None:
-    groups = initialize(small_run(), job)
-    execution = small_run(precision="bf16", deterministic_mode=is_deterministic).execution
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_epilogue_of_a_product_adds_up_in_fp32(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    assert has_epilogue(device, dtype, torch.float32)
+    torch.manual_seed(5)
+    total, exact = torch.full((24, 40), torch.nan, device=device), torch.zeros(24, 40).double()
+    for index in range(8):
+        a, b = torch.randn(33, 24).to(dtype), torch.randn(33, 40).to(dtype)
+        exact += a.double().t() @ b.double()
+        add_product(total, a.to(device).t(), b.to(device), overwrite=index == 0)
+    assert ((total.cpu().double() - exact).norm() / exact.norm()).item() < 1e-6
+
+
+def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:
+    """Output and both gradients of a layer; the tokens are no multiple of 16."""
     torch.manual_seed(0)
-    inputs = [
-        torch.randn(200, 2, count, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for count in (8, 2, 2)
-    ]
-    direction = torch.randn(200, 2, 8 * size, device="cuda", dtype=torch.bfloat16)
-    found = []
-    torch.use_deterministic_algorithms(is_deterministic)
-    try:
-        for backend in (wish, "unfused"):
-            model = dataclasses.replace(small_run().model, attention_backend=backend)
-            upstream = transformer_config(model, groups, execution, cuda=True)
-            backends = backends_on(job.device, model, execution, groups, upstream)
-            is_active = torch_attention.current_flash_attention_impl() == "FA3"
-            assert is_active == backends.has_flash_attention_3
-            attention = CausalAttention(
-                config=SimpleNamespace(kv_channels=size, window_size=window and (window - 1, 0)),
-                layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
-                kernels=backends.sdpa,
-            )  # fmt: skip
-            context = attention(*inputs, None)
-            found.append([context, *torch.autograd.grad((context * direction).sum(), inputs)])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=BF16_BOUND, atol=BF16_BOUND)
+    x, w, g = (
+        torch.randn(*shape).bfloat16().to(device) for shape in ((75, 3, 256), (512, 256), (75, 3, 512))
+    )
+    x.requires_grad_(), w.requires_grad_()
+    step = StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=True)
+    with step.unchanged():
+        output = Fp8Product(fp8, keeps_input=False, weight=step.new())(x, w)
+        output.backward(g)
+    return [tensor.detach().float().cpu() for tensor in (output, x.grad, w.grad)]
 
 
-def test_fp32_with_grouped_heads_has_no_scores_in_memory() -> None:
-    machine, run = MachineFacts.probe(), small_run(precision="fp32")
-    attention = CausalAttention(
-        config=SimpleNamespace(kv_channels=64, window_size=None), layer_number=1,
-        attn_mask_type=AttnMaskType.causal, attention_type="self",
-        kernels=choose_backends(run.model, run.execution, machine).sdpa,
-    )  # fmt: skip
-    inputs = [torch.randn(4096, 1, count, 64, device="cuda") for count in (8, 2, 2)]
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    attention(*inputs, None)
-    assert torch.cuda.max_memory_allocated() - before < 8 * 4096 * 4096 * 4 / 2
+@needs_8_bits
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("form", ["hybrid", "e4m3"])
+def test_8_bit_products_are_those_of_the_cpu(form: str, recipe: str) -> None:
+    """Relative to the largest number: Hopper's forward sums with fewer bits, and results are bfloat16."""
+    fp8 = Fp8(format=form, recipe=recipe)
+    for ours, theirs in zip(eight_bit_results(fp8, "cuda"), eight_bit_results(fp8, "cpu"), strict=True):
+        assert (ours - theirs).abs().max() <= 0.01 * theirs.abs().max()

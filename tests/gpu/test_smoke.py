@@ -58,11 +58,6 @@ def test_a_run_with_offload_resumes_to_the_bit_and_its_export_is_where_the_next_
     assert losses(tmp_path / "on")[0] < losses(tmp_path / "out")[0]
 
 
-def test_an_fp16_run_resumes_to_the_bit(office: Office, tmp_path: Path) -> None:
-    scale = ["--initial-loss-scale", "1024"]
-    train_and_resume(office, tmp_path / "out", *scale, PR="fp16", VALID_DATASET_PATH="none")
-
-
 def test_pre_training_resumes_to_the_bit_from_what_was_written_beside_it(
     office: Office, tmp_path: Path
 ) -> None:

@@ -1,22 +1,21 @@
 """Whole steps of training on a GPU: where states lie changes no bit, and the results are transformers'."""
 
-import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
+from gpu import runs
+from gpu.runs import close, digest_of, needs_8_bits
 from small_runs import hf_llama, small_run
-from training_runs import build_seeded_run, save, seeded_batches
+from training_runs import seeded_batches
 
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
 from patch.optimizer import learning_rate
 from patch.training.evaluation import evaluate
-from patch.training.run_state import Progress, resume
 from patch.training.setup import Run
 from patch.training.state_placement import OomRetry
 from patch.training.step import train_step
@@ -40,29 +39,17 @@ LARGE = {
     "seq_length": 512, "max_padding_length": 512, "deterministic_mode": True,
 }  # fmt: skip
 """Layers whose activations count."""
-PAIRS = [("static 0.3", "none"), ("none", "static 1"), ("static 1", "auto")]
-"""The policies of a run that is saved and of the one that goes on."""
 
 
 def build(job: DeviceContext, folder: Path | None = None, **changes: Any) -> Run:
-    return build_seeded_run(small_run(**SMALL | changes), folder, job)
-
-
-def close(run: Run) -> None:
-    run.optimizer.finish_param_sync()
-    parallel_state.destroy_model_parallel()
+    return runs.build(job, folder, **SMALL | changes)
 
 
 def train(run: Run, first: int = 0, last: int = STEPS) -> list:
     """Loss, norm and whether it was skipped, of each step; the loss of an evaluation; the weights' digest."""
     results = [train_step(run, iteration) for iteration in range(first, last)]
     steps = [(result.loss, result.grad_norm, result.skipped) for result in results]
-    valid = evaluate(run)["valid_loss"]
-    run.optimizer.finish_param_sync()
-    digest = hashlib.sha256()
-    for parameter in run.stages[0].parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
-    return [*steps, valid, digest.hexdigest()]
+    return [*steps, evaluate(run)["valid_loss"], digest_of(run)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,22 +66,6 @@ def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case:
     assert fractions["static 1"] == (1.0, 1.0) and fractions["auto"] == (1.0, 0.0)
     if case.startswith("fp16"):
         assert {step[2] for step in found["none"][:-2]} == {0, 1}
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_resume_under_another_policy_repeats_the_run(
-    job: DeviceContext, deterministic: None, tmp_path: Path, pair: tuple[str, str]
-) -> None:
-    saving, loading = pair
-    run = build(job, deterministic_mode=True, precision="bf16", **POLICIES[saving])
-    train(run, last=3)
-    save(tmp_path, Progress(3, 3), run.stages, run.optimizer)
-    expected = train(run, 3)
-    close(run)
-    run = build(job, deterministic_mode=True, precision="bf16", seed=77, **POLICIES[loading])
-    resume(tmp_path, Progress(3, 3), run.stages, run.optimizer, 77)
-    assert train(run, 3) == expected
-    close(run)
 
 
 def transformers_losses(config: RunConfig, folder: Path) -> list[float]:
@@ -134,17 +105,35 @@ def test_losses_are_those_of_transformers_and_torch_adamw(job: DeviceContext, tm
     assert ours == pytest.approx(transformers_losses(config, tmp_path), rel=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["flash", "fused", "local", "unfused"])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_attention_backends_and_recomputation_learn_alike(
-    job: DeviceContext, backend: str, recompute: str
-) -> None:
-    found = []
-    for changes in ({}, {"attention_backend": backend, "recompute_granularity": recompute}):
-        run = build(job, precision="bf16", train_iters=4, **changes)
-        found.append([step[0] for step in train(run, last=4)[:4]])
-        close(run)
-    assert found[1] == pytest.approx(found[0], abs=0.02)
+BF16 = {"precision": "bf16"}
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    f"{backend}, {recompute} recomputation": (
+        BF16, {**BF16, "attention_backend": backend, "recompute_granularity": recompute}, 0.02
+    )
+    for backend in ("flash", "fused", "local", "unfused")
+    for recompute in ("selective", "full")
+} | {
+    f"sums in the epilogue, {stage}": (
+        {**BF16, "data_parallel_sharding": stage, "gradient_accumulation_fusion": False},
+        {**BF16, "data_parallel_sharding": stage, "gradient_accumulation_fusion": True}, 5e-3,
+    )
+    for stage in ("none", "optimizer", "gradients")
+}  # fmt: skip
+"""Two runs, and the bound on the difference of losses near 5.6 over five steps."""
+IN_8_BITS = {recipe: {"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "rowwise")}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_kernels_learn_alike(job: DeviceContext, case: str) -> None:
+    one, other, bound = ALIKE[case]
+    assert runs.train(job, **other) == pytest.approx(runs.train(job, **one), abs=bound)
+
+
+@needs_8_bits
+@pytest.mark.parametrize("recipe", IN_8_BITS)
+def test_8_bit_steps_are_close_to_those_of_bf16(job: DeviceContext, recipe: str) -> None:
+    """On the CPU fp8 is within 0.016 of bf16."""
+    assert runs.train(job, **IN_8_BITS[recipe]) == pytest.approx(runs.train(job, **BF16), abs=0.05)
 
 
 def test_offloaded_activations_change_no_bit_and_free_memory(job: DeviceContext) -> None:
@@ -156,9 +145,7 @@ def test_offloaded_activations_change_no_bit_and_free_memory(job: DeviceContext)
         torch.cuda.reset_peak_memory_stats()
         result = train_step(run, 1)
         peaks.append(torch.cuda.max_memory_allocated())
-        run.optimizer.finish_param_sync()
-        digest = [p.detach().view(torch.uint8).sum().item() for p in run.stages[0].parameters()]
-        found.append((result.loss, result.grad_norm, digest))
+        found.append((result.loss, result.grad_norm, digest_of(run)))
         if run.activation_offload is not None:
             sent = run.activation_offload.pop_bytes() / 2 / run.config.num_micro_batches
             assert run.activation_offload.pop_wait_ms() >= 0
@@ -167,23 +154,33 @@ def test_offloaded_activations_change_no_bit_and_free_memory(job: DeviceContext)
     assert peaks[0] - peaks[1] > 0.7 * sent
 
 
+WAITS = ["async_collectives.py", "own_shards.py"]
+"""Where the host reads the losses, and before them the norm."""
+
+
 @pytest.mark.parametrize(
-    ("policy", "changes"), [("none", {}), ("static 0.3", {}), ("none", {"cpu_offloading": True})]
+    "changes",
+    [{"data_parallel_sharding": stage} for stage in ("none", "optimizer", "gradients")]
+    + [POLICIES["static 0.3"], {"cpu_offloading": True}],
+    ids=str,
 )
 def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(
-    job: DeviceContext, policy: str, changes: dict[str, Any]
+    job: DeviceContext, changes: dict[str, Any]
 ) -> None:
-    run = build(job, precision="bf16", **POLICIES[policy], **changes)
+    """Torch warns at each operation that makes the host wait."""
+    run = build(job, **BF16, **changes)
     for iteration in range(3):
         train_step(run, iteration)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        train_step(run, 3)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(run, 3)
+    finally:
         torch.cuda.set_sync_debug_mode("default")
-    close(run)
-    waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA" in str(w.message)]
-    assert len(waits) == 2, waits
+        close(run)
+    waits = [Path(found.filename).name for found in caught if "synchronizing" in str(found.message)]
+    assert sorted(waits) == WAITS
 
 
 def test_a_norm_is_exact_and_copies_no_gradients(job: DeviceContext) -> None:

@@ -5,21 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from small_runs import small_run
-from training_runs import build_seeded_run, save
+from gpu import runs
+from gpu.runs import close, losses_of, needs_8_bits
+from training_runs import save
 
 from patch.convert.live_weights import mapped_parameters
 from patch.device import DeviceContext
 from patch.training.run_state import Progress, resume
 from patch.training.setup import Run
-from patch.training.step import train_step
 
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-
-needs_fp8 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs 8-bit products"
-)
 
 BF16_BOUND, FP8_BOUND = 0.02, 0.05
 """On losses near 5.6 over five steps; kernels round differently."""
@@ -41,23 +36,29 @@ FP8 = {
 
 
 def build(job: DeviceContext, **changes: Any) -> Run:
-    return build_seeded_run(small_run(**{"precision": "bf16"} | changes), None, job)
-
-
-def losses(run: Run, first: int = 0, steps: int = 5) -> list[float]:
-    return [train_step(run, iteration).loss for iteration in range(first, first + steps)]
-
-
-def close(run: Run) -> None:
-    run.optimizer.finish_param_sync()
-    parallel_state.destroy_model_parallel()
+    return runs.build(job, **{"precision": "bf16"} | changes)
 
 
 def train(job: DeviceContext, **changes: Any) -> list[float]:
+    return runs.train(job, **{"precision": "bf16"} | changes)
+
+
+def saved_after_two_steps(job: DeviceContext, folder: Path, **changes: Any) -> tuple[list, list]:
+    """The weights of a run that was saved, and the losses with which it goes on."""
     run = build(job, **changes)
-    found = losses(run)
+    losses_of(run, last=2)
+    run.optimizer.finish_param_sync()
+    save(folder, Progress(2, 8), run.stages, run.optimizer)
+    weights = [mapped.parameter.clone() for mapped in mapped_parameters(run.stages, run.config.model, 1)]
+    expected = losses_of(run, 2)
     close(run)
-    return found
+    return weights, expected
+
+
+def resumed(job: DeviceContext, folder: Path, **changes: Any) -> Run:
+    run = build(job, **changes)
+    resume(folder, Progress(2, 8), run.stages, run.optimizer, 1234)
+    return run
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,7 +67,7 @@ def test_losses_are_close_to_those_of_our_own_layers(job: DeviceContext, case: s
     assert theirs == pytest.approx(ours, abs=BF16_BOUND)
 
 
-@needs_fp8
+@needs_8_bits
 @pytest.mark.parametrize("case", FP8)
 def test_8_bit_losses_are_close_to_those_of_bf16(job: DeviceContext, case: str) -> None:
     wide = train(job, **ENGINE)
@@ -77,34 +78,18 @@ def test_8_bit_losses_are_close_to_those_of_bf16(job: DeviceContext, case: str) 
 def test_a_checkpoint_of_either_is_loaded_by_the_other(
     job: DeviceContext, tmp_path: Path, first: dict[str, str], second: dict[str, str]
 ) -> None:
-    run = build(job, **first)
-    losses(run, steps=2)
-    run.optimizer.finish_param_sync()
-    save(tmp_path, Progress(2, 8), run.stages, run.optimizer)
-    saved = [mapped.parameter.clone() for mapped in mapped_parameters(run.stages, run.config.model, 1)]
-    expected = losses(run, first=2, steps=3)
-    close(run)
-    run = build(job, **second)
-    resume(tmp_path, Progress(2, 8), run.stages, run.optimizer, 1234)
+    saved, expected = saved_after_two_steps(job, tmp_path, **first)
+    run = resumed(job, tmp_path, **second)
     loaded = [mapped.parameter for mapped in mapped_parameters(run.stages, run.config.model, 1)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded, saved, strict=True))
-    assert losses(run, first=2, steps=3) == pytest.approx(expected, abs=BF16_BOUND)
-    close(run)
+    assert losses_of(run, 2) == pytest.approx(expected, abs=BF16_BOUND)
 
 
-@needs_fp8
+@needs_8_bits
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_resumed_run_in_8_bits_has_the_bits_of_one_that_was_not_interrupted(
     job: DeviceContext, tmp_path: Path, deterministic: None, recipe: str
 ) -> None:
     changes = {"precision": "fp8", "fp8_recipe": recipe, "deterministic_mode": True, **ENGINE}
-    run = build(job, **changes)
-    losses(run, steps=2)
-    run.optimizer.finish_param_sync()
-    save(tmp_path, Progress(2, 8), run.stages, run.optimizer)
-    expected = losses(run, first=2, steps=3)
-    close(run)
-    run = build(job, **changes)
-    resume(tmp_path, Progress(2, 8), run.stages, run.optimizer, 1234)
-    assert losses(run, first=2, steps=3) == expected
-    close(run)
+    _, expected = saved_after_two_steps(job, tmp_path, **changes)
+    assert losses_of(resumed(job, tmp_path, **changes), 2) == expected

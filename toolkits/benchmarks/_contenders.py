@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,7 @@ from patch.data import Batch, BatchReader
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import train_step
-from toolkits.benchmarks._measure import now
-from toolkits.benchmarks._waiting_layers import let_layers_wait
+from toolkits.benchmarks._measure import now, over_ranks
 
 _TRAINING: dict[str, Any] = {
     "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 10**6, "precision": "fp32"
@@ -70,37 +70,21 @@ def run_config(
     )
 
 
-class Contender:
-    """What takes steps."""
-
-    num_buckets = 0
-    """The number of messages for all gradients."""
+class Contender(Protocol):
+    """What takes optimizer steps."""
 
     def step(self) -> float:
-        """One optimizer step; returns the loss, or 0 without a model."""
-        raise NotImplementedError
+        """One optimizer step; returns the loss."""
 
     def settle(self) -> None:
         """Wait for what the last step has started."""
 
-    def take_surplus(self) -> float:
-        """Seconds since the last call that do not count."""
-        return 0.0
 
+class Timed(NamedTuple):
+    """A step of a contender."""
 
-def bare_run(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    device: torch.device,
-    stages: list[LlamaModel],
-    reader: BatchReader | SameBatches,
-) -> Run:
-    """What a training step needs, and nothing of data, checkpoints and logs."""
-    return Run(
-        config=config, device=device, groups=groups, tokenizer=None,
-        train_reader=reader, valid_readers={}, stages=stages,  # type: ignore[arg-type]
-        optimizer=build_run_optimizer(stages, config, groups), start_iteration=0,
-    )  # fmt: skip
+    seconds: float
+    loss: float
 
 
 class SameBatches:
@@ -123,15 +107,15 @@ class SameBatches:
         return self.batches
 
 
-class OurTrainer(Contender):
-    """The step of patch.training, as in every run.
+class OurTrainer:
+    """The step of patch.training, as in every run, with nothing of data, checkpoints and logs.
 
     Args:
         config: the run.
         groups: the process groups of the job.
         device: the device of this rank.
-        reader: gives the micro-batches.
-        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
+        reader: gives the micro-batches; None: the same in each step.
+        change: what is changed about each stage before its optimizer is built.
     """
 
     def __init__(
@@ -139,16 +123,18 @@ class OurTrainer(Contender):
         config: RunConfig,
         groups: ProcessGroupCollection,
         device: torch.device,
-        reader: BatchReader | SameBatches,
-        wait_s: float = 0.0,
+        reader: BatchReader | SameBatches | None = None,
+        change: Callable[[LlamaModel], None] = lambda stage: None,
     ) -> None:
         stages = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights(stages, config.model, config.training.seed)
-        if wait_s:
-            let_layers_wait(stages[0], wait_s, dist.get_rank())
-        self.run = bare_run(config, groups, device, stages, reader)
-        optimizer = self.run.optimizer
-        self.num_buckets = len(optimizer.grad_buffer.buckets)
+        for stage in stages:
+            change(stage)
+        self.run = Run(
+            config=config, device=device, groups=groups, tokenizer=None, valid_readers={}, stages=stages,
+            train_reader=reader or SameBatches(config, groups.dp.rank()),  # type: ignore[arg-type]
+            optimizer=build_run_optimizer(stages, config, groups), start_iteration=0,
+        )  # fmt: skip
         self._iteration = 0
 
     def step(self) -> float:
@@ -162,25 +148,26 @@ class OurTrainer(Contender):
         self.run.optimizer.finish_param_sync()
 
 
-def time_round(contender: Contender, steps: int, device: torch.device) -> tuple[float, float]:
-    """Time one round: an untimed step, then `steps` timed ones.
+def time_round(contender: Contender, steps: int, device: torch.device, untimed: int = 1) -> Timed:
+    """Take untimed steps, then `steps` timed ones.
 
-    After the untimed step the timing is steady: each timed forward begins while the weights of the previous
+    After the untimed steps the timing is steady: each timed forward begins while the weights of the previous
     step are still being gathered, and the gather of the last step is not timed.
 
     Args:
         contender: the contender to time.
         steps: number of timed steps.
         device: the device of this rank.
+        untimed: number of steps before them.
     Returns:
-        seconds per step, and the last loss.
+        seconds per step on the slowest rank, and the last loss.
     """
-    contender.step()
-    contender.take_surplus()
+    for _ in range(untimed):
+        contender.step()
     dist.barrier()
     begin = now(device)
     for _ in range(steps):
         loss = contender.step()
     seconds = now(device) - begin
     contender.settle()
-    return (seconds - contender.take_surplus()) / steps, loss
+    return Timed(over_ranks(seconds, device) / steps, loss)

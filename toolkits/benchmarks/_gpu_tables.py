@@ -18,6 +18,7 @@ from pathlib import Path
 
 from patch.device import MachineFacts
 from toolkits.benchmarks._report import machine, versions
+from toolkits.doctor.check import run_program
 
 _RESULTS = Path(__file__).with_name("RESULTS.md")
 _PARTS: dict[str, list[str]] = {
@@ -29,35 +30,28 @@ _LIMIT_S = 570.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts; 0 also without a GPU, 1 if a part failed or did not end in time."""
-    arguments = _parse(argv)
+    parser = argparse.ArgumentParser(prog="gpu-bench", description="the tables of a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, steps and lengths")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="which (all)")
+    parser.add_argument("--folder", type=Path, help="for the section, the JSON files and the plots")
+    parser.add_argument("--limit", type=float, default=_LIMIT_S, help="seconds for all parts (570)")
+    arguments = parser.parse_args(argv)
     gpu = MachineFacts.probe()
     if not gpu.cuda_devices:
         print("not run: needs a GPU, found none")
         return 0
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="gpu-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
-    results = folder / _RESULTS.name if arguments.folder else _RESULTS
-    end = time.monotonic() + arguments.limit
-    _append(results, heading(gpu, time.strftime("%d %b %Y")))
-    codes = []
-    for name in arguments.parts:
-        left = end - time.monotonic()
-        code, output = run_part(name, folder, left, quick=arguments.quick) if left > 0 else (124, "")
-        section = part_section(name, code, output)
-        _append(results, section)
-        print(section)
-        codes.append(code)
-    print(f"written: {results}, {folder}")
-    return int(any(codes))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu-bench", description="the tables of a GPU")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, steps and lengths")
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="which (all)")
-    parser.add_argument("--folder", type=Path, help="for the section, the JSON files and the plots")
-    parser.add_argument("--limit", type=float, default=_LIMIT_S, help="seconds for all parts (570)")
-    return parser.parse_args(argv)
+    end, code = time.monotonic() + arguments.limit, 0
+    with ((arguments.folder or _RESULTS.parent) / _RESULTS.name).open("a", encoding="utf-8") as results:
+        print(heading(gpu, time.strftime("%d %b %Y")), end="", file=results, flush=True)
+        for name in arguments.parts:
+            ended, output = run_part(name, folder, end - time.monotonic(), quick=arguments.quick)
+            for file in (results, sys.stdout):
+                print(part_section(name, ended, output), end="", file=file, flush=True)
+            code |= ended != 0
+    print(f"written: {results.name}, {folder}")
+    return int(code)
 
 
 def heading(gpu: MachineFacts, date: str) -> str:
@@ -87,14 +81,8 @@ def run_part(name: str, folder: Path, limit_s: float, *, quick: bool) -> tuple[i
     command = [sys.executable, "-W", "ignore", "-m", f"toolkits.benchmarks.{name}"]
     command += ["--json", str(folder / f"{name}.json"), "--plot", str(folder / f"{name}.png")]
     command += ["--quick", *_PARTS[name]] if quick else []
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
-        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
-    return done.returncode, done.stdout
+    ended = run_program(command, limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return 124 if ended.code is None else ended.code, ended.output
 
 
 def part_section(name: str, code: int, output: str) -> str:
@@ -102,11 +90,6 @@ def part_section(name: str, code: int, output: str) -> str:
     state = {0: "", 124: " (did not end in time)"}.get(code, f" (ended with {code})")
     kept = [line for line in output.splitlines() if not line.startswith("plot: ")]
     return f"\n### {name}{state}\n\n" + "\n".join(kept).strip() + "\n"
-
-
-def _append(file: Path, text: str) -> None:
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(text)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from patch.device import DeviceContext
-from toolkits.benchmarks._report import Panel, quartiles, spread, table
+from toolkits.benchmarks._report import Panel, quartiles, table
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 _NUM_KERNELS, _NAME_LENGTH = 10, 90
+Columns = Mapping[str, Callable[[str], str]]
 T = TypeVar("T")
 
 
@@ -51,14 +52,16 @@ def time_call(call: Callable[[], Any], context: DeviceContext) -> Seconds:
 def time_on_ranks(call: Callable[[], Any], context: DeviceContext) -> float:
     """Seconds of a call that all ranks begin together, on the slowest of them."""
     dist.barrier()
-    return slowest(time_call(call, context).wall, context.device)
+    return over_ranks(time_call(call, context).wall, context.device)
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    """The most seconds of all ranks."""
-    most = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.item()
+def over_ranks(
+    value: float, device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX
+) -> float:
+    """The largest value of all ranks, or what another operation makes of them."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=operation)
+    return found.item()
 
 
 def take_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -77,44 +80,61 @@ def ratio(these: Sequence[float], those: Sequence[float]) -> float:
     return median(this / that for this, that in zip(these, those, strict=True))
 
 
-class Overlaps:
-    """Rounds of contenders beside compute alone and communication alone.
+class Rounds(NamedTuple):
+    """What contenders took in each round; some beside compute alone and communication alone."""
 
-    Args:
-        seconds: name -> seconds of a step in each round, on the slowest rank.
-    """
+    values: Mapping[str, Sequence[float]]
+    """Name -> one value a round, which is that of the slowest rank."""
+    unit: str = "s"
+    digits: int = 3
 
-    def __init__(self, seconds: Mapping[str, Sequence[float]]) -> None:
-        self.seconds = seconds
-        self._bound = list(map(max, seconds[COMPUTE], seconds[COMMUNICATION]))
+    @property
+    def _bound(self) -> list[float] | None:
+        """max(compute, communication) of each round, the time with perfect overlap."""
+        if COMMUNICATION not in self.values:
+            return None
+        return list(map(max, self.values[COMPUTE], self.values[COMMUNICATION]))
 
     def ratio(self, name: str, other: str) -> float:
-        """The step time of `name` divided by the step time of `other`."""
-        return ratio(self.seconds[name], self.seconds[other])
+        """The value of `name` divided by that of `other`."""
+        return ratio(self.values[name], self.values[other])
 
     def over_bound(self, name: str) -> float:
-        """The step time divided by max(compute, communication), the time with perfect overlap."""
-        return ratio(self.seconds[name], self._bound)
+        """The step time divided by max(compute, communication)."""
+        assert self._bound is not None
+        return ratio(self.values[name], self._bound)
 
-    def best(self, prefix: str, besides: str = "") -> str:
-        """The fastest contender whose name begins with `prefix`."""
-        names = [name for name in self.seconds if name.startswith(prefix) and name != besides]
-        return min(names, key=lambda name: median(self.seconds[name]))
+    def best(self, *prefixes: str, besides: str = "") -> str:
+        """The fastest contender whose name begins with one of the prefixes."""
+        names = [name for name in self.values if name.startswith(prefixes) and name != besides]
+        return min(names, key=lambda name: median(self.values[name]))
 
-    def table(self, title: str, rival: str) -> str:
-        """A row for each contender, the fastest first; `rival`: whose time the last column divides by."""
+    def table(self, title: str, base: str, columns: Columns | None = None) -> str:
+        """A row for each contender.
+
+        Args:
+            title: the head of the first column.
+            base: the contender by which the ratios divide.
+            columns: more of them: head -> what gives a contender's cell.
+        """
+        bound, more = self._bound, columns or {}
+        heads = [title, f"median {self.unit}", "quartiles", f"/ {base}"]
+        heads += ["/ max(compute, comm.)"] * (bound is not None) + [*more]
         rows = []
-        for name in sorted(self.seconds, key=lambda name: median(self.seconds[name])):
-            alone = name in (COMPUTE, COMMUNICATION)
-            ratios = ("", "") if alone else (self.over_bound(name), self.ratio(name, rival))
-            rows.append([name, *spread(self.seconds[name]), *(one and f"{one:.3f}" for one in ratios)])
-        return table((title, "median s", "quartiles", "/ max(compute, comm.)", f"/ {rival}"), rows)
+        for name, values in self.values.items():
+            lower, middle, upper = (f"{value:.{self.digits}f}" for value in quartiles(values))
+            cells = [name, middle, f"{lower} - {upper}", f"{self.ratio(name, base):.3f}"]
+            if bound is not None:
+                is_alone = name in (COMPUTE, COMMUNICATION)
+                cells.append("" if is_alone else f"{self.over_bound(name):.3f}")
+            rows.append([*cells, *(cell(name) for cell in more.values())])
+        return table(heads, rows)
 
-    def panel(self, title: str) -> Panel:
-        """Bars of the contenders, lines of compute and communication alone."""
-        alone = {name: quartiles(self.seconds[name])[1] for name in (COMPUTE, COMMUNICATION)}
-        bars = {name: found for name, found in self.seconds.items() if name not in alone}
-        return Panel("seconds a step (median, quartiles)", bars, alone, title=title)
+    def panel(self, title: str = "", marks: Mapping[str, float] | None = None) -> Panel:
+        """Bars of the contenders, lines of compute and communication alone, and of `marks`."""
+        alone = {name: median(self.values[name]) for name in (COMPUTE, COMMUNICATION) if name in self.values}
+        bars = {name: found for name, found in self.values.items() if name not in alone}
+        return Panel(f"{self.unit} (median, quartiles)", bars, {**alone, **(marks or {})}, title=title)
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
@@ -149,10 +169,18 @@ def _allocations(recorded: profile) -> list[int]:
     return [event["args"]["Bytes"] for event in sorted(found, key=lambda event: event["ts"])]
 
 
-def dearest_kernels(step: Callable[[], Any], device: torch.device) -> list[tuple[str, int, float, float]]:
-    """The kernels that take most of a step, with calls, milliseconds, and their share of all kernels' time.
+class Kernel(NamedTuple):
+    """What a step spends in a kernel, or on a CPU in one of torch's operators."""
 
-    On a CPU they are torch's operators.
+    name: str
+    calls: int
+    ms: float
+    share: float
+    """Of all kernels' time."""
+
+
+def dearest_kernels(step: Callable[[], Any], device: torch.device) -> list[Kernel]:
+    """The kernels that take most of a step.
 
     Args:
         step: what is profiled, once.
@@ -164,12 +192,16 @@ def dearest_kernels(step: Callable[[], Any], device: torch.device) -> list[tuple
         now(device)
     kind = DeviceType.CUDA if is_cuda else DeviceType.CPU
     found = [event for event in profiler.key_averages() if event.device_type == kind]
-    times = {
-        event.key: event.self_device_time_total if is_cuda else event.self_cpu_time_total for event in found
-    }
-    total = sum(times.values()) or 1.0
-    found.sort(key=lambda event: -times[event.key])
-    return [
-        (event.key[:_NAME_LENGTH], event.count, times[event.key] / 1e3, times[event.key] / total)
-        for event in found[:_NUM_KERNELS]
+    times = [event.self_device_time_total if is_cuda else event.self_cpu_time_total for event in found]
+    total = sum(times) or 1.0
+    kernels = [
+        Kernel(event.key[:_NAME_LENGTH], event.count, time / 1e3, time / total)
+        for event, time in zip(found, times, strict=True)
     ]
+    return sorted(kernels, key=lambda kernel: -kernel.ms)[:_NUM_KERNELS]
+
+
+def kernel_table(title: str, kernels: Sequence[Sequence[Any]]) -> str:
+    """A row for each of `dearest_kernels`, as JSON has them."""
+    rows = [(f"`{name}`", f"{ms:.1f}", f"{share:.1%}", calls) for name, calls, ms, share in kernels]
+    return f"{title}\n\n{table(('kernel', 'ms', 'share', 'calls'), rows)}"

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,31 +64,36 @@ class Report(NamedTuple):
 
 
 def run_benchmark(
-    name: str,
-    description: str | None,
-    argv: Sequence[str],
     measure: Callable[[argparse.Namespace], Report],
-    quick: str,
-    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    argv: Sequence[str],
+    *,
+    rounds: tuple[int, int] = (1, 1),
+    quick: str = "fewer rounds",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> int:
     """The main program of a benchmark; 0, also where it cannot run, or 130 after Ctrl-C.
 
     Args:
-        name: of the benchmark.
-        description: the docstring of its module; the first line is shown.
+        measure: a function of the benchmark's module, whose name and first line are shown; it gets the
+            options and `rounds`, and raises NotRunError where it cannot run.
         argv: the command line.
-        measure: gets the options; raises NotRunError where it cannot run.
+        rounds: how many there are, and with --quick.
         quick: the help text of --quick.
-        options: adds the benchmark's own.
+        options: the benchmark's own, by name, and what argparse is told of each.
     """
-    parser = argparse.ArgumentParser(prog=name, description=(description or "").split("\n", 1)[0])
+    module = sys.modules[measure.__module__]
+    assert module.__spec__ is not None and module.__doc__ is not None, "a benchmark runs as a module"
+    name = module.__spec__.name.rpartition(".")[2]
+    parser = argparse.ArgumentParser(prog=name, description=module.__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
     parser.add_argument("--plot", type=Path, default=Path(f"{name}.png"), help="the plot, a PNG")
-    options(parser)
+    for option, told in (options or {}).items():
+        parser.add_argument(option, **told)
     arguments = parser.parse_args(argv)
+    arguments.rounds = rounds[arguments.quick]
     try:
-        publish(measure(arguments), arguments)
+        print_and_write(measure(arguments), arguments)
     except NotRunError as reason:
         print(f"not run: {reason}")
     except KeyboardInterrupt:
@@ -95,7 +101,7 @@ def run_benchmark(
     return 0
 
 
-def publish(report: Report, arguments: argparse.Namespace) -> None:
+def print_and_write(report: Report, arguments: argparse.Namespace) -> None:
     """Print a report, and write its JSON and its plot."""
     print(report.text)
     for aim in report.aims:
@@ -128,12 +134,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return lower, middle, upper
 
 
-def spread(values: Sequence[float], digits: int = 3) -> tuple[str, str]:
-    """Median, and quartiles, as cells of a table."""
-    lower, middle, upper = (f"{value:.{digits}f}" for value in quartiles(values))
-    return middle, f"{lower} - {upper}"
-
-
 def _plot(file: Path, panels: Sequence[Panel]) -> None:
     import matplotlib
 
@@ -161,8 +161,10 @@ def _plot(file: Path, panels: Sequence[Panel]) -> None:
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, current load, kernel."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": _cpu_name(),
+        "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "kernel": platform.release(),
@@ -171,23 +173,12 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, this repository and relevant packages; "missing" if not installed."""
-    found = {"python": platform.python_version(), "commit": _commit()}
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    found = {"python": platform.python_version(), "commit": commit or "unknown"}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "missing"
     return found
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"

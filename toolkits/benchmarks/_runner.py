@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import torch.distributed as dist
 from patch import compat
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import shutdown
-from toolkits.benchmarks._link import INTERFACE, Link
 from toolkits.benchmarks._report import NotRunError
+from toolkits.benchmarks._rig import INTERFACE, Cables
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
 
@@ -58,7 +57,7 @@ def run_ranks(
     num_ranks: int,
     timeout_s: float,
     *,
-    link: Link | None = None,
+    cables: Cables | None = None,
     on_cpu: bool = False,
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
@@ -70,7 +69,7 @@ def run_ranks(
         measure: a function of a module, called with the rank's device and `fields`; its result is JSON.
         num_ranks: how many processes.
         timeout_s: seconds after which all are killed.
-        link: each rank runs at one end of it, on one core; None: anywhere.
+        cables: each rank runs at the end of one, on one core; None: anywhere.
         on_cpu: the ranks leave GPUs alone.
         threads: of each process; 0: torch's own choice.
         environment: of the processes; None: this one's.
@@ -81,13 +80,24 @@ def run_ranks(
     spec = sys.modules[measure.__module__].__spec__
     assert spec is not None, "a benchmark runs as a module"
     program = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks._runner", spec.name]
+    own = dict(environment or os.environ)
+    if cables is not None:
+        own |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     ranks: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
-        job = json.dumps([measure.__name__, folder, num_ranks, on_cpu, threads, fields])
+        core = cables is not None
+        job = json.dumps([measure.__name__, folder, num_ranks, on_cpu, core, threads, fields])
         try:
             for rank in range(num_ranks):
-                ranks.append(_start([*program, str(rank), job], rank, link, dict(environment or os.environ)))
-            _wait(ranks, timeout_s)
+                command = [*program, str(rank), job]
+                ranks.append(subprocess.Popen(cables.inside(rank, command) if cables else command, env=own))
+            deadline = time.monotonic() + timeout_s
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes) and time.monotonic() < deadline:
+                time.sleep(0.2)
+                codes = [process.poll() for process in ranks]
+            if any(code != 0 for code in codes):
+                raise RuntimeError(f"the ranks ended with {codes}; None: not within {timeout_s:.0f} s")
         finally:
             for process in ranks:
                 process.kill()
@@ -102,30 +112,6 @@ def try_alone(measure: Callable[..., Any], timeout_s: float, **options: Any) -> 
     except RuntimeError as error:
         print(f"failed: {measure.__name__} {options}: {error}", file=sys.stderr)
         return None
-
-
-def _start(command: list[str], rank: int, link: Link | None, environment: dict[str, str]) -> subprocess.Popen:
-    if link is None:
-        return subprocess.Popen(command, env=environment)
-    cores = sorted(os.sched_getaffinity(0))
-    return subprocess.Popen(
-        link.inside(rank, command),
-        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
-        preexec_fn=partial(os.sched_setaffinity, 0, {cores[rank % len(cores)]}),
-    )
-
-
-def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        if failed or time.monotonic() > deadline:
-            rank = failed[0] if failed else 0
-            what = f"failed, exit code {ranks[rank].poll()}" if failed else f"took over {timeout_s:.0f} s"
-            raise RuntimeError(f"rank {rank} {what}")
-        time.sleep(0.2)
-    if failed := [process.returncode for process in ranks if process.returncode]:
-        raise RuntimeError(f"a rank failed, exit code {failed[0]}")
 
 
 @contextmanager
@@ -158,7 +144,10 @@ def job(
 
 
 def _run_as_rank(module: str, rank: int, work: str) -> None:
-    function, folder, world_size, on_cpu, threads, fields = json.loads(work)
+    function, folder, world_size, on_cpu, on_one_core, threads, fields = json.loads(work)
+    if on_one_core:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     measure = getattr(import_module(module), function)
     context = CPU if on_cpu else DeviceContext.select(rank)
     with job(context, rank, world_size, dist.FileStore(f"{folder}/store", world_size), threads):

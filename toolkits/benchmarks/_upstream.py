@@ -8,10 +8,10 @@ reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,8 @@ from megatron.core.utils import (
 from patch.compat.cpu import replace_torch
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.model import build_llama_model, initialize_weights
-from toolkits.benchmarks._contenders import Contender
-from toolkits.benchmarks._waiting_layers import let_layers_wait
+from patch.model import LlamaModel, build_llama_model, initialize_weights
+from toolkits.benchmarks._contenders import SameBatches
 
 # Modules that DDP and its optimizer need on a CPU in addition to patch.compat; training runs do not use them.
 _CUDA_MODULES = (
@@ -47,17 +46,6 @@ _CUDA_MODULES = (
     "megatron.core.optimizer.clip_grads",
 )
 _REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
-
-
-class Overlap(NamedTuple):
-    """Settings of upstream."""
-
-    gradients: bool = False
-    weights: bool = False
-    all_to_all: bool = False
-    """Whether reduce-scatter is done by all-to-all and a local sum."""
-    offload: float = 0.0
-    """Share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped)."""
 
 
 def prepare_cpu() -> None:
@@ -86,16 +74,16 @@ def _use_torch_instead_of_transformer_engine() -> None:
         )
 
 
-class UpstreamTrainer(Contender):
+class UpstreamTrainer:
     """Upstream's training loop around one of our models.
 
     Args:
         config: the run, whose optimizer and bucket settings are given to upstream.
         groups: the process groups of the job.
         device: the device of this rank.
-        batches: this rank's micro-batches, the same in each step.
-        overlap: settings of upstream.
-        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
+        overlap: fields of DistributedDataParallelConfig that overlap messages with compute.
+        offload: share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped).
+        change: what is changed about the model before its optimizer is built.
     """
 
     def __init__(
@@ -103,31 +91,31 @@ class UpstreamTrainer(Contender):
         config: RunConfig,
         groups: ProcessGroupCollection,
         device: torch.device,
-        batches: list[Batch],
-        overlap: Overlap,
-        wait_s: float = 0.0,
+        overlap: Mapping[str, bool],
+        offload: float = 0.0,
+        change: Callable[[LlamaModel], None] = lambda model: None,
     ) -> None:
         self._config, self._groups = config, groups
+        batches = SameBatches(config, groups.dp.rank()).batches
         self._batches = [Batch(*(tensor.to(device) for tensor in batch[:3])) for batch in batches]
         (model,) = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights([model], config.model, config.training.seed)
-        if wait_s:
-            let_layers_wait(model, wait_s, dist.get_rank())
+        change(model)
         model.config.calculate_per_token_loss = False  # upstream's default
-        self._overlaps_weights = overlap.weights
         param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER
-        self._model = DistributedDataParallel(
-            model.config, _ddp_config(config, overlap), model, pg_collection=groups
-        )
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True,
+            bucket_size=config.optimizer.reduce_bucket_size, **overlap,
+        )  # fmt: skip
+        self.model = DistributedDataParallel(model.config, settings, model, pg_collection=groups)
         self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
         self._optimizer = get_megatron_optimizer(
-            _optimizer_config(config, overlap.offload), [self._model], use_gloo_process_groups=False
+            _optimizer_config(config, offload), [self.model], use_gloo_process_groups=False
         )
-        if not overlap.offload:  # with offload upstream sets it itself
+        if not offload:  # with offload upstream sets it itself
             for group in self._optimizer.param_groups:
                 group["fused"] = True
-        self.num_buckets = len(self._model.bucket_groups)
-        model.config.no_sync_func = self._model.no_sync
+        model.config.no_sync_func = self.model.no_sync
         model.config.grad_scale_func = self._optimizer.scale_loss
         model.config.finalize_model_grads_func = finalize_model_grads
 
@@ -135,12 +123,12 @@ class UpstreamTrainer(Contender):
         """One optimizer step; returns the mean loss over ranks, which upstream's loop reduces too."""
         # Upstream sets its reduce-scatter for the whole process whenever a DDP is built.
         param_and_grad_buffer.dist_reduce_scatter_func = self._reduce_scatter
-        self._model.zero_grad_buffer()
+        self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=iter(self._batches),
-            model=self._model,
+            model=self.model,
             num_microbatches=len(self._batches),
             seq_length=self._config.sample_length,
             micro_batch_size=self._config.training.micro_batch_size,
@@ -153,33 +141,15 @@ class UpstreamTrainer(Contender):
 
     def settle(self) -> None:
         """Wait for all weights, also for those that the next forward would gather."""
-        if self._overlaps_weights:
-            self._model.disable_forward_pre_hook(param_sync=True)
-            self._model.enable_forward_pre_hook()
-
-
-def _ddp_config(config: RunConfig, overlap: Overlap) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=overlap.gradients,
-        overlap_param_gather=overlap.weights,
-        reduce_scatter_with_fp32_accumulation=overlap.all_to_all,
-        bucket_size=config.optimizer.reduce_bucket_size,
-    )
+        if self.model.ddp_config.overlap_param_gather:
+            self.model.disable_forward_pre_hook(param_sync=True)
+            self.model.enable_forward_pre_hook()
 
 
 def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
-    ours = config.optimizer
+    same = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     return OptimizerConfig(
         optimizer="adam",
-        lr=ours.lr,
-        min_lr=ours.min_lr,
-        weight_decay=ours.weight_decay,
-        adam_beta1=ours.adam_beta1,
-        adam_beta2=ours.adam_beta2,
-        adam_eps=ours.adam_eps,
-        clip_grad=ours.clip_grad,
         bf16=config.training.precision == "bf16",
         params_dtype=torch.bfloat16 if config.training.precision == "bf16" else torch.float32,
         use_distributed_optimizer=True,
@@ -188,6 +158,7 @@ def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=True,
+        **{name: getattr(config.optimizer, name) for name in same},
     )
 
 

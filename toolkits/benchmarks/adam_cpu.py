@@ -23,13 +23,10 @@ from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
-from toolkits.benchmarks._measure import ratio, take_turns
-from toolkits.benchmarks._report import Aim, NotRunError, Panel, Report, run_benchmark, spread, table
+from toolkits.benchmarks._measure import Rounds, take_turns
+from toolkits.benchmarks._report import Aim, NotRunError, Report, run_benchmark
 
 _NUMEL = 99_999_936
-_ROUNDS, _QUICK_ROUNDS = 31, 9
-Seconds = dict[str, list[float]]
-"""Case and name of a contender, `bf16: ours` -> seconds of one update in each round."""
 SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
 # Elements that a peer casts, updates and casts back at a time, so that the casts stay in a shared cache.
 _CHUNK = 1 << 22
@@ -37,7 +34,7 @@ _CHUNK = 1 << 22
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; a missing DeepSpeed is named."""
-    return run_benchmark("adam_cpu", __doc__, argv, _run, "fewer rounds: about a third of the time")
+    return run_benchmark(_run, argv, rounds=(31, 9), quick="fewer rounds: about a third of the time")
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -45,46 +42,40 @@ def _run(arguments: argparse.Namespace) -> Report:
         found, missing = contenders(Tensors(_NUMEL))
     except BuildError as reason:
         raise NotRunError(reason) from reason
-    rounds, threads = _QUICK_ROUNDS if arguments.quick else _ROUNDS, torch.get_num_threads()
+    threads, by_title = torch.get_num_threads(), {one.title: one for one in found}
     for contender in found:
         contender.update()
-    seconds = take_turns({one.title: partial(_seconds, one) for one in found}, rounds)
-    head = f"{_NUMEL / 1e6:.0f} M parameters, {threads} threads, {rounds} rounds\n"
-    times = {one.title: [1e3 * second for second in seconds[one.title]] for one in found}
-    rows = []
-    for one in found:
-        speed = one.num_bytes * _NUMEL / median(times[one.title]) / 1e6
-        ours = "" if one.case == "copy" else f"{ratio(times[one.title], times[f'{one.case}: ours']):.2f}"
-        rows.append([one.title, *spread(times[one.title], 1), f"{speed:.1f}", ours])
-    text = f"{head}\n{table(('', 'median ms', 'quartiles', 'GB/s', '/ ours'), rows)}{missing}"
-    content = {"numel": _NUMEL, "threads": threads, "rounds": seconds, "missing": missing}
-    panel = Panel(f"ms for {_NUMEL / 1e6:.0f} M parameters (median, quartiles)", times)
-    return Report(text, _aims(seconds), [panel], content)
+    timed = {title: partial(_milliseconds, one) for title, one in by_title.items()}
+    times = Rounds(take_turns(timed, arguments.rounds), unit="ms", digits=1)
+
+    def over_ours(title: str) -> str:
+        case = by_title[title].case
+        return "" if case == "copy" else f"{times.ratio(title, f'{case}: ours'):.2f}"
+
+    def speed(title: str) -> str:
+        return f"{by_title[title].num_bytes * _NUMEL / median(times.values[title]) / 1e6:.1f}"
+
+    head = f"{_NUMEL / 1e6:.0f} M parameters, {threads} threads, {arguments.rounds} rounds\n"
+    text = f"{head}\n{times.table('', 'copy: copy', {'GB/s': speed, '/ ours': over_ours})}{missing}"
+    content = {"numel": _NUMEL, "threads": threads, "milliseconds": times.values, "missing": missing}
+    return Report(text, _aims(times), [times.panel()], content)
 
 
-def _seconds(contender: Contender) -> float:
+def _milliseconds(contender: Contender) -> float:
     begin = time.perf_counter()
     contender.update()
-    return time.perf_counter() - begin
+    return 1e3 * (time.perf_counter() - begin)
 
 
-def _aims(seconds: Seconds) -> list[Aim]:
+def _aims(times: Rounds) -> list[Aim]:
     """The thresholds of the issue, as ratios of times."""
-
-    def best(case: str, *prefixes: str) -> str:
-        names = [name for name in seconds if name.startswith(tuple(f"{case}: {one}" for one in prefixes))]
-        return min(names, key=lambda name: median(seconds[name]))
-
-    def over(name: str, other: str) -> float:
-        return ratio(seconds[name], seconds[other])
-
-    peers = [name for name in ("torch fused", "DeepSpeed") if f"fp32: {name}" in seconds]
-    fastest = best("fp32", *peers)
-    aims = [Aim(f"fp32: ours / best peer ({fastest})", over("fp32: ours", fastest), 1 / 0.98)]
+    peers = [name for name in ("torch fused", "DeepSpeed") if f"fp32: {name}" in times.values]
+    rival = times.best(*(f"fp32: {name}" for name in peers))
+    aims = [Aim(f"fp32: ours / best peer ({rival})", times.ratio("fp32: ours", rival), 1 / 0.98)]
     for peer in peers:
-        fastest = best("bf16", peer)
-        aims.append(Aim(f"bf16: ours / {fastest}", over("bf16: ours", fastest), 1 / 1.4))
-    split = over("bf16: ours, split master", "bf16: ours")
+        rival = times.best(f"bf16: {peer}")
+        aims.append(Aim(f"bf16: ours / {rival}", times.ratio("bf16: ours", rival), 1 / 1.4))
+    split = times.ratio("bf16: ours, split master", "bf16: ours")
     return [*aims, Aim("bf16: ours, split master / ours", split, 1 / 1.1)]
 
 

@@ -8,10 +8,11 @@ It needs a GPU. Each kernel runs in its own process.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from patch.config.backends import SdpaKernel
-from patch.device import DeviceContext, MachineFacts, installed_libraries
+from patch.device import DeviceContext, MachineFacts
 from patch.model.attention import CausalAttention
 from patch.plan.flops import attended_pairs, peak_flops
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
@@ -27,7 +28,6 @@ from toolkits.benchmarks._runner import needs_gpu, try_alone
 
 _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 _QUICK_LENGTHS = (4096, 8192, 32768, 131072)
-_REPEATS, _QUICK_REPEATS = 15, 5
 _TIMEOUT_S = 180
 _MOST = 1.05
 """Time of the kernel that we take over that of the fastest."""
@@ -38,7 +38,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention: [S, B, N, D], [S, B, G, D], [S, B, G, D] to [S, B, N * D]."""
 _BACKWARD = 2.5
 """FLOPs of backward over those of forward: five products instead of two."""
-_WARM_UP = 2
+_UNTIMED = 2
+_BATCH_TOKENS = 16384
+"""Of all rows of a batch, so that short rows fill the device too."""
 
 
 class Heads(NamedTuple):
@@ -51,28 +53,27 @@ class Heads(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    return run_benchmark("attention", __doc__, argv, _run, "fewer lengths and passes")
+    return run_benchmark(_run, argv, rounds=(15, 5), quick="fewer lengths and passes")
 
 
 def _run(arguments: argparse.Namespace) -> Report:
     machine = needs_gpu()
     lengths = _QUICK_LENGTHS if arguments.quick else _LENGTHS
-    repeats = _QUICK_REPEATS if arguments.quick else _REPEATS
     times: Times = {}
-    for name in CONTENDERS:
-        if missing := obstacle(name):
-            print(f"{name}: not run, {missing}")
+    for name, (library, _) in CONTENDERS.items():
+        if library and library not in machine.libraries:
+            print(f"{name}: not run, {library} is not installed")
             continue
-        measured = try_alone(measure, _TIMEOUT_S, contender=name, lengths=lengths, repeats=repeats)
+        measured = try_alone(measure, _TIMEOUT_S, contender=name, lengths=lengths, repeats=arguments.rounds)
         times[name] = {int(length): value for length, value in (measured or {}).items()}
     curves = {
-        name: (list(found), [tflops(length, value) for length, value in found.items()])
+        name: ([*found], [tflops(length, value) for length, value in found.items()])
         for name, found in times.items()
     }
     ylabel = "TFLOP/s, forward and backward"
     panel = Panel("tokens of a sequence", curves=curves, ylabel=ylabel, scales=("log", "linear"))
-    aims = aims_of(times, default_contender(machine))
     text = times_table(times, lengths, machine.cuda_name)
+    aims = aims_of(times, default_contender(machine))
     return Report(text, aims, [panel], {"milliseconds": times})
 
 
@@ -81,13 +82,24 @@ def default_contender(machine: MachineFacts) -> str:
     return "cuDNN" if _HOPPER <= machine.compute_capability < _BLACKWELL else "FlashAttention-2"
 
 
+def num_flops(length: int, heads: Heads = Heads()) -> float:  # noqa: B008
+    """FLOPs of forward and backward over a batch of causal sequences; masked pairs do not count."""
+    forward = 4 * heads.queries * heads.size * attended_pairs([length], None) * rows_of(length)
+    return forward * (1 + _BACKWARD)
+
+
+def rows_of(length: int) -> int:
+    """Rows of a batch."""
+    return max(1, _BATCH_TOKENS // length)
+
+
 def tflops(length: int, milliseconds: float) -> float:
     """TFLOP/s of forward and backward."""
-    return num_flops(length, rows_of(length), Heads()) / milliseconds / 1e9
+    return num_flops(length) / milliseconds / 1e9
 
 
 def aims_of(times: Times, ours: str) -> list[Aim]:
-    """Our kernel's time at each length over that of the fastest."""
+    """The time of our kernel at each length over that of the fastest."""
     aims = []
     for length, milliseconds in times.get(ours, {}).items():
         fastest = min(found[length] for found in times.values() if length in found)
@@ -97,36 +109,17 @@ def aims_of(times: Times, ours: str) -> list[Aim]:
 
 def times_table(times: Times, lengths: Sequence[int], gpu: str) -> str:
     """TFLOP/s of each kernel at each length, and the share of the GPU's dense bf16 peak."""
-    peak = peak_flops(gpu)
+    peak = peak_flops(gpu) or float("nan")
     rows = []
     for name, found in times.items():
-        cells = []
-        for length in lengths:
-            rate = tflops(length, found[length]) if length in found else None
-            share = f" ({rate * 1e12 / peak:.0%})" if rate is not None and peak else ""
-            cells.append("failed" if rate is None else f"{rate:.0f}{share}")
+        rates = [tflops(length, found[length]) if length in found else 0.0 for length in lengths]
+        cells = (f"{rate:.0f} ({rate * 1e12 / peak:.0%})" if rate else "failed" for rate in rates)
         rows.append([name, *cells])
     return table(("TFLOP/s, forward and backward", *lengths), rows)
 
 
-class Contender(NamedTuple):
-    """A kernel."""
-
-    library: str
-    """The library that it needs, as MachineFacts names it; "": torch alone."""
-    build: Callable[[Heads], Attend]
-
-
-def _by_torch(*kernels: SdpaKernel) -> Callable[[Heads], Attend]:
-    """The attention of our layers, with these kernels and no others."""
-
-    def build(heads: Heads) -> Attend:
-        return _ours(heads, kernels)
-
-    return build
-
-
-def _ours(heads: Heads, kernels: tuple[SdpaKernel, ...]) -> Attend:
+def by_torch(heads: Heads, *kernels: SdpaKernel) -> Attend:
+    """The attention of our layers, with these kernels of torch and no others."""
     config: Any = SimpleNamespace(kv_channels=heads.size, window_size=None)
     attention = CausalAttention(
         config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
@@ -139,7 +132,7 @@ def _by_flash_3(heads: Heads) -> Attend:
     from torch.nn import attention
 
     attention.activate_flash_attention_impl("FA3")
-    return _ours(heads, ("flash",))
+    return by_torch(heads, "flash")
 
 
 def _by_engine(heads: Heads) -> Attend:
@@ -152,29 +145,13 @@ def _by_engine(heads: Heads) -> Attend:
     return lambda query, key, value: attend(query, key, value)
 
 
-CONTENDERS = {
-    "cuDNN": Contender("", _by_torch("cudnn")),
-    "FlashAttention-2": Contender("", _by_torch("flash")),
-    "FlashAttention-3": Contender("flash_attn_3", _by_flash_3),
-    "Transformer Engine": Contender("transformer_engine", _by_engine),
+CONTENDERS: dict[str, tuple[str, Callable[[Heads], Attend]]] = {
+    "cuDNN": ("", lambda heads: by_torch(heads, "cudnn")),
+    "FlashAttention-2": ("", lambda heads: by_torch(heads, "flash")),
+    "FlashAttention-3": ("flash_attn_3", _by_flash_3),
+    "Transformer Engine": ("transformer_engine", _by_engine),
 }
-
-
-def obstacle(name: str) -> str:
-    """The library that a contender lacks here; "" if none."""
-    library = CONTENDERS[name].library
-    return "" if not library or library in installed_libraries() else f"{library} is not installed"
-
-
-def rows_of(length: int, tokens: int = 16384) -> int:
-    """Rows of a batch: as many as have `tokens` tokens, so that short rows fill the device too."""
-    return max(1, tokens // length)
-
-
-def num_flops(length: int, rows: int, heads: Heads) -> float:
-    """FLOPs of forward and backward over `rows` causal sequences; masked pairs do not count."""
-    forward = 4 * heads.queries * heads.size * attended_pairs([length], None) * rows
-    return forward * (1 + _BACKWARD)
+"""The library that each needs beside torch, as MachineFacts names it, and the kernel."""
 
 
 def forward_and_backward(attend: Attend, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -201,22 +178,17 @@ def random_tensors(length: int, rows: int, heads: Heads, device: torch.device) -
 
 def measure(context: DeviceContext, contender: str, lengths: Sequence[int], repeats: int) -> dict[str, float]:
     """Milliseconds of forward and backward by length: the median of `repeats` passes."""
-    os.environ.setdefault("NVTE_DEBUG", "0")
-    heads = Heads()
-    attend = CONTENDERS[contender].build(heads)
+    attend = CONTENDERS[contender][1](Heads())
     found = {}
     for length in lengths:
-        tensors = random_tensors(length, rows_of(length), heads, context.device)
-        for _ in range(_WARM_UP):
+        tensors = random_tensors(length, rows_of(length), Heads(), context.device)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_UNTIMED + repeats)]
+        for mark in marks:
             forward_and_backward(attend, tensors)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            forward_and_backward(attend, tensors)
-            event.record()
+            mark.record()
         torch.cuda.synchronize()
-        times = [begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)]
-        found[str(length)] = sorted(times)[len(times) // 2]
+        passes = [*pairwise(marks)][-repeats:]
+        found[str(length)] = median(begin.elapsed_time(end) for begin, end in passes)
     return found
 
 

@@ -31,48 +31,37 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
 from patch.distributed.groups import alone
 from patch.storage.names import iteration_name
-from toolkits.benchmarks._measure import ratio, take_turns
-from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, spread, table
+from toolkits.benchmarks._measure import Columns, Rounds, take_turns
+from toolkits.benchmarks._report import Aim, Report, run_benchmark
 from toolkits.benchmarks._runner import CPU
 
-_ROUNDS, _QUICK_ROUNDS = 9, 3
 _STEP_S = 1.0
 _COUNT, _ROWS, _COLUMNS = 18, 1024, 4096
 """Weights in bf16, each with three states in fp32: 59 MB."""
 _BYTES_EACH = 14 * _ROWS * _COLUMNS
 COPY, SAVE, STALL, WRITE, LOAD = "plain copy", "save", "stall of one in the background", "its write", "load"
-Seconds = dict[str, list[float]]
-"""Way -> seconds of each round."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    return run_benchmark("checkpoint", __doc__, argv, _run, "a third of the rounds", _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
+    folder = {"type": Path, "help": "folder for 4 GB of temporary files (default: TMPDIR)"}
+    return run_benchmark(_run, argv, rounds=(9, 3), options={"--folder": folder})
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
     compat.apply(cuda=False)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, alone(CPU):
-        seconds = _measure(Path(folder), rounds)
+        seconds = _measure(Path(folder), arguments.rounds)
     num_bytes = _COUNT * _BYTES_EACH
     aims = [
-        Aim("save / plain copy", ratio(seconds[SAVE], seconds[COPY]), 1 / 0.6),
-        Aim("load with checksums / plain copy", ratio(seconds[LOAD], seconds[COPY]), 1 / 0.6),
-        Aim("stall of a save in the background / save", ratio(seconds[STALL], seconds[SAVE]), 0.1),
+        Aim("save / plain copy", seconds.ratio(SAVE, COPY), 1 / 0.6),
+        Aim("load with checksums / plain copy", seconds.ratio(LOAD, COPY), 1 / 0.6),
+        Aim("stall of a save in the background / save", seconds.ratio(STALL, SAVE), 0.1),
     ]
-    rows = []
-    for way, found in seconds.items():
-        speed, over = num_bytes / median(found) / 1e9, ratio(found, seconds[COPY])
-        rows.append([way, *spread(found), f"{speed:.2f}", f"{over:.2f}"])
-    head = f"{num_bytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, {rounds} rounds\n"
-    text = f"{head}\n{table(('', 'median s', 'quartiles', 'GB/s', '/ copy'), rows)}"
-    panel = Panel(f"s for {num_bytes / 1e9:.2f} GB (median, quartiles)", seconds)
-    return Report(text, aims, [panel], {"bytes": num_bytes, "rounds": seconds})
+    columns: Columns = {"GB/s": lambda way: f"{num_bytes / median(seconds.values[way]) / 1e9:.2f}"}
+    head = f"{num_bytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n"
+    text = f"{head}\n{seconds.table('', COPY, columns)}"
+    return Report(text, aims, [seconds.panel()], {"bytes": num_bytes, "rounds": seconds.values})
 
 
 def _state() -> dict[str, dict[str, ShardedTensor]]:
@@ -85,7 +74,7 @@ def _state() -> dict[str, dict[str, ShardedTensor]]:
     return {"model": {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}}
 
 
-def _measure(root: Path, rounds: int) -> Seconds:
+def _measure(root: Path, rounds: int) -> Rounds:
     """Seconds of each way by round; a first round does not count."""
     state, copies = _state(), HostCopies()
     save_checkpoint(root, 0, state, {})
@@ -130,9 +119,9 @@ def _measure(root: Path, rounds: int) -> Seconds:
 
     ways = {"copy": copy, "save": save, "in background": save_in_background, "load": load}
     found = take_turns({name: partial(alone_on_disk, way) for name, way in ways.items()}, rounds + 1)
-    return {
-        name: [one[name] for one in rounds_of[1:]] for rounds_of in found.values() for name in rounds_of[0]
-    }
+    return Rounds(
+        {name: [one[name] for one in rounds_of[1:]] for rounds_of in found.values() for name in rounds_of[0]}
+    )
 
 
 def _clear(root: Path) -> None:

@@ -20,12 +20,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from patch.storage.atomic import sync
-from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
+from toolkits.benchmarks._measure import Columns, Rounds
+from toolkits.benchmarks._report import Aim, Report, run_benchmark
 
-_ROUNDS, _QUICK_ROUNDS = 5, 2
 _LAYERS, _QUICK_LAYERS = 16, 4
 _SHAPE = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
@@ -40,22 +39,17 @@ _CONVERT = [
     "sys.stdin.readline(); sys.exit(convert.main(sys.argv[1:]))",
 ]  # fmt: skip
 """Programs that begin when they get a line."""
-_Rounds = dict[str, list[float]]
-"""Seconds of each round, by way."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
+    folder = {"type": Path, "help": "folder for 8 GiB of temporary files (default: TMPDIR)"}
     quick = "a quarter of the layers, fewer rounds"
-    return run_benchmark("convert", __doc__, argv, _run, quick, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, help="folder for 8 GiB of temporary files (default: TMPDIR)")
+    return run_benchmark(_run, argv, rounds=(5, 2), quick=quick, options={"--folder": folder})
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    rounds, layers = (_QUICK_ROUNDS, _QUICK_LAYERS) if arguments.quick else (_ROUNDS, _LAYERS)
+    layers = _QUICK_LAYERS if arguments.quick else _LAYERS
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         writer = multiprocessing.get_context("spawn").Process(
@@ -64,18 +58,17 @@ def _run(arguments: argparse.Namespace) -> Report:
         writer.start()
         writer.join()
         size = sum(path.stat().st_size for path in (folder / "source").glob("*.safetensors"))
-        measured, peak_gib = _measure(folder, rounds)
-    over = {way: median(seconds) / median(measured["cp"]) for way, seconds in measured.items()}
-    aims = [Aim(f"{way}: time / (cp + fsync)", over[way], 1.8) for way in ("hf2mcore", "mcore2hf")]
+        seconds, peak_gib = _measure(folder, arguments.rounds)
+    aims = [Aim(f"{way}: time / (cp + fsync)", seconds.ratio(way, _WAYS[0]), 1.8) for way in _WAYS[1:]]
     aims.append(Aim("peak memory, GiB", peak_gib, 1.5))
-    rows = []
-    for way, seconds in measured.items():
-        values = (median(seconds), min(seconds), max(seconds), over[way])
-        rows.append([way, *(f"{value:.2f}" for value in values)])
+    ends: Columns = {
+        "least": lambda way: f"{min(seconds.values[way]):.2f}",
+        "most": lambda way: f"{max(seconds.values[way]):.2f}",
+    }
     head = f"{size / 2**30:.2f} GiB in {_FILES} files; peak memory {peak_gib:.2f} GiB\n"
-    text = f"{head}\n{table((f'median of {rounds}', 's', 'least', 'most', '/ cp'), rows)}"
-    content = {"bytes": size, "peak_gib": peak_gib, "rounds": measured}
-    return Report(text, aims, [Panel("seconds", measured)], content)
+    text = f"{head}\n{seconds.table(f'{arguments.rounds} rounds', _WAYS[0], ends)}"
+    content = {"bytes": size, "peak_gib": peak_gib, "rounds": seconds.values}
+    return Report(text, aims, [seconds.panel()], content)
 
 
 def _write_model(folder: Path, layers: int) -> None:
@@ -99,17 +92,17 @@ def _write_model(folder: Path, layers: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": layout}))
 
 
-def _measure(folder: Path, rounds: int) -> tuple[_Rounds, float]:
+def _measure(folder: Path, rounds: int) -> tuple[Rounds, float]:
     """Times of all ways, without the first round, and the largest peak of resident memory in GiB."""
     source, copy, mcore, back = (folder / name for name in ("source", "copy", "mcore", "back"))
-    ways: dict[str, tuple[list[str | Path], Path]] = {
-        "cp": ([*_COPY, source, copy], copy),
-        "hf2mcore": ([*_CONVERT, "hf2mcore", "--load", source, "--save", mcore], mcore),
-        "mcore2hf": ([*_CONVERT, "mcore2hf", "--load", mcore, "--save", back], back),
-    }
-    results = [{way: _time(*ways[way]) for way in _WAYS} for _ in range(1 + rounds)][1:]
-    seconds = {way: [of_round[way][0] for of_round in results] for way in _WAYS}
-    return seconds, max(peak_kib for of_round in results for _, peak_kib in of_round.values()) / 2**20
+    commands: list[tuple[list[str | Path], Path]] = [
+        ([*_COPY, source, copy], copy),
+        ([*_CONVERT, "hf2mcore", "--load", source, "--save", mcore], mcore),
+        ([*_CONVERT, "mcore2hf", "--load", mcore, "--save", back], back),
+    ]
+    results = [[_time(*command) for command in commands] for _ in range(1 + rounds)][1:]
+    seconds = {way: [found[place][0] for found in results] for place, way in enumerate(_WAYS)}
+    return Rounds(seconds), max(peak_kib for found in results for _, peak_kib in found) / 2**20
 
 
 def _time(command: list[str | Path], target: Path) -> tuple[float, int]:

@@ -15,8 +15,9 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple
 from transformers.utils.logging import disable_progress_bar
 
 from patch.device import DeviceContext, same_device
-from toolkits.benchmarks._report import Aim, Panel, Report, publish, run_benchmark, table
+from patch.storage.atomic import write_atomically
+from toolkits.benchmarks._report import Aim, Panel, Report, print_and_write, run_benchmark, table
 from toolkits.benchmarks._runner import try_alone
 from toolkits.quickstart.__main__ import answer, exact_match_percent, train
 from toolkits.quickstart.workspace import prepare
@@ -56,6 +58,11 @@ class Trained(NamedTuple):
     cpu_seconds: float
     """Processor time of the launcher and its process."""
 
+    @property
+    def curve(self) -> list[float]:
+        """The mean losses of each _BLOCK steps."""
+        return [mean(self.losses[begin : begin + _BLOCK]) for begin in range(0, len(self.losses), _BLOCK)]
+
 
 Found = Mapping[str, Sequence[Trained]]
 """The trainings of each contender, in the same order of seeds."""
@@ -63,30 +70,26 @@ Found = Mapping[str, Sequence[Trained]]
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; an exit with 1 if a training failed."""
-    return run_benchmark("fp8", __doc__, argv, _run, f"only {' and '.join(_QUICK)}", _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each contender")
-    parser.add_argument("--output", type=Path, default=Path("fp8_output"), help="folder to work in")
+    options: dict[str, dict[str, Any]] = {
+        "--seeds": {"type": int, "default": 3, "help": "trainings of each contender"},
+        "--output": {"type": Path, "default": Path("fp8_output"), "help": "folder to work in"},
+    }
+    return run_benchmark(_run, argv, quick=f"only {' and '.join(_QUICK)}", options=options)
 
 
 def _run(arguments: argparse.Namespace) -> Report:
     """The figures of all trainings; those so far are reported whenever all contenders of a seed are done."""
-    names = _QUICK if arguments.quick else tuple(CONTENDERS)
-    tasks = [(seed, name) for seed in range(1, arguments.seeds + 1) for name in names]
-    done: dict[tuple[int, str], Trained] = {}
+    found: dict[str, list[Trained]] = {name: [] for name in (_QUICK if arguments.quick else CONTENDERS)}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=same_device()) as pool:
-        running = {pool.submit(_trained, arguments.output, *task): task for task in tasks}
-        for future in as_completed(running):
-            trained = future.result()
-            if trained is not None:
-                done[running[future]] = trained
-                if running[future][0] in _seeds(done, names) and len(done) < len(tasks):
-                    publish(_report(_whole_seeds(done, names)), arguments)
-    if len(done) < len(tasks):
-        sys.exit(f"{len(tasks) - len(done)} of {len(tasks)} trainings failed")
-    return _report(_whole_seeds(done, names))
+        for seed in range(1, arguments.seeds + 1):
+            if seed > 1:
+                print_and_write(_report(found), arguments)
+            trained = [*pool.map(partial(_trained, arguments.output, seed), found)]
+            for name, each in zip(found, trained, strict=True):
+                if each is None:
+                    sys.exit(f"seed {seed}, {name}: the training failed")
+                found[name].append(each)
+    return _report(found)
 
 
 def _trained(folder: Path, seed: int, name: str) -> Trained | None:
@@ -94,33 +97,21 @@ def _trained(folder: Path, seed: int, name: str) -> Trained | None:
     own = folder / f"seed_{seed}" / name.replace(", ", "_")
     file = own.with_suffix(".json")
     if not file.exists():
-        precision = "bf16" if name == BF16 else "fp8"
         measured = try_alone(
             measure, _LIMIT_S, on_cpu=True, environment={**os.environ, "OMP_NUM_THREADS": "1"},
-            folder=str(own), seed=seed, precision=precision, flags=CONTENDERS[name],
+            folder=str(own), seed=seed, precision="bf16" if name == BF16 else "fp8", flags=CONTENDERS[name],
         )  # fmt: skip
         if measured is None:
             return None
         print(f"seed {seed}, {name}: {measured['percent']:.1f} %", flush=True)
-        unfinished = own.with_suffix(".part")
-        unfinished.write_text(json.dumps(measured), encoding="utf-8")
-        unfinished.replace(file)
+        write_atomically(file, json.dumps(measured))
     return Trained(**json.loads(file.read_text(encoding="utf-8")))
-
-
-def _seeds(done: Mapping[tuple[int, str], Trained], names: Sequence[str]) -> list[int]:
-    """The seeds with which all contenders were trained."""
-    return sorted(seed for seed, name in done if name == BF16 and all((seed, each) in done for each in names))
-
-
-def _whole_seeds(done: Mapping[tuple[int, str], Trained], names: Sequence[str]) -> Found:
-    return {name: [done[seed, name] for seed in _seeds(done, names)] for name in names}
 
 
 def _report(found: Found) -> Report:
     curves = {}
     for name, runs in found.items():
-        curve = [mean(points) for points in zip(*(means(each.losses) for each in runs), strict=True)]
+        curve = [mean(points) for points in zip(*(each.curve for each in runs), strict=True)]
         steps = [(block + 1) * _BLOCK for block in range(len(curve))]
         curves[f"{name}: {mean(each.percent for each in runs):.1f} %"] = (steps, curve)
     panel = Panel(
@@ -129,11 +120,6 @@ def _report(found: Found) -> Report:
     )  # fmt: skip
     trainings = {name: [each._asdict() for each in runs] for name, runs in found.items()}
     return Report(figures_table(found), aims_of(found), [panel], {"contenders": trainings})
-
-
-def means(curve: Sequence[float]) -> list[float]:
-    """The mean losses of each _BLOCK steps."""
-    return [mean(curve[begin : begin + _BLOCK]) for begin in range(0, len(curve), _BLOCK)]
 
 
 def mean_and_deviation(values: Sequence[float], digits: int) -> str:
@@ -151,13 +137,9 @@ def points_behind(found: Found, name: str) -> list[float]:
 
 def aims_of(found: Found) -> list[Aim]:
     """How many points each contender is behind bf16 in the mean over seeds."""
-    num_seeds = len(found[BF16])
+    what = f"exact match behind bf16, mean of {len(found[BF16])} seeds, in points"
     return [
-        Aim(
-            f"{name}: exact match behind bf16, mean of {num_seeds} seeds, in points",
-            mean(points_behind(found, name)),
-            _MOST_POINTS,
-        )
+        Aim(f"{name}: {what}", mean(points_behind(found, name)), _MOST_POINTS)
         for name in found
         if name != BF16
     ]
@@ -168,19 +150,23 @@ def figures_table(found: Found) -> str:
 
     Rows: mean losses of some blocks of steps, exact match, points behind bf16 of the same seed, CPU seconds.
     """
-    curves = {name: [means(each.losses) for each in runs] for name, runs in found.items()}
-    num_blocks = len(curves[BF16][0])
-    blocks = sorted({0, 1, 4, num_blocks // 2, num_blocks - 1} & set(range(num_blocks)))
-    rows = {}
-    for block in blocks:
+    num_blocks = len(found[BF16][0].curve)
+
+    def row(title: str, value: Callable[[Trained], float], digits: int) -> list[str]:
+        return [title, *(mean_and_deviation([*map(value, runs)], digits) for runs in found.values())]
+
+    rows = []
+    for block in sorted({0, 1, 4, num_blocks // 2, num_blocks - 1} & set(range(num_blocks))):
+        curves = [[each.curve[block] for each in runs] for runs in found.values()]
         title = f"{block * _BLOCK + 1} to {(block + 1) * _BLOCK}"
-        rows[title] = [mean_and_deviation([curve[block] for curve in each], 4) for each in curves.values()]
-    runs = list(found.values())
-    rows["exact match, %"] = [mean_and_deviation([each.percent for each in one], 1) for one in runs]
-    rows["of each seed"] = [" ".join(f"{each.percent:.1f}" for each in one) for one in runs]
-    rows["points behind bf16"] = [mean_and_deviation(points_behind(found, name), 2) for name in found]
-    rows["CPU seconds"] = [mean_and_deviation([each.cpu_seconds for each in one], 0) for one in runs]
-    return table(["mean loss of steps", *found], [[title, *cells] for title, cells in rows.items()])
+        rows.append([title, *(mean_and_deviation(values, 4) for values in curves)])
+    rows += [
+        row("exact match, %", lambda each: each.percent, 1),
+        ["of each seed", *(" ".join(f"{each.percent:.1f}" for each in runs) for runs in found.values())],
+        ["points behind bf16", *(mean_and_deviation(points_behind(found, name), 2) for name in found)],
+        row("CPU seconds", lambda each: each.cpu_seconds, 0),
+    ]
+    return table(["mean loss of steps", *found], rows)
 
 
 def measure(
@@ -195,7 +181,7 @@ def measure(
         precision: of the training.
         flags: of the launcher, beside the precision.
     Returns:
-        `losses` of each step, `percent` of the answers that are right, `cpu_seconds` of the launcher.
+        the fields of `Trained`.
     """
     disable_progress_bar()
     space, held_out = prepare(Path(folder).resolve(), _NUM_QUESTIONS, seed)
@@ -203,11 +189,8 @@ def measure(
     if code != 0:
         raise SystemExit(f"{folder}: the training ended with exit code {code}")
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {
-        "losses": list(space.losses().values()),
-        "percent": exact_match_percent(answer(space.run / "hf", held_out)),
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-    }
+    percent = exact_match_percent(answer(space.run / "hf", held_out))
+    return Trained(list(space.losses().values()), percent, usage.ru_utime + usage.ru_stime)._asdict()
 
 
 if __name__ == "__main__":

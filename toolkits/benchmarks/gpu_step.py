@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,146 +25,168 @@ from patch.distributed.launch import worker_environment
 from patch.families import TransformerImpl
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
-from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama_8b, run_config
-from toolkits.benchmarks._measure import dearest_kernels, now
+from toolkits.benchmarks._contenders import Contender, OurTrainer, llama_8b, run_config, time_round
+from toolkits.benchmarks._measure import dearest_kernels, kernel_table, ratio, take_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 from toolkits.benchmarks._runner import needs_gpu, try_alone
+from toolkits.benchmarks._upstream import UpstreamTrainer
 
 _SEQUENCES = (8192, 4096)
 _STEPS, _QUICK_STEPS = 12, 5
-_WARM_UP_STEPS = 3
+_UNTIMED_STEPS = 5
+"""In which kernels are built, and `auto` fills the device."""
 _MOST_LAYERS = 32
-_TIMEOUT_S = 240
+_TIMEOUT_S = 600
 _MEMORY_SHARE = 0.88
 _LEAST_MFU, _LEAST_FP8_TFLOPS, _MOST_WITHOUT_ENGINE = 0.50, 700.0, 1 / 0.95
 _AIMED_LENGTH = 8192
-Found = dict[int, dict[str, dict[str, Any] | None]]
-"""Sequence length -> contender -> what its process measured; None: it failed."""
-CONTENDERS: dict[str, tuple[TransformerImpl, dict[str, Any]]] = {
-    "local bf16": ("local", {"precision": "bf16"}),
-    "TE bf16": ("transformer_engine", {"precision": "bf16"}),
-    "local fp8": ("local", {"precision": "fp8", "fp8_recipe": "tensorwise"}),
-    "TE fp8": ("transformer_engine", {"precision": "fp8", "fp8_recipe": "tensorwise"}),
-    "TE fp8 delayed": ("transformer_engine", {"precision": "fp8", "fp8_recipe": "delayed"}),
+
+
+class Recipe(NamedTuple):
+    """How a contender trains."""
+
+    training: Mapping[str, Any] = {"precision": "bf16"}
+    """Fields of TrainingConfig."""
+    impl: TransformerImpl = "local"
+    """Whose layers."""
+    optimizer: Mapping[str, Any] = {}
+    """Fields of OptimizerConfig that differ."""
+    upstream: float | None = None
+    """Not None: upstream's optimizer trains, with this share of its states on the host."""
+
+
+_FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
+CONTENDERS = {
+    "local bf16": Recipe(),
+    "TE bf16": Recipe(impl="transformer_engine"),
+    "local fp8": Recipe(_FP8),
+    "TE fp8": Recipe(_FP8, "transformer_engine"),
+    "TE fp8 delayed": Recipe(_DELAYED, "transformer_engine"),
 }
-"""Name -> whose layers, and fields of the training. The weights' type changes nothing about memory."""
+
+
+class Steps(NamedTuple):
+    """The steps of contenders with sequences of one length."""
+
+    sequence: int
+    layers: int
+    rounds: Mapping[str, Sequence[dict[str, Any] | None]]
+    """Contender -> what its process measured in each round; None: it failed."""
+
+    def of(self, name: str, key: str) -> float:
+        """The median of a figure; NaN where it was not measured."""
+        found = [one[key] for one in self.rounds.get(name, ()) if one is not None and key in one]
+        return median(found) if found else float("nan")
+
+    def tflops(self, name: str) -> float:
+        """TFLOP/s of the model: what forward and backward need, without recomputation."""
+        run = step_run(Recipe(), self.layers, self.sequence)
+        return flops_per_step(run).model / self.of(name, "seconds") / 1e12
+
+    def ratio(self, name: str, base: str) -> float:
+        """The step's time over another's, the median over the rounds in which both ended."""
+        pairs = zip(self.rounds[name], self.rounds[base], strict=True)
+        ended = [(one["seconds"], other["seconds"]) for one, other in pairs if one and other]
+        return ratio(*zip(*ended, strict=True)) if ended else float("nan")
+
+    def table(self, base: str, gpu: str) -> str:
+        """A row for each contender. MFU refers to the peak of bf16, also for fp8; a dash: not measured."""
+        peak = (peak_flops(gpu) or float("nan")) / 1e12
+        rows = []
+        for name in self.rounds:
+            rate = self.tflops(name)
+            speeds = [f"{self.of(name, 'seconds'):.3f}", f"{self.ratio(name, base):.3f}"]
+            speeds += [f"{self.sequence / self.of(name, 'seconds'):.0f}", f"{rate:.0f}", f"{rate / peak:.1%}"]
+            memory = [f"{self.of(name, key):.1f}" for key in ("gpu_gib", "reserved_gib", "host_gib")]
+            cells = [*speeds, *memory, f"{self.of(name, 'fraction'):.2f}"]
+            rows.append([name, *("-" if "nan" in cell else cell for cell in cells)])
+        heads = ("s a step", f"/ {base}", "tokens/s", "TFLOP/s", "of bf16's peak", "GPU GiB", "reserved")
+        title = f"{self.layers} layers, {self.sequence} tokens"
+        return table((title, *heads, "host GiB", "states on it"), rows)
+
+    def panel(self) -> Panel:
+        """Bars of TFLOP/s."""
+        rates = {name: [self.tflops(name)] for name, found in self.rounds.items() if any(found)}
+        return Panel("TFLOP/s of the model", rates, title=f"{self.sequence} tokens")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--layers": {"type": int, "default": 0, "help": "layers of the model (default: what fits)"},
+    "--sequence": {"type": int, "nargs": "+", "default": _SEQUENCES, "help": "sequence lengths"},
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    return run_benchmark("gpu_step", __doc__, argv, _run, "fewer steps", _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=0, help="layers of the model (default: what fits)")
-    parser.add_argument("--sequence", type=int, choices=_SEQUENCES, help="sequence length (default: both)")
+    return run_benchmark(_run, argv, quick="fewer steps", options=OPTIONS)
 
 
 def _run(arguments: argparse.Namespace) -> Report:
     machine = needs_gpu()
-    found: Found = {}
-    layers = {}
-    for length in [arguments.sequence] if arguments.sequence else _SEQUENCES:
-        layers[length] = arguments.layers or layers_that_fit(machine, length, _MEMORY_SHARE)
-        found[length] = {
-            name: try_alone(
-                measure, _TIMEOUT_S, contender=name, layers=layers[length], sequence=length, threads=0,
-                steps=_QUICK_STEPS if arguments.quick else _STEPS,
-                environment=worker_environment(step_run(name, layers[length], length), machine, os.environ),
-            )
-            for name in contenders(machine)
-        }  # fmt: skip
-    text = f"{step_table(found, layers, machine.cuda_name)}\n{kernel_tables(found)}"
-    rates = {
-        f"{name}, {length}": [tflops(name, layers[length], length, one["seconds"])]
-        for length, measured in found.items()
-        for name, one in measured.items()
-        if one is not None
-    }
-    aims = aims_of(found, layers, machine.cuda_name)
-    content = {"layers": layers, "measured": found}
-    return Report(text, aims, [Panel("TFLOP/s of the model", rates)], content)
-
-
-def contenders(machine: MachineFacts) -> list[str]:
-    """Those that this machine's libraries can run."""
     has_engine = "transformer_engine" in machine.libraries
-    return [name for name, (impl, _) in CONTENDERS.items() if impl == "local" or has_engine]
+    contenders = {name: one for name, one in CONTENDERS.items() if one.impl == "local" or has_engine}
+    found = steps_of(contenders, arguments, machine, _MEMORY_SHARE)
+    base, longest = next(iter(contenders)), max(found, key=lambda steps: steps.sequence)
+    texts = [steps.table(base, machine.cuda_name) for steps in found]
+    for name, (first, *_) in longest.rounds.items():
+        if first is not None:
+            title = f"{name}, {longest.sequence} tokens, one step:"
+            texts.append(kernel_table(title, first["kernels"]))
+    aims = [aim for steps in found for aim in aims_of(steps, machine.cuda_name)]
+    content = {"measured": [steps._asdict() for steps in found]}
+    return Report("\n".join(texts), aims, [steps.panel() for steps in found], content)
 
 
-def tflops(name: str, layers: int, length: int, seconds: float) -> float:
-    """TFLOP/s of the model: what forward and backward need, without recomputation."""
-    return flops_per_step(step_run(name, layers, length)).model / seconds / 1e12
+def steps_of(
+    contenders: Mapping[str, Recipe], arguments: argparse.Namespace, machine: MachineFacts, share: float
+) -> list[Steps]:
+    """What contenders took for each length of sequences.
+
+    Args:
+        contenders: by name.
+        arguments: `layers`, `sequence`, `rounds` and `quick`.
+        machine: the GPU.
+        share: of its memory, for which layers are chosen.
+    """
+    found = []
+    for length in arguments.sequence:
+        layers = arguments.layers or layers_that_fit(machine, length, share)
+        timed = {
+            name: partial(
+                try_alone, measure, _TIMEOUT_S, recipe=recipe._asdict(), layers=layers, sequence=length,
+                steps=_QUICK_STEPS if arguments.quick else _STEPS, threads=0,
+                environment=worker_environment(step_run(recipe, layers, length), machine, os.environ),
+            )
+            for name, recipe in contenders.items()
+        }  # fmt: skip
+        found.append(Steps(length, layers, take_turns(timed, arguments.rounds)))
+    return found
 
 
-def aims_of(found: Found, layers: dict[int, int], gpu: str) -> list[Aim]:
+def aims_of(steps: Steps, gpu: str) -> list[Aim]:
     """The aims at 8192 tokens, as ratios that are to be at most 1, and the price of having no engine."""
-    rates = {
-        name: tflops(name, layers[_AIMED_LENGTH], _AIMED_LENGTH, measured["seconds"])
-        for name, measured in found.get(_AIMED_LENGTH, {}).items()
-        if measured is not None
-    }
+    if steps.sequence != _AIMED_LENGTH:
+        return []
     peak = (peak_flops(gpu) or float("nan")) / 1e12
-    best = {
-        kind: max((rate for name, rate in rates.items() if kind in name), default=0.0)
-        for kind in ("bf16", "fp8")
-    }
-    aims = [
-        Aim("bf16: half of the dense peak / TFLOP/s", _over(_LEAST_MFU * peak, best["bf16"]), 1.0),
-        Aim("fp8: 700 / TFLOP/s", _over(_LEAST_FP8_TFLOPS, best["fp8"]), 1.0),
-    ]
-    for kind in ("bf16", "fp8"):
-        if (ours := rates.get(f"local {kind}")) and (engine := rates.get(f"TE {kind}")):
-            aims.append(Aim(f"{kind}: time without TE / with it", engine / ours, _MOST_WITHOUT_ENGINE))
+    bars = {"bf16": _LEAST_MFU * peak, "fp8": _LEAST_FP8_TFLOPS}
+    names = [name for name in steps.rounds if steps.of(name, "seconds") > 0]
+    best = {kind: max((steps.tflops(name) for name in names if kind in name), default=1e-9) for kind in bars}
+    aims = [Aim(f"{kind}: {bar:.0f} / TFLOP/s", bar / best[kind], 1.0) for kind, bar in bars.items()]
+    for kind in bars:
+        if {f"local {kind}", f"TE {kind}"} <= {*names}:
+            price = steps.ratio(f"local {kind}", f"TE {kind}")
+            aims.append(Aim(f"{kind}: time without TE / with it", price, _MOST_WITHOUT_ENGINE))
     return aims
 
 
-def _over(aim: float, measured: float) -> float:
-    return aim / measured if measured else float("inf")
-
-
-def step_table(found: Found, layers: dict[int, int], gpu: str) -> str:
-    """One row for each contender and length. MFU refers to the peak of bf16, also for fp8."""
-    peak = peak_flops(gpu)
-    rows = []
-    for length, measured in found.items():
-        for name, one in measured.items():
-            cells = ["failed", "", "", "", "", ""]
-            if one is not None:
-                seconds = one["seconds"]
-                rate = tflops(name, layers[length], length, seconds)
-                cells = [f"{seconds:.3f}", f"{length / seconds:.0f}", f"{rate:.0f}"]
-                cells.append(f"{rate * 1e12 / peak:.1%}" if peak else "")
-                cells += [
-                    f"{one[key]:.1f}" if key in one else "" for key in ("allocated_gib", "reserved_gib")
-                ]
-            rows.append([name, length, layers[length], *cells])
-    heads = ("contender", "sequence", "layers", "s a step", "tokens/s", "TFLOP/s", "of bf16's peak", "GiB")
-    return table((*heads, "reserved"), rows)
-
-
-def kernel_tables(found: Found) -> str:
-    """The dearest kernels of a step of each contender at the longest length."""
-    lines = []
-    for name, one in found[max(found)].items():
-        if one is not None:
-            rows = [(f"`{kernel}`", f"{ms:.1f}", f"{part:.1%}", n) for kernel, n, ms, part in one["kernels"]]
-            lines += [
-                f"{name}, {max(found)} tokens, one step:\n",
-                table(("kernel", "ms", "share", "calls"), rows),
-            ]
-    return "\n".join(lines)
-
-
-def step_run(contender: str, layers: int, sequence: int) -> RunConfig:
-    """Layers of LLaMA-3.1 8B with its embedding and output layer; one sequence a step, no offload."""
-    impl, training = CONTENDERS[contender]
-    model = llama_8b(sequence, layers, transformer_impl=impl)
-    return run_config(model, optimizer={"lr": 1e-5, "min_lr": 1e-5}, **training)
+def step_run(recipe: Recipe, layers: int, sequence: int) -> RunConfig:
+    """Layers of LLaMA-3.1 8B with its embedding and output layer; one sequence a step."""
+    model = llama_8b(sequence, layers, transformer_impl=recipe.impl)
+    return run_config(model, optimizer={"lr": 1e-5, "min_lr": 1e-5, **recipe.optimizer}, **recipe.training)
 
 
 def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
-    """As many layers as the plan puts into this share of the GPU's memory; at least 1.
+    """As many layers as the plan puts into this share of the GPU's memory without offload; at least 1.
 
     Args:
         machine: the GPU.
@@ -169,38 +194,53 @@ def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
         share: of its memory; the rest is the CUDA context, the libraries' workspaces and fragmentation.
     """
     for layers in range(_MOST_LAYERS, 1, -1):
-        needed = fit_of(step_run("local bf16", layers, sequence), machine).device_needed
+        needed = fit_of(step_run(Recipe(), layers, sequence), machine).device_needed
         if needed <= share * machine.cuda_memory_bytes:
             return layers
     return 1
 
 
-def measure(context: DeviceContext, contender: str, layers: int, sequence: int, steps: int) -> dict[str, Any]:
+def measure(
+    context: DeviceContext, recipe: dict[str, Any], layers: int, sequence: int, steps: int
+) -> dict[str, Any]:
     """`time_steps` of a model with layers of 8B."""
-    return time_steps(step_run(contender, layers, sequence), context, steps)
+    own = Recipe(**recipe)
+    return time_steps(step_run(own, layers, sequence), context, steps, own.upstream)
 
 
-def time_steps(config: RunConfig, context: DeviceContext, steps: int) -> dict[str, Any]:
+def time_steps(
+    config: RunConfig, context: DeviceContext, steps: int, upstream: float | None = None
+) -> dict[str, Any]:
     """Measure a run in a job of one process.
+
+    A timed step includes the end of the previous update, but not the end of its own.
 
     Args:
         config: the run.
         context: the device.
         steps: number of timed steps.
+        upstream: see `Recipe`.
     Returns:
-        seconds a step, peak memory in GiB, the last loss, and the dearest kernels of one more step.
+        seconds a step, peak memory in GiB, the last loss, the dearest kernels of one more step, and the share
+        of our states that is on the host.
     """
     groups = initialize(config, context)
-    trainer = OurTrainer(config, groups, context.device, SameBatches(config, 0))
-    for _ in range(_WARM_UP_STEPS):
-        trainer.step()
-    begin = now(context.device)
-    for _ in range(steps):
-        loss = trainer.step()
-    measured: dict[str, Any] = {"seconds": (now(context.device) - begin) / steps, "loss": loss}
+    trainer: Contender
+    if upstream is None:
+        trainer = OurTrainer(config, groups, context.device)
+    else:
+        trainer = UpstreamTrainer(config, groups, context.device, {}, upstream)
+    timed = time_round(trainer, steps, context.device, _UNTIMED_STEPS)
+    host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    measured: dict[str, Any] = {**timed._asdict(), "host_gib": host_gib}
     if context.is_cuda:
-        measured["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
         measured["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    if isinstance(trainer, OurTrainer):
+        report = trainer.run.optimizer.report()
+        measured["fraction"] = report.offload_fraction
+        # `auto` resets torch's peak counter in each step.
+        measured["gpu_gib"] = max(measured.get("gpu_gib", 0.0), report.largest_peak / 2**30)
     measured["kernels"] = dearest_kernels(trainer.step, context.device)
     trainer.settle()
     return measured

@@ -24,17 +24,8 @@ from patch.data.packing import PackedSource, PackingSummary, pack
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
 from toolkits.benchmarks._contenders import OurTrainer, llama, run_config
-from toolkits.benchmarks._measure import Seconds, take_turns, time_call
-from toolkits.benchmarks._report import (
-    Aim,
-    NotRunError,
-    Panel,
-    Report,
-    quartiles,
-    run_benchmark,
-    spread,
-    table,
-)
+from toolkits.benchmarks._measure import Columns, Rounds, Seconds, take_turns, time_call
+from toolkits.benchmarks._report import Aim, NotRunError, Report, run_benchmark
 from toolkits.benchmarks._runner import job
 from toolkits.quickstart.seed_model import write_tokenizer
 
@@ -42,7 +33,6 @@ _DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "alpaca_en_dem
 _VOCAB_SIZE = 4096
 _ROWS = 4
 """Rows of a step, in micro-batches of two."""
-_ROUNDS, _QUICK_ROUNDS = 25, 5
 _LEAST_GAIN = 0.95
 """The least gain of the learned tokens per second, as a share of the gain in slots."""
 PADDED, PACKED = "padded", "packed"
@@ -50,13 +40,11 @@ PADDED, PACKED = "padded", "packed"
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    quick = f"{_QUICK_ROUNDS} rounds instead of {_ROUNDS}"
-    return run_benchmark("packing", __doc__, argv, _run, quick, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=_DATA, help="alpaca rows, one JSON list")
-    parser.add_argument("--pad-len", type=int, default=1024, help="tokens of a row, padding included")
+    options: dict[str, dict[str, Any]] = {
+        "--data": {"type": Path, "default": _DATA, "help": "alpaca rows, one JSON list"},
+        "--pad-len": {"type": int, "default": 1024, "help": "tokens of a row, padding included"},
+    }
+    return run_benchmark(_run, argv, rounds=(25, 5), options=options)
 
 
 def _run(arguments: argparse.Namespace) -> Report:
@@ -68,18 +56,23 @@ def _run(arguments: argparse.Namespace) -> Report:
         summary = PackingSummary.of(source, packs)
         print(f"{arguments.data.name}: {summary}\n", flush=True)
         sources = {PADDED: source, PACKED: PackedSource(source, packs)}
-        rounds = _measure(sources, arguments.pad_len, _QUICK_ROUNDS if arguments.quick else _ROUNDS)
-    learned = {PADDED: summary.num_learned / len(source), PACKED: summary.num_learned / len(packs)}
-    speeds = {
-        name: [_ROWS * learned[name] / seconds.wall for seconds in found] for name, found in rounds.items()
+        rounds = _measure(sources, arguments.pad_len, arguments.rounds)
+    learned = {name: _ROWS * summary.num_learned / len(rows) for name, rows in sources.items()}
+    speeds = Rounds(
+        {name: [learned[name] / seconds.wall for seconds in found] for name, found in rounds.items()},
+        unit="learned tokens/s", digits=0,
+    )  # fmt: skip
+    gain = speeds.ratio(PACKED, PADDED)
+    columns: Columns = {
+        "ms a step": lambda name: f"{1e3 * median(step.wall for step in rounds[name]):.0f}",
+        "CPU ms": lambda name: f"{1e3 * median(step.cpu for step in rounds[name]):.0f}",
     }
-    lost = {kind: 1 - _gain(rounds, kind, summary) / summary.gain for kind in Seconds._fields}
-    aims = [Aim("share of the gain in slots that the step's time costs", lost["wall"], 1 - _LEAST_GAIN)]
-    gain = f"gain in learned tokens/s: {_gain(rounds, 'wall', summary):.2f} (slots: {summary.gain:.2f})"
-    ideal = {"padded x gain in slots": quartiles(speeds[PADDED])[1] * summary.gain}
-    panel = Panel("learned tokens per second (median, quartiles)", speeds, ideal)
+    lost = 1 - gain / summary.gain
+    aims = [Aim("share of the gain in slots that the step's time costs", lost, 1 - _LEAST_GAIN)]
+    ideal = {"padded x gain in slots": median(speeds.values[PADDED]) * summary.gain}
+    said = f"gain in learned tokens/s: {gain:.2f} (slots: {summary.gain:.2f})"
     content = {"rounds": rounds, "summary": str(summary), "lost": lost}
-    return Report(f"{_table(rounds, speeds)}\n{gain}", aims, [panel], content)
+    return Report(f"{speeds.table('', PADDED, columns)}\n{said}", aims, [speeds.panel(marks=ideal)], content)
 
 
 def _tokenize(data: Path, folder: Path, pad_len: int) -> Any:
@@ -122,22 +115,6 @@ def _reader(source: SampleSource) -> BatchReader:
     return BatchReader(
         source, micro_batch_size=2, global_batch_size=_ROWS, dp_rank=0, dp_size=1, seed=1, shuffle=True
     )
-
-
-def _gain(rounds: dict[str, list[Seconds]], kind: str, summary: PackingSummary) -> float:
-    """How many times as many learned tokens a second: the gain in slots, over what a step takes longer."""
-    pairs = zip(rounds[PADDED], rounds[PACKED], strict=True)
-    ratios = [getattr(padded, kind) / max(getattr(packed, kind), 1e-9) for padded, packed in pairs]
-    return summary.gain * median(ratios)
-
-
-def _table(rounds: dict[str, list[Seconds]], speeds: dict[str, list[float]]) -> str:
-    """Speeds count the whole set's learned tokens of a row."""
-    rows = []
-    for name, found in rounds.items():
-        times = (f"{1e3 * median(getattr(step, kind) for step in found):.0f}" for kind in Seconds._fields)
-        rows.append([name, *times, *spread(speeds[name], 0)])
-    return table(("", "ms a step", "CPU ms", "learned tokens/s", "quartiles"), rows)
 
 
 if __name__ == "__main__":

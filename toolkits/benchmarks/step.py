@@ -21,27 +21,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from patch.config.choices import Precision
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.convert import iter_hf_weights
-from patch.data import Batch
 from patch.device import DeviceContext, MachineFacts, usable_cores
 from patch.distributed.groups import initialize
-from toolkits.benchmarks._contenders import (
-    Contender,
-    OurTrainer,
-    SameBatches,
-    llama,
-    run_config,
-    time_round,
-)
-from toolkits.benchmarks._measure import dearest_kernels, ratio, slowest, take_turns
+from patch.training.setup import Run
+from toolkits.benchmarks._contenders import Contender, OurTrainer, llama, run_config, time_round
+from toolkits.benchmarks._measure import Rounds, dearest_kernels, kernel_table, over_ranks, take_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import run_ranks
 
-_ROUNDS, _QUICK_ROUNDS = 9, 3
 _STEPS = 4
 _AIM = 0.95
 _LOSS_BOUND = {"fp32": 1e-4, "bf16": 2e-2}
 _TIMEOUT_S = 900
-_NUM_OPERATORS = 8
 OURS, PLAIN = "the main job", "a plain loop"
 _MODEL = llama(
     256, num_layers=8, hidden_size=512, ffn_hidden_size=1408, num_attention_heads=8, num_query_groups=8,
@@ -52,31 +43,28 @@ _BATCH = 4
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; an exit with 1 if the contenders do not learn the same."""
-    return run_benchmark("step", __doc__, argv, _run, "fewer rounds", _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="one case: precision,processes,accumulation, as fp32,2,4")
+    only = {"help": "one case: precision,processes,accumulation, as fp32,2,4"}
+    return run_benchmark(_run, argv, rounds=(9, 3), options={"--only": only})
 
 
 def _run(arguments: argparse.Namespace) -> Report:
     found: dict[str, Any] = {}
     ratios: dict[str, list[float]] = {}
-    aims = []
     for precision, num_ranks, accumulation in _cases(arguments.only):
         name = f"{precision}, {num_ranks} process{'es'[: 2 * (num_ranks > 1)]}, accumulation {accumulation}"
         found[name] = run_ranks(
             measure, num_ranks, _TIMEOUT_S, on_cpu=True,
             threads=max(1, min(2, usable_cores()) // num_ranks), precision=precision,
-            accumulation=accumulation, rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
-            steps=max(1, _STEPS // accumulation),
+            accumulation=accumulation, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation),
         )  # fmt: skip
-        print(_text(name, found[name]), flush=True)
         losses, rounds = found[name]["losses"], found[name]["rounds"]
+        print(Rounds(rounds).table(name, PLAIN, {"loss": lambda contender: f"{losses[contender]:.5f}"}))  # noqa: B023
+        for contender, kernels in found[name]["kernels"].items():
+            print(kernel_table(f"{contender}, one step:", kernels), flush=True)
         if abs(losses[OURS] - losses[PLAIN]) > _LOSS_BOUND[precision] * losses[PLAIN]:
             sys.exit(f"FAILED: losses {losses}, expected equal ones")
         ratios[name] = [a / b for a, b in zip(rounds[OURS], rounds[PLAIN], strict=True)]
-        aims.append(Aim(f"{name}: {OURS} / {PLAIN}", median(ratios[name]), _AIM))
+    aims = [Aim(f"{name}: {OURS} / {PLAIN}", median(values), _AIM) for name, values in ratios.items()]
     panel = Panel(f"{OURS} / {PLAIN}, each round", ratios, {"equal": 1.0})
     return Report("", aims, [panel], {"measured": found})
 
@@ -89,28 +77,14 @@ def _cases(only: str | None) -> list[tuple[str, int, int]]:
     return [(precision, ranks, n) for precision in precisions for ranks in (1, 2) for n in (1, 4)]
 
 
-def _text(name: str, found: dict[str, Any]) -> str:
-    """Milliseconds of a step of each contender, and of its dearest operators."""
-    lines = [f"{name}: {ratio(found['rounds'][OURS], found['rounds'][PLAIN]):.3f}"]
-    for contender, seconds in found["rounds"].items():
-        least, middle, most = (1e3 * value for value in (min(seconds), median(seconds), max(seconds)))
-        loss = found["losses"][contender]
-        lines.append(f"  {contender:14}{middle:8.1f} ms ({least:.1f} to {most:.1f}), loss {loss:.5f}")
-        for operator, calls, milliseconds, share in found["kernels"][contender][:_NUM_OPERATORS]:
-            lines.append(f"    {milliseconds:8.1f} ms {share:6.1%} {calls:5} x {operator}")
-    return "\n".join(lines)
-
-
-class PlainLoop(Contender):
+class PlainLoop:
     """What a user writes without us: transformers' model, torch's fused AdamW and clipping, and its DDP.
 
     Args:
-        ours: gives the first weights.
-        batches: micro-batches of a step.
+        run: gives the first weights, and the micro-batches of each step.
     """
 
-    def __init__(self, ours: OurTrainer, batches: list[Batch]) -> None:
-        run = ours.run
+    def __init__(self, run: Run) -> None:
         self.model = _transformers_model(run.config)
         self.model.load_state_dict(dict(iter_hf_weights(run.stages, run.config.model, run.groups)))
         is_alone = dist.get_world_size() == 1
@@ -123,7 +97,7 @@ class PlainLoop(Contender):
             groups, lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
             weight_decay=settings.weight_decay, fused=True,
         )  # fmt: skip
-        self._clip, self._batches = settings.clip_grad, batches
+        self._clip, self._batches = settings.clip_grad, run.train_reader.step(0)
         self._is_bf16 = run.config.training.precision == "bf16"
 
     def step(self) -> float:
@@ -142,6 +116,9 @@ class PlainLoop(Contender):
         self._optimizer.step()
         self._optimizer.zero_grad()
         return total
+
+    def settle(self) -> None:
+        """Do nothing: a step ends with its update."""
 
 
 def _transformers_model(config: RunConfig) -> LlamaForCausalLM:
@@ -177,24 +154,18 @@ def measure(
         _MODEL, ParallelConfig(nproc_per_node=num_ranks, use_distributed_optimizer=num_ranks > 1),
         micro_batch_size=_BATCH, global_batch_size=_BATCH * num_ranks * accumulation, precision=precision,
     )  # fmt: skip
-    groups = initialize(config, context)
-    reader = SameBatches(config, groups.dp_cp.rank())
-    ours = OurTrainer(config, groups, context.device, reader)
-    contenders: dict[str, Contender] = {OURS: ours, PLAIN: PlainLoop(ours, reader.batches)}
+    ours = OurTrainer(config, initialize(config, context), context.device)
+    contenders: dict[str, Contender] = {OURS: ours, PLAIN: PlainLoop(ours.run)}
     found = take_turns(
         {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
     )
-    seconds = {name: [slowest(one, context.device) for one, _ in pairs] for name, pairs in found.items()}
-    losses = {name: pairs[-1][1] for name, pairs in found.items()}
-    losses[PLAIN] = _mean_over_ranks(losses[PLAIN])
-    kernels = {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()}
-    return {"rounds": seconds, "losses": losses, "kernels": kernels}
-
-
-def _mean_over_ranks(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    losses = {name: timed[-1].loss for name, timed in found.items()}
+    losses[PLAIN] = over_ranks(losses[PLAIN], context.device, dist.ReduceOp.SUM) / num_ranks
+    return {
+        "rounds": {name: [one.seconds for one in timed] for name, timed in found.items()},
+        "losses": losses,
+        "kernels": {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -31,12 +31,11 @@ from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredS
 from patch.model import build_llama_model, initialize_weights, overlapped_linear
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 from toolkits.benchmarks._contenders import llama, run_config
-from toolkits.benchmarks._link import Link, limit_speed
-from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Overlaps, take_turns, time_on_ranks
+from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, time_on_ranks
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.benchmarks._rig import Cables, compare, way_of
 from toolkits.benchmarks._runner import has_gpus, run_ranks
 
-_ROUNDS, _QUICK_ROUNDS = 9, 3
 _CABLES = {"as long as compute": 1.0, "half as long": 0.5}
 """Name -> the time of communication alone, as a share of the time of compute alone."""
 _MOST = 0.95
@@ -58,38 +57,34 @@ _ROWS = 4
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.mm.out}
 _WAITING_FLOPS = 1e11
 """Floating-point operations a second of products that wait."""
-_FIRST_MBIT, _MANY_TIMES = 300.0, 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    quick = f"{_QUICK_ROUNDS} rounds instead of {_ROUNDS}"
-    return run_benchmark("tensor_parallel", __doc__, argv, _run, quick, _add_options)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compute", action="store_true", help="without GPUs: compute products, do not wait")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of the layers")
+    options: dict[str, dict[str, Any]] = {
+        "--compute": {"action": "store_true", "help": "without GPUs: compute products, do not wait"},
+        "--precision": {"choices": ("fp32", "bf16"), "default": "bf16", "help": "of the layers"},
+    }
+    return run_benchmark(_run, argv, rounds=(9, 3), options=options)
 
 
 def _run(arguments: argparse.Namespace) -> Report:
     cuda = has_gpus(NUM_RANKS)
-    with nullcontext() if cuda else Link() as link:
+    with nullcontext() if cuda else Cables() as cables:
         measured = run_ranks(
-            measure, NUM_RANKS, _TIMEOUT_S, link=link, waits=not (cuda or arguments.compute),
-            precision=arguments.precision, cables={"NCCL": 0.0} if cuda else _CABLES,
-            rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
+            measure, NUM_RANKS, _TIMEOUT_S, cables=cables, waits=not (cuda or arguments.compute),
+            precision=arguments.precision, cable_times={"NCCL": 1.0} if cuda else _CABLES,
+            rounds=arguments.rounds,
         )  # fmt: skip
-    figures = {name: Overlaps(found["rounds"]) for name, found in measured.items()}
-    lines = []
-    for name, found in figures.items():
-        way = "NCCL" if cuda else f"a cable of {measured[name]['mbit']:.0f} Mbit/s each way"
-        lines.append(f"{name}: {way}\n\n{found.table('', UPSTREAM)}")
+    figures = {name: Rounds(found["rounds"]) for name, found in measured.items()}
+    texts = [
+        f"{name}: {way_of(measured[name])}\n\n{found.table('', UPSTREAM)}" for name, found in figures.items()
+    ]
     aims = [
         Aim(f"{name}: {OVERLAPPED} / {UPSTREAM}", found.ratio(OVERLAPPED, UPSTREAM), _MOST)
         for name, found in figures.items()
     ]
-    return Report("\n".join(lines), aims, [found.panel(name) for name, found in figures.items()], measured)
+    return Report("\n".join(texts), aims, [found.panel(name) for name, found in figures.items()], measured)
 
 
 class _WaitingProducts(TorchDispatchMode):
@@ -185,7 +180,7 @@ def tensor_parallel_run(precision: Precision, *, cuda: bool, is_cut: bool) -> Ru
 
 
 def measure(
-    context: DeviceContext, waits: bool, precision: Precision, cables: Mapping[str, float], rounds: int
+    context: DeviceContext, waits: bool, precision: Precision, cable_times: Mapping[str, float], rounds: int
 ) -> dict[str, Any]:
     """Time all contenders in each setting; equal on both ranks.
 
@@ -193,7 +188,7 @@ def measure(
         context: the device of this rank.
         waits: see `Layers`.
         precision: of the layers.
-        cables: name -> the time of communication alone as a share of compute alone; not used with CUDA.
+        cable_times: see _CABLES.
         rounds: how often each contender takes a step.
     """
     run = partial(tensor_parallel_run, precision, cuda=context.is_cuda)
@@ -202,26 +197,9 @@ def measure(
     for layout, is_cut in (("TP", False), ("TP, SP", True)):
         contenders = Layers(run(is_cut=is_cut), context, groups, waits=waits).contenders()
         timed = {name: partial(time_on_ranks, call, context) for name, call in contenders.items()}
-        for cable, share in cables.items():
-            mbit = 0.0 if context.is_cuda else _set_speed(share, timed)
-            for call in contenders.values():
-                call()
-            found[f"{layout}, {cable}"] = {"mbit": mbit, "rounds": take_turns(timed, rounds)}
+        for cable, share in cable_times.items():
+            found[f"{layout}, {cable}"] = compare(timed, context, rounds, share)
     return found
-
-
-def _set_speed(share: float, timed: Mapping[str, Callable[[], float]]) -> float:
-    """Set the cable's speed so that communication takes this share of compute's time."""
-
-    def fastest(name: str) -> float:
-        return min(timed[name]() for _ in range(_MANY_TIMES))
-
-    compute, mbit = fastest(COMPUTE), _FIRST_MBIT
-    for _ in range(_MANY_TIMES):  # headers and waits are a part of the time, so it is found step by step
-        limit_speed(mbit)
-        mbit *= fastest(COMMUNICATION) / (compute * share)
-    limit_speed(mbit)
-    return mbit
 
 
 if __name__ == "__main__":

@@ -18,20 +18,22 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from toolkits.benchmarks._measure import ratio, take_turns
-from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, spread, table
+from toolkits.benchmarks._measure import Columns, Rounds, take_turns
+from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.quickstart.seed_model import write_tokenizer
 
-_ROUNDS, _QUICK_ROUNDS = 3, 2
-_SPEED_BYTES, _QUICK_SPEED_BYTES = 48 << 20, 6 << 20
-_MEMORY_BYTES, _QUICK_MEMORY_BYTES = 1 << 30, 32 << 20
+_BYTES, _QUICK_BYTES = (48 << 20, 1 << 30), (6 << 20, 32 << 20)
+"""Of the rows for speed, and of those for memory."""
 _PROCESSES = 2
+OURS, RIVAL = "ours", "datasets.map"
 _LENGTH = 4096
 _SAMPLE_S = 0.2
 _WORDS = "the of a in to is and that for it as was with be by on not he his but at are this have from".split()
@@ -39,27 +41,51 @@ _WORDS = "the of a in to is and that for it as was with be by on not he his but 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    return run_benchmark(
-        "tokenise", __doc__, argv, _run, "fewer rows and rounds, no large file", _add_options
-    )
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer (default: trained here)")
-    parser.add_argument("--data", type=Path, help="a JSON list of alpaca rows (default: generated rows)")
-    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
+    options: dict[str, dict[str, Any]] = {
+        "--tokenizer": {"type": Path, "help": "folder of a tokenizer (default: trained here)"},
+        "--data": {"type": Path, "help": "a JSON list of alpaca rows (default: generated rows)"},
+        "--folder": {"type": Path, "help": "folder for 4 GB of temporary files (default: TMPDIR)"},
+    }
+    quick = "fewer rows and rounds, no large file"
+    return run_benchmark(_run, argv, rounds=(3, 2), quick=quick, options=options)
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
+    ways = (OURS, RIVAL) if find_spec("datasets") else (OURS,)
+    small, large = _QUICK_BYTES if arguments.quick else _BYTES
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder = Path(name)
-        rows = _rows(arguments.data)
-        tokenizer = arguments.tokenizer or _make_tokenizer(folder / "tokenizer", rows)
-        measured: dict[str, Any] = {"speed": _speed(folder, tokenizer, rows, rounds, arguments.quick)}
-        measured |= _memory(folder, tokenizer, rows, arguments.quick)
-    speeds = {way: speed["elapsed"] for way, speed in measured["speed"].items()}
-    return Report(_text(measured), _aims(measured), [Panel("tokens/s", speeds)], measured)
+        folder, rows = Path(name), _rows(arguments.data)
+        tokenizer = arguments.tokenizer or folder / "tokenizer"
+        if not arguments.tokenizer:
+            write_tokenizer(tokenizer, (text for row in rows for text in row.values()))
+        path = _write_rows(folder / "speed.jsonl", rows, small)
+        timed = {way: partial(_run_worker, way, path, tokenizer, folder) for way in ways}
+        found = take_turns(timed, arguments.rounds)
+        path = _write_rows(folder / "memory.jsonl", rows, large)
+        num_bytes = path.stat().st_size
+        first, second = (_run_worker(OURS, path, tokenizer, folder, folder / "large") for _ in range(2))
+    elapsed, processor = (
+        {way: [one["tokens"] / one[key] for one in of_way] for way, of_way in found.items()}
+        for key in ("seconds", "cpu_seconds")
+    )
+    speeds = Rounds(elapsed, "tokens/s", 0)
+    columns: Columns = {"of processor time": lambda way: f"{median(processor[way]):.0f}"}
+    aims = [
+        Aim("peak memory, GiB", first["peak_gib"], 1.0),
+        Aim("second start, s", second["seconds"], 2.0),
+    ]
+    lines = [speeds.table("", OURS, columns)]
+    if RIVAL in ways:
+        aims.insert(0, Aim(f"{RIVAL}'s tokens/s / ours", speeds.ratio(RIVAL, OURS), 1 / 1.5))
+    else:
+        lines.append(f"{RIVAL}: missing (pip install datasets)")
+    lines.append(
+        f"{num_bytes / 2**30:.2f} GiB of rows: {first['seconds']:.0f} s, {first['tokens'] / 1e6:.0f} M "
+        f"tokens, peak memory {first['peak_gib']:.2f} GiB; second start {second['seconds']:.2f} s"
+    )
+    speed = {way: {"elapsed": elapsed[way], "cpu": processor[way]} for way in ways}
+    content = {"speed": speed, "bytes": num_bytes, "first": first, "second": second}
+    return Report("\n".join(lines), aims, [speeds.panel()], content)
 
 
 def _rows(data: Path | None, count: int = 1000) -> list[dict[str, str]]:
@@ -86,37 +112,6 @@ def _write_rows(path: Path, rows: list[dict[str, str]], size: int) -> Path:
                 )
             repeat += 1
     return path
-
-
-def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> Path:
-    from toolkits.quickstart.seed_model import write_tokenizer
-
-    write_tokenizer(folder, (text for row in rows for text in row.values()))
-    return folder
-
-
-def _speed(
-    folder: Path, tokenizer: Path, rows: list[dict[str, str]], rounds: int, quick: bool
-) -> dict[str, Any]:
-    """Tokens per second of both, in turns, elapsed and of processor time; a missing rival is named."""
-    path = _write_rows(folder / "speed.jsonl", rows, _QUICK_SPEED_BYTES if quick else _SPEED_BYTES)
-    ways = ["ours", "datasets.map"] if find_spec("datasets") else ["ours"]
-    found = take_turns({way: partial(_run_worker, way, path, tokenizer, folder) for way in ways}, rounds)
-    return {
-        way: {
-            "elapsed": [one["tokens"] / one["seconds"] for one in results],
-            "cpu": [one["tokens"] / one["cpu_seconds"] for one in results],
-        }
-        for way, results in found.items()
-    }
-
-
-def _memory(folder: Path, tokenizer: Path, rows: list[dict[str, str]], quick: bool) -> dict[str, Any]:
-    """Peak memory of a large file, and the time of a second start."""
-    path = _write_rows(folder / "memory.jsonl", rows, _QUICK_MEMORY_BYTES if quick else _MEMORY_BYTES)
-    cache = folder / "large"
-    first, second = (_run_worker("ours", path, tokenizer, folder, cache) for _ in range(2))
-    return {"bytes": path.stat().st_size, "first": first, "second": second}
 
 
 def _run_worker(
@@ -158,7 +153,7 @@ def _work(way: str, rows: Path, tokenizer_folder: Path, folder: Path, result: Pa
 
     tokenizer = load_tokenizer(str(tokenizer_folder))
     ensure_chat_template(tokenizer)
-    measure = _ours if way == "ours" else _rival
+    measure = _ours if way == OURS else _rival
     result.write_text(json.dumps(measure(rows, tokenizer, folder)))
 
 
@@ -167,7 +162,8 @@ def _ours(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
     from patch.data.sft.source import load_sft
 
     options = SftOptions(num_workers=_PROCESSES, cache_dir=folder, max_dropped_share=1.0)
-    source, measured = _timed(lambda: load_sft(rows, tokenizer, _LENGTH, options))
+    with _timed() as measured:
+        source = load_sft(rows, tokenizer, _LENGTH, options)
     return {**measured, "tokens": source.report.tokens}
 
 
@@ -183,54 +179,19 @@ def _rival(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
 
     datasets.disable_progress_bars()
     read = datasets.Dataset.from_json(str(rows), cache_dir=str(folder))
-    mapped, measured = _timed(
-        lambda: read.map(tokenize, num_proc=_PROCESSES, remove_columns=read.column_names)
-    )
+    with _timed() as measured:
+        mapped = read.map(tokenize, num_proc=_PROCESSES, remove_columns=read.column_names)
     return {**measured, "tokens": sum(map(len, mapped["input_ids"]))}
 
 
-def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What the work returns, and its time: elapsed, and that of the processors for it and its processes."""
+@contextmanager
+def _timed() -> Iterator[dict[str, float]]:
+    """The time of what is done within: elapsed, and that of the processors for it and its processes."""
+    measured: dict[str, float] = {}
     before, begin = os.times(), time.perf_counter()
-    result = work()
+    yield measured
     seconds, after = time.perf_counter() - begin, os.times()
-    return result, {"seconds": seconds, "cpu_seconds": sum(after[:4]) - sum(before[:4])}
-
-
-def _rival_over_ours(measured: dict[str, Any], kind: str) -> float:
-    speed = measured["speed"]
-    return ratio(speed["datasets.map"][kind], speed["ours"][kind])
-
-
-def _aims(measured: dict[str, Any]) -> list[Aim]:
-    """The aims: 1.5 times the rival's speed, 1 GiB of memory for 1 GiB of rows, 2 s for a second start."""
-    aims = [
-        Aim("peak memory, GiB", measured["first"]["peak_gib"], 1.0),
-        Aim("second start, s", measured["second"]["seconds"], 2.0),
-    ]
-    if "datasets.map" in measured["speed"]:
-        name = "datasets.map's tokens/s / ours"
-        aims.insert(0, Aim(name, _rival_over_ours(measured, "elapsed"), 1 / 1.5))
-    return aims
-
-
-def _text(measured: dict[str, Any]) -> str:
-    rows = [
-        [way, *spread(speeds["elapsed"], 0), f"{median(speeds['cpu']):.0f}"]
-        for way, speeds in measured["speed"].items()
-    ]
-    lines = [table(("tokens/s", "median", "quartiles", "of processor time"), rows)]
-    if "datasets.map" in measured["speed"]:
-        lines.append(f"ours / datasets.map in processor time: {1 / _rival_over_ours(measured, 'cpu'):.2f}")
-    else:
-        lines.append("datasets.map: missing (pip install datasets)")
-    first = measured["first"]
-    lines.append(
-        f"{measured['bytes'] / 2**30:.2f} GiB of rows: {first['seconds']:.0f} s, "
-        f"{first['tokens'] / 1e6:.0f} M tokens, peak memory {first['peak_gib']:.2f} GiB; "
-        f"second start {measured['second']['seconds']:.2f} s"
-    )
-    return "\n".join(lines)
+    measured |= {"seconds": seconds, "cpu_seconds": sum(after[:4]) - sum(before[:4])}
 
 
 if __name__ == "__main__":

@@ -10,19 +10,12 @@ from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from patch.config import RunConfig
 from patch.device import MachineFacts
+from patch.plan.parameters import total_parameters
 from toolkits.benchmarks import _gpu_tables, attention, gpu_step, offload
-from toolkits.benchmarks.attention import (
-    CONTENDERS,
-    Heads,
-    _ours,
-    forward_and_backward,
-    num_flops,
-    obstacle,
-    random_tensors,
-    rows_of,
-)
-from toolkits.benchmarks.gpu_step import layers_that_fit, step_run
+from toolkits.benchmarks.attention import Heads
+from toolkits.benchmarks.gpu_step import Recipe, Steps, step_run
 
 H100 = MachineFacts(
     cuda_devices=1, cpu_cores=16, cuda_memory_bytes=81559 << 20, compute_capability=(9, 0),
@@ -43,8 +36,8 @@ def test_without_a_gpu_they_are_not_run(
 
 
 def test_our_attention_and_its_gradients_are_those_of_all_scores() -> None:
-    tensors = random_tensors(24, 2, SMALL, torch.device("cpu"))
-    found = forward_and_backward(_ours(SMALL, ()), tensors)
+    tensors = attention.random_tensors(24, 2, SMALL, torch.device("cpu"))
+    found = attention.forward_and_backward(attention.by_torch(SMALL), tensors)
     query, key, value = (t.detach().double().permute(1, 2, 0, 3).requires_grad_() for t in tensors[:3])
     repeated = [t.repeat_interleave(2, dim=1) for t in (key, value)]
     scores = (query @ repeated[0].transpose(2, 3)) * SMALL.size**-0.5
@@ -58,23 +51,15 @@ def test_our_attention_and_its_gradients_are_those_of_all_scores() -> None:
         )
 
 
-def test_flops_are_torchs_count_of_the_pairs_that_are_seen() -> None:
-    shape = (2, 4, 24, 8)
+def test_attention_table_and_aims() -> None:
+    """FLOPs are torch's count of the pairs that are seen."""
+    shape = (4, 4, 4096, 8)
     square = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
-    seen = 24 * 25 / 2 / 24**2
-    assert num_flops(24, 2, SMALL) == pytest.approx(square * seen, rel=1e-12)
-    assert rows_of(4096) == 4 and rows_of(131072) == 1
-
-
-def test_contenders_name_what_they_lack_and_ours_is_the_default() -> None:
-    has = {name for name in CONTENDERS if not obstacle(name)}
-    assert {"cuDNN", "FlashAttention-2"} <= has
+    assert attention.num_flops(4096, SMALL) == pytest.approx(square * 4097 / 2 / 4096, rel=1e-12)
+    assert attention.rows_of(131072) == 1
     assert attention.default_contender(H100) == "cuDNN"
     assert attention.default_contender(MachineFacts(1, 1, compute_capability=(8, 0))) == "FlashAttention-2"
-
-
-def test_attention_table_and_aims() -> None:
-    flops = num_flops(4096, 4, Heads())
+    flops = attention.num_flops(4096)
     times = {"cuDNN": {4096: flops / 500e12 * 1e3}, "FlashAttention-2": {4096: flops / 550e12 * 1e3}}
     (aim,) = attention.aims_of(times, "cuDNN")
     assert aim.measured == pytest.approx(1.1) and not aim.is_met
@@ -83,98 +68,76 @@ def test_attention_table_and_aims() -> None:
     assert cells["cuDNN"] == ["500(51%)", "failed"] and cells["Transformer Engine"] == ["failed", "failed"]
 
 
-def run_small(rank: int, world_size: int) -> tuple[dict, dict]:
-    """A step of `gpu_step`, and each contender of `offload` but upstream's offload, which needs CUDA."""
+def run_small(rank: int, world_size: int) -> dict[str, dict]:
+    """Steps of each contender of `offload` but upstream's offload, which needs CUDA."""
     from training_runs import CPU
 
     from patch import compat
     from toolkits.benchmarks._upstream import prepare_cpu
 
     compat.apply(cuda=False)
-    step = gpu_step.time_steps(small_run(precision="bf16", sft=False, num_layers=1), CPU, steps=1)
     prepare_cpu()
-    config = small_run(
-        precision="bf16", num_layers=1, sft=False, global_batch_size=2, reduce_bucket_size=10**6,
-        lr=1e-3, min_lr=1e-3, lr_warmup_iters=0,
-        simulated_device_memory=10**9, optimizer_offload_auto_threshold=10**6,
-    )  # fmt: skip
     found = {}
-    for name in offload.CONTENDERS:
-        if name.startswith("ours") or "no offload" in name:
+    for name, recipe in offload.CONTENDERS.items():
+        if not recipe.upstream:
             new_job()
-            found[name] = offload.time_steps(config, CPU, name, steps=2)
-    return step, found
+            found[name] = gpu_step.time_steps(_small(recipe), CPU, 2, recipe.upstream)
+    return found
+
+
+def _small(recipe: Recipe) -> RunConfig:
+    return small_run(
+        precision="bf16", num_layers=1, sft=False, global_batch_size=2, reduce_bucket_size=10**6,
+        lr=1e-3, min_lr=1e-3, lr_warmup_iters=0, simulated_device_memory=10**9,
+        optimizer_offload_auto_threshold=10**6, **recipe.optimizer,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[dict, dict]:
+def measured() -> dict[str, dict]:
     return run_distributed(run_small, 1)[0]
 
 
-def test_a_step_is_measured_with_its_dearest_operators(measured: tuple[dict, dict]) -> None:
-    found = measured[0]
-    assert found["seconds"] > 0 and 4 < found["loss"] < 6 and len(found["kernels"]) == 10
-    shares = [share for *_, share in found["kernels"]]
-    assert shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1
-
-
-def test_step_table_and_aims() -> None:
-    layers = {8192: layers_that_fit(H100, 8192, 0.88)}
-    assert 8 <= layers[8192] <= 16 and layers_that_fit(H100, 4096, 0.88) >= layers[8192]
-    one = step_run("local bf16", layers[8192], 8192)
-    tokens = 3 * 2 * 8192 * (layers[8192] * 218_103_808 + 4096 * 128256)  # weights of products, no norms
-    pairs = 3 * layers[8192] * 4 * 32 * 128 * 8192 * 8193 / 2
-    flops = tokens + pairs
-    assert gpu_step.tflops("local bf16", layers[8192], 8192, 1.0) * 1e12 == pytest.approx(flops, rel=1e-9)
-    assert gpu_step.contenders(H100)[:2] == ["local bf16", "TE bf16"]
-    assert gpu_step.contenders(MachineFacts(1, 1)) == ["local bf16", "local fp8"]
-    kernels = [("nvjet_tst", 7, 3.25, 0.5)]
-    rates = {"local bf16": 480e12, "TE bf16": 500e12, "local fp8": 690e12}
-    measured = {name: {"seconds": flops / rate, "kernels": kernels} for name, rate in rates.items()}
-    found = {8192: {**measured, "TE fp8": None}}
-    aims = gpu_step.aims_of(found, layers, H100.cuda_name)
-    assert [round(aim.measured, 3) for aim in aims] == [0.99, round(700 / 690, 3), round(500 / 480, 3)]
-    assert [aim.is_met for aim in aims] == [True, False, True]
-    text = gpu_step.step_table(found, layers, H100.cuda_name)
-    assert "|480|48.5%|" in text.replace(" ", "") and "failed" in text.splitlines()[-1]
-    assert "|`nvjet_tst`|3.2|50.0%|7|" in gpu_step.kernel_tables(found).replace(" ", "")
-    assert one.optimizer.optimizer_offload_policy is None
-
-
-def test_contenders_train_the_same_and_place_states_where_their_names_say(
-    measured: tuple[dict, dict],
-) -> None:
-    found = measured[1]
-    ours = {name.split(": ")[1]: one for name, one in found.items() if name.startswith("ours")}
+def test_contenders_train_the_same_and_place_states_where_their_names_say(measured: dict[str, dict]) -> None:
+    ours = {name.split(": ")[1]: one for name, one in measured.items() if name.startswith("ours")}
     assert len({one["loss"] for one in ours.values()}) == 1
     assert {name: round(one["fraction"], 1) for name, one in ours.items()} == {
         "no offload": 0.0, "0.25": pytest.approx(0.25, abs=0.05), "0.5": 0.5, "1": 1.0, "auto": 0.0,
     }  # fmt: skip
-    assert found["upstream: no offload"]["loss"] == pytest.approx(ours["no offload"]["loss"], abs=0.02)
-    assert all(one["seconds"] > 0 and one["host_gib"] > 0.1 for one in found.values())
+    assert measured["upstream: no offload"]["loss"] == pytest.approx(ours["no offload"]["loss"], abs=0.02)
+    for one in measured.values():
+        assert one["seconds"] > 0 and one["host_gib"] > 0.1 and len(one["kernels"]) == 10
+        shares = [kernel.share for kernel in one["kernels"]]
+        assert shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1
 
 
-def test_ratios_are_within_a_round_and_failures_are_shown(measured: tuple[dict, dict]) -> None:
-    one = measured[1].get
-    rounds = {name: [dict(one(name, {}), seconds=1.0), {"seconds": 2.0}] for name in offload.CONTENDERS}
+def test_step_table_and_aims() -> None:
+    layers = gpu_step.layers_that_fit(H100, 8192, 0.88)
+    assert 8 <= layers <= 16 and gpu_step.layers_that_fit(H100, 4096, 0.88) >= layers
+    assert total_parameters(step_run(Recipe(), 32, 4096).model) == 8_030_261_248
+    tokens = 3 * 2 * 8192 * (layers * 218_103_808 + 4096 * 128256)  # weights of products, no norms
+    flops = tokens + 3 * layers * 4 * 32 * 128 * 8192 * 8193 / 2
+    rates = {"local bf16": 480e12, "TE bf16": 500e12, "local fp8": 690e12}
+    rounds = {name: [{"seconds": flops / rate, "gpu_gib": 60.0}] for name, rate in rates.items()}
+    steps = Steps(8192, layers, {**rounds, "TE fp8": [None]})
+    assert steps.tflops("local bf16") == pytest.approx(480, rel=1e-9)
+    aims = gpu_step.aims_of(steps, H100.cuda_name)
+    assert [round(aim.measured, 3) for aim in aims] == [0.99, round(700 / 690, 3), round(500 / 480, 3)]
+    assert [aim.is_met for aim in aims] == [True, False, True]
+    text = steps.table("TE bf16", H100.cuda_name)
+    lines = [line.replace(" ", "").split("|")[1:-1] for line in text.splitlines()]
+    assert lines[2][2:] == ["1.042", f"{8192 * 480e12 / flops:.0f}", "480", "48.5%", "60.0", "-", "-", "-"]
+    assert {*lines[-1][1:]} == {"-"}
+
+
+def test_ratios_are_within_a_round_and_failures_are_shown(measured: dict[str, dict]) -> None:
+    names = offload.CONTENDERS
+    rounds = {name: [dict(measured.get(name, {}), seconds=1.0), {"seconds": 2.0}] for name in names}
     rounds["ours: 0.25"] = [{"seconds": 1.02}, {"seconds": 2.04}]
     rounds["upstream: 0.25"] = [None, None]
-    aims = offload.aims_of({"4096": rounds, "8192": rounds})
-    assert [aim.is_met for aim in aims] == [True, False, True, True, False, False, True, True]
-    assert math.isnan(aims[1].measured) and aims[0].measured == pytest.approx(1.02)
-    lines = offload.rounds_table("4096", rounds).splitlines()
-    (line,) = (line for line in lines if "upstream: 0.25" in line)
-    assert line.replace(" ", "").split("|")[2:-1] == ["-", "nan", "-", "-", "-"]
-
-
-def test_shapes_are_those_of_8b() -> None:
-    from patch.plan.parameters import total_parameters
-
-    whole = 32 * offload._LAYER + offload._EMBEDDINGS
-    assert total_parameters(offload.offload_run(32, 4096).model) == whole == 8_030_261_248
-    assert 10 < offload.default_layers(150 * 10**9) < 20
-    static = offload.with_offload(offload.offload_run(2, 4096), "ours: 0.5").optimizer
-    assert (static.optimizer_offload_policy, static.optimizer_offload_fraction) == ("static", 0.5)
+    aims = offload.aims_of(Steps(4096, 12, rounds)) + offload.aims_of(Steps(8192, 12, rounds))
+    assert [aim.is_met for aim in aims] == [True, True, True, False, False, True, True, False]
+    assert math.isnan(aims[3].measured) and aims[0].measured == pytest.approx(1.02)
 
 
 def test_sections_name_machine_versions_and_parts_that_did_not_end(tmp_path: Path) -> None:
@@ -186,3 +149,4 @@ def test_sections_name_machine_versions_and_parts_that_did_not_end(tmp_path: Pat
     assert _gpu_tables.run_part("_report", tmp_path, 60, quick=False) == (0, "")
     code, said = _gpu_tables.run_part("nothing", tmp_path, 60, quick=False)
     assert code == 1 and "No module named" in said
+    assert _gpu_tables.run_part("gpu_step", tmp_path, 0.1, quick=False)[0] == 124

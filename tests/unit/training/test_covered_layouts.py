@@ -19,7 +19,8 @@ from packed_runs import SIZES, Talks
 from small_runs import small_run
 from training_runs import build_seeded_run
 
-from patch.checks.rules import RULES, notes
+from patch.checks.notes import notes
+from patch.checks.rules import RULES
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.data.samples import Sample, collate, cut_batch
@@ -27,7 +28,7 @@ from patch.device import MachineFacts
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
 from patch.errors import ConfigError
-from patch.model import linear_cross_entropy
+from patch.model import loss
 from patch.plan.flops import attended_pairs
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
@@ -194,7 +195,7 @@ class Conversations:
 
 def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[Trained]:
     if world_size > 1:
-        linear_cross_entropy.chunk_length = lambda *shape: CHUNK
+        loss.chunk_length = lambda *shape: CHUNK
     return [train(config) for config in configs]
 
 

@@ -1,0 +1,141 @@
+"""Attention on a GPU: each backend, packed rows, and pieces of keys against all scores."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from small_runs import small_run
+from torch.nn import attention as torch_attention
+
+from patch.compat.attention_kernels import attend_backward, attend_with_lse
+from patch.config.backends import choose_backends
+from patch.device import DeviceContext, MachineFacts
+from patch.distributed.groups import initialize
+from patch.model import PackedSequences
+from patch.model.attention import CausalAttention
+from patch.model.backends import backends_on
+from patch.model.llama import transformer_config
+from patch.model.varlen import takes_varlen
+
+BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
+"""Outputs and gradients are near 1; two kernels round in other places."""
+LENGTHS = [100, 1, 155, 256]
+"""Of two rows of 256 tokens: three sequences, and one that fills its row."""
+
+
+def causal(size: int, window: int | None = None, **more: Any) -> CausalAttention:
+    config = SimpleNamespace(kv_channels=size, window_size=window and (window - 1, 0))
+    return CausalAttention(
+        config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self", **more
+    )
+
+
+def heads(*shape: int, dtype: torch.dtype, counts: tuple[int, int]) -> list[torch.Tensor]:
+    """Query, key and value, [*shape[:-1], heads, shape[-1]]."""
+    torch.manual_seed(0)
+    *outer, size = shape
+    return [
+        torch.randn(*outer, count, size, device="cuda", dtype=dtype, requires_grad=True)
+        for count in (counts[0], counts[1], counts[1])
+    ]
+
+
+@pytest.mark.parametrize("wish", ["auto", "flash", "fused", "local"])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(("size", "window"), [(64, None), (80, None), (128, None), (64, 32)])
+def test_every_backend_attends_as_all_scores_do(
+    job: DeviceContext, wish: str, is_deterministic: bool, size: int, window: int | None
+) -> None:
+    groups = initialize(small_run(), job)
+    execution = small_run(precision="bf16", deterministic_mode=is_deterministic).execution
+    inputs = heads(200, 2, size, dtype=torch.bfloat16, counts=(8, 2))
+    direction = torch.randn(200, 2, 8 * size, device="cuda", dtype=torch.bfloat16)
+    found = []
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        for backend in (wish, "unfused"):
+            model = dataclasses.replace(small_run().model, attention_backend=backend)
+            upstream = transformer_config(model, groups, execution, cuda=True)
+            backends = backends_on(job.device, model, execution, groups, upstream)
+            is_active = torch_attention.current_flash_attention_impl() == "FA3"
+            assert is_active == backends.has_flash_attention_3
+            context = causal(size, window, kernels=backends.sdpa)(*inputs, None)
+            found.append([context, *torch.autograd.grad((context * direction).sum(), inputs)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    bound = BOUNDS[torch.bfloat16]
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=bound, atol=bound)
+
+
+def test_fp32_with_grouped_heads_has_no_scores_in_memory() -> None:
+    run = small_run(precision="fp32")
+    attention = causal(64, kernels=choose_backends(run.model, run.execution, MachineFacts.probe()).sdpa)
+    inputs = [tensor.detach() for tensor in heads(4096, 1, 64, dtype=torch.float32, counts=(8, 2))]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(*inputs, None)
+    assert torch.cuda.max_memory_allocated() - before < 8 * 4096 * 4096 * 4 / 2
+
+
+@pytest.mark.parametrize("counts", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_rows_in_one_kernel_give_what_each_sequence_gives_alone(
+    counts: tuple[int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    inputs, attention = heads(256, 2, 64, dtype=dtype, counts=counts), causal(64, window)
+    borders = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packed = PackedSequences.of(borders, torch.empty(2, 256), torch.device("cuda"))
+    assert takes_varlen(inputs[0]), "torch has no varlen_attn with a window here"
+    direction = torch.randn(256, 2, counts[0] * 64, device="cuda", dtype=dtype)
+    found = []
+    for attention.may_use_varlen in (True, False):
+        context = attention(*inputs, None, packed_seq_params=packed)
+        found.append([context, *torch.autograd.grad((context * direction).sum(), inputs)])
+    for one_kernel, one_by_one in zip(*found, strict=True):
+        torch.testing.assert_close(one_kernel, one_by_one, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("counts", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("window", [None, 60])
+def test_pieces_of_keys_give_what_all_keys_give(
+    dtype: torch.dtype, counts: tuple[int, int], window: int | None
+) -> None:
+    """As around a ring: the last tokens see all of the first piece, and the second one causally."""
+    length, half, scale = 100, 50, 0.125
+    inputs = heads(2, length, 64, dtype=dtype, counts=counts)
+    query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in inputs)
+    query = query[:, :, half:]
+    visible = torch.ones(half, length, dtype=torch.bool, device="cuda").tril(half)
+    visible = visible.triu(half - (window or length) + 1)
+    expected = F.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), visible, scale=scale, enable_gqa=True
+    )
+    direction = torch.randn_like(query)
+    gradients = torch.autograd.grad((expected * direction).sum(), inputs)
+
+    bias = torch.zeros(half, length, device="cuda", dtype=dtype).masked_fill_(~visible, -torch.inf)
+    pieces = []
+    for part, is_causal in ((slice(0, half), False), (slice(half, length), True)):
+        mask = None if window is None else bias[:, part]
+        pieces.append((key[:, :, part], value[:, :, part], mask, is_causal and window is None))
+    with torch.no_grad():
+        found = [attend_with_lse(query, k, v, b, is_causal=c, scale=scale) for k, v, b, c in pieces]
+        lse = torch.logsumexp(torch.stack([lse for _, lse in found]), 0)
+        out = sum(part * (part_lse - lse).exp()[..., None] for part, part_lse in found).to(dtype)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=BOUNDS[dtype])
+        parts = [
+            attend_backward(direction, query, k, v, b, out, lse, is_causal=c, scale=scale)
+            for k, v, b, c in pieces
+        ]
+    of_query, of_key, of_value = zip(*parts, strict=True)
+    ours = [sum(of_query), torch.cat(of_key, 2), torch.cat(of_value, 2)]
+    theirs = [gradient.transpose(1, 2) for gradient in gradients]
+    for mine, right in zip(ours, [theirs[0][:, :, half:], *theirs[1:]], strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=BOUNDS[dtype] * 4)
