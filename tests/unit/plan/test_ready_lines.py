@@ -6,9 +6,9 @@
 import os
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from guide_pages import KINDS
 from planned_runs import H100
@@ -25,35 +25,29 @@ SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
 PATHS = dict.fromkeys(("MODEL", "DATA", "CORPUS", "RUN"), "/nowhere")
 
 
-class Line(NamedTuple):
-    """A launcher line, and the machines that its block names."""
-
-    argv: list[str]
-    environ: dict[str, str]
-    machine: str
-    nodes: int
-    devices: int
-
-    def figures(self, machine: str = "", more: str = "") -> str:
-        """Memory, seconds and MFU by plan, also on another machine with more flags."""
-        name, argv = machine or self.machine, [*self.argv, *more.split()]
-        planned = plan_run(argv, name, self.nodes, self.devices, environ=self.environ, here=H100.facts)
-        fit = fit_of(planned.resolved, planned.machine.facts)
-        assert fit.is_whole, (name, more, self)
-        time = step_time(planned.resolved, planned.machine)
-        assert time.mfu is not None
-        seconds = f"{time.seconds:.3g}" if time.seconds < 100 else f"{time.seconds:.0f}"
-        return f"{fit.device_needed / 2**30:.1f} GiB, {seconds} s, MFU {100 * time.mfu:.1f} %"
+def figures(
+    argv: list[str], environ: dict[str, str], nodes: int, devices: int, machine: str, more: str = ""
+) -> str:
+    """Memory, seconds and MFU of a launcher line by plan, with more flags."""
+    argv = [*argv, *more.split()]
+    planned = plan_run(argv, machine, nodes, devices, environ=environ, here=H100.facts)
+    fit = fit_of(planned.resolved, planned.machine.facts)
+    assert fit.is_whole, (machine, argv)
+    time = step_time(planned.resolved, planned.machine)
+    assert time.mfu is not None
+    seconds = f"{time.seconds:.3g}" if time.seconds < 100 else f"{time.seconds:.0f}"
+    return f"{fit.device_needed / 2**30:.1f} GiB, {seconds} s, MFU {100 * time.mfu:.1f} %"
 
 
-def line_of(command: str, block: re.Match[str]) -> Line:
+def line_of(command: str, block: re.Match[str]) -> partial[str]:
+    """`figures` of a line on the nodes that its block names, without the machine."""
     words = shlex.split(Template(command).substitute(PATHS))
     start = next(index for index, word in enumerate(words) if word.endswith(SCRIPTS))
     environ = dict(word.split("=", 1) for word in words[:start] if re.match(r"[A-Z_]+=", word))
     nodes = int(block["nodes"] or 1)
     if "--nodes" in words[:start]:
         assert words[words.index("--nodes") + 1] == str(nodes)
-    return Line(words[start + 1 :], environ, block["machine"], nodes, int(block["devices"]))
+    return partial(figures, words[start + 1 :], environ, nodes, int(block["devices"]))
 
 
 def with_plan(text: str) -> tuple[str, int]:
@@ -75,15 +69,14 @@ def with_plan(text: str) -> tuple[str, int]:
                 label = LABEL.match(lines[at])
                 assert label is not None and FIGURES.search(lines[at]), command
                 named[label[1]], command = found, ""
-                lines[at] = FIGURES.sub(found.figures(), lines[at])
+                lines[at] = FIGURES.sub(found(block["machine"]), lines[at])
         elif line.startswith("|") and "A100" in line:
             columns = [cell.split()[0].lower() for cell in line.strip("| ").split("|")[1:]]
         elif line.startswith("|") and FIGURES.search(line):
             label, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
             for column, cell in enumerate(cells):
                 more = re.match("`(.*)`", cell)
-                figures = named[label].figures(columns[column], more[1] if more else "")
-                cells[column] = FIGURES.sub(figures, cell)
+                cells[column] = FIGURES.sub(named[label](columns[column], more[1] if more else ""), cell)
             lines[index] = f"| {label} | {' | '.join(cells)} |"
     return "\n".join(lines), sum(len(FIGURES.findall(line)) for line in lines)
 

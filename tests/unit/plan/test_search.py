@@ -48,6 +48,7 @@ def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
         model_parallel = each.layout.tp * each.layout.pp
         assert model_parallel <= 2 if size == "8B" else 4 <= model_parallel <= 32
         assert each.layout.tp <= 8 and each.resolved.world_size == 32 and each.fit.is_whole
+        assert each.run.parallel.sequence_parallel == (each.layout.tp > 1)
         for rule in RULES:
             rule(each.run, H100.facts)
         argv = launch_argv(each.run, ENVIRONMENT, H100.facts)
