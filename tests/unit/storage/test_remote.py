@@ -53,6 +53,7 @@ def test_files_and_folders_are_those_that_fsspec_sees(folder: RemotePath) -> Non
         sorted(subfolders(folder)) == ["a", "b"] and (folder / "a").is_dir() and (folder / "three").is_file()
     )
     assert list(folder.glob("*/t*")) == [folder / "b" / "two"]
+    assert not (folder / "three").is_dir() and not (folder / "a").is_file()
     assert (folder / "b" / "two").stat().st_size == 2
     (folder / "three").unlink()
     (folder / "three").unlink(missing_ok=True)
