@@ -119,7 +119,8 @@ class BoundedMap(Generic[_Item, _Result]):
 
     def _submitted(self, lists: Iterable[list[_Item]]) -> Iterator[_Pending]:
         """The lists, as the pool gets them; the last one may be a failure of `lists` or of the pool."""
-        number, items = 0, []
+        number = 0
+        items: list[_Item] = []
         try:
             for number, items in enumerate(lists):
                 self._places[number % self._ahead] = 0

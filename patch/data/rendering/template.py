@@ -153,6 +153,7 @@ class Template:
         if place >= 0:
             return place + size
         # A call of a tool may end with another token, after further special tokens.
+        last: re.Match[str] | None
         *_, last = [None, *self._special.finditer(text, start, end)]
         if last is None or text[last.end() : end].strip():
             last = self._special.search(text, end, following.end())

@@ -178,6 +178,8 @@ def test_thoughts_within_the_words_need_no_line_break_after_them() -> None:
 
 
 def test_answer_of_a_tool_that_is_not_written_is_noticed() -> None:
+    quoted = [*WITH_TOOLS[:2], {"role": "tool", "content": 'say "hi"'}, WITH_TOOLS[3]]
+    assert learned("LLAMA31", chat(quoted, tools=TOOLS)) == learned("LLAMA31", chat(WITH_TOOLS, tools=TOOLS))
     deaf = tiny_tokenizer(template=families.LLAMA31.replace("m.content | tojson", "'...'"))
     with pytest.raises(DataError, match="message 3: .* does not write what the tool says"):
         ChatRenderer(deaf).render(chat(WITH_TOOLS, tools=TOOLS))
