@@ -57,7 +57,8 @@ def _run(arguments: argparse.Namespace) -> Report:
 
     head = f"{_NUMEL / 1e6:.0f} M parameters, {threads} threads, {arguments.rounds} rounds\n"
     text = f"{head}\n{times.table('', 'copy: copy', {'GB/s': speed, '/ ours': over_ours})}{missing}"
-    content = {"numel": _NUMEL, "threads": threads, "milliseconds": times.values, "missing": missing}
+    rounds = {title: [one / 1e3 for one in found] for title, found in times.values.items()}
+    content = {"numel": _NUMEL, "threads": threads, "rounds": rounds, "missing": missing}
     return Report(text, _aims(times), [times.panel()], content)
 
 
