@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from patch.checkpoint.inspect import type_name
+from patch.checkpoint.inspect import plain_values, type_name
 from patch.checkpoint.stored import Box, Reader, intersection, windows
 from patch.errors import CheckpointError
 
@@ -65,6 +64,7 @@ def compare(first: Reader, second: Reader, advance: Callable[[int], None]) -> Co
     differences = [
         found for name in common if (found := _compare_tensor(name, first, second, advance)) is not None
     ]
+    ours, theirs = plain_values(first.common()), plain_values(second.common())
     names = {*first.tensors, *first.objects}, {*second.tensors, *second.objects}
     return Comparison(
         is_equal=not differences and names[0] == names[1],
@@ -72,7 +72,7 @@ def compare(first: Reader, second: Reader, advance: Callable[[int], None]) -> Co
         differences=differences,
         only_first=sorted(names[0] - names[1]),
         only_second=sorted(names[1] - names[0]),
-        common_values=_differing(first.common(), second.common()),
+        common_values=sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)),
     )
 
 
@@ -121,30 +121,3 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     distances = torch.where(is_same, 0.0, (x - y).abs())
     differs = ~is_same if differs is None else differs
     return int(differs.sum()), float(distances.max()) if len(distances) else 0.0
-
-
-def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    names = sorted(map(str, first.keys() | second.keys()))
-    return [name for name in names if not _same(first.get(name), second.get(name))]
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether plain values are equal; values of other kinds (tensors, stand-ins) are not compared.
-
-    A pair of dicts that was seen is not compared again: in a hostile file it may contain itself.
-    """
-    pairs, seen = [(one, other)], set()
-    while pairs:
-        one, other = pairs.pop()
-        if isinstance(one, dict) and isinstance(other, dict):
-            if one.keys() != other.keys():
-                return False
-            if (id(one), id(other)) not in seen:
-                seen.add((id(one), id(other)))
-                pairs += [(one[key], other[key]) for key in one]
-        elif all(isinstance(value, int | float | str | None) for value in (one, other)):
-            if one != other:
-                return False
-        elif type(one) is not type(other):
-            return False
-    return True

@@ -209,11 +209,7 @@ def _config_of(folder: AnyPath, common: dict[str, Any]) -> dict[str, Any]:
 def _facts(
     folder: AnyPath, common: dict[str, Any], config: dict[str, Any], tensors: list[AlikeTensors]
 ) -> dict[str, Any]:
-    facts = {
-        key: value
-        for key, value in common.items()
-        if isinstance(key, str) and key not in ("config", "args") and _is_readable(value)
-    }
+    facts = {key: value for key, value in plain_values(common).items() if key not in ("config", "args")}
     parallel = config.get("parallel")
     if isinstance(parallel, dict):
         facts["layout"] = {name: parallel[name] for name in _LAYOUT if name in parallel}
@@ -230,11 +226,14 @@ def _facts(
     return facts
 
 
-def _is_readable(value: Any) -> bool:
-    """Whether it is a plain value, or a dict of them; in a hostile file dicts may have no end."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    return _is_plain(value)
+def plain_values(common: dict[str, Any]) -> dict[str, Any]:
+    """The texts and numbers of common.pt, and dicts of them; in a hostile file dicts may have no end."""
+    found = {}
+    for name, value in common.items():
+        parts = value.items() if isinstance(value, dict) else [(name, value)]
+        if isinstance(name, str) and all(isinstance(key, str) and _is_plain(each) for key, each in parts):
+            found[name] = value
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -266,7 +265,8 @@ def _layouts(config: dict[str, Any]) -> str:
     if not (layers and all(isinstance(size, int) and size for size in sizes)):
         return "at any TP that divides the model, any PP and DP"
     common = math.gcd(*(int(size) for size in sizes if size))
-    legal = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    most = min(common, 1024)  # a file may say anything
+    legal = ", ".join(str(n) for n in range(1, most + 1) if common % n == 0)
     return f"at TP {legal}, PP up to {layers}, any DP"
 
 

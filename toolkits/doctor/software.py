@@ -68,8 +68,8 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
         yield _compared(name, "")
     yield _torch_build()
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    is_clone = shutil.which("git") is not None
-    yield Finding("commit", "ok", (run_program(git, _GIT_S).output.strip() if is_clone else "") or "unknown")
+    has_git = shutil.which("git") is not None
+    yield Finding("commit", "ok", (run_program(git, _GIT_S).output.strip() if has_git else "") or "unknown")
 
 
 def check_imports(settings: Settings) -> Iterator[Finding]:
