@@ -225,7 +225,9 @@ def test_mark_survives_a_resume_and_forgets_what_came_after_an_older_checkpoint(
     assert "the checkpoint of step 8 is the best so far: validation loss 1.4000" in logged
     for start, best in ((6, "2"), (0, "")):
         MetricsLog(tmp_path, start).close()
-        kept(tmp_path, start).close()
+        hook = kept(tmp_path, start)
+        hook.on_evaluate({"iteration": 8, "valid_loss": 0.1, "valid_tokens": 9})  # and not saved again yet
+        hook.close()
         assert marked(tmp_path) == best
 
 
