@@ -16,12 +16,12 @@ from patch.config.flags import flag_words
 from patch.config.positions import POSITIONS, VARIABLES, position_word
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
+from patch.numbers import scaled, size_text, timed
 from patch.plan.planned_run import NAMED_LATER, Planned
 from patch.plan.report import budget, budget_line, machine_line
 from patch.plan.savings import share_on_host
 from patch.plan.search import Found, fits_somewhere, search
 from patch.preflight.parse import parse_args
-from patch.storage.sizes import scaled, size_text, timed
 
 _WIDTH = 160
 """Columns where the output is no terminal."""

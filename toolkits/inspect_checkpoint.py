@@ -70,7 +70,7 @@ class _Screen:
 
     def show(self, found: Inspection) -> None:
         """What a checkpoint is."""
-        from patch.storage.sizes import size_text
+        from patch.numbers import size_text
 
         self._say(found.folder, "bold")
         self._say(f"  format: {found.format}, saved {found.saved}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from patch.device import same_device
 from patch.distributed.collectives import all_gather_object, fail_together, from_rank_0
 from patch.errors import CheckpointError
-from patch.parse_numbers import to_int
+from patch.numbers import to_int
 from patch.storage.atomic import sync
 from patch.storage.checksums import Checksum, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name

@@ -36,12 +36,12 @@ from patch.device import start_thread
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.numbers import size_text
 from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE, REFUSED_FILE
 from patch.storage.places import AnyPath
-from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
 

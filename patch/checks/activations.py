@@ -6,7 +6,7 @@ from patch.checks.model import divisors
 from patch.config.positions import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.storage.sizes import counted
+from patch.numbers import counted
 
 
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:

@@ -17,7 +17,7 @@ from patch.config.schema import RANK_AXES, RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.layout.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
-from patch.storage.sizes import counted
+from patch.numbers import counted
 
 
 def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:

@@ -17,7 +17,7 @@ from patch.config.fields import scalar_of, value_of
 from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.parse_numbers import to_int
+from patch.numbers import to_int
 
 
 def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:

@@ -1,7 +1,7 @@
 """Functions of torch that have no public name.
 
 They observe reads of parameters and operators, identify the running backward, call back at its end, compute
-norms of many tensors, and tell whether an operator has a kernel.
+norms of many tensors, tell whether an operator has a kernel, and name regions of a profile of all threads.
 
 - torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read the dict `_parameters`
   of a module. A dict that reports reads works in eager code, in functional_call and in torch.compile, which
@@ -20,16 +20,23 @@ norms of many tensors, and tell whether an operator has a kernel.
   TorchFunctionMode does not see backward. Delete when there is a public one.
 - torch/_ops.py:894 asks which kernels an operator has with a private function. Delete when there is a
   public one.
+- torch/autograd/profiler.py:84 knows by a private flag whether a profiler runs. `record_function` without
+  one costs some microseconds, of which a step would have hundreds. Delete when there is a public flag.
+- torch/profiler/profiler.py takes a private class for the option that threads which were started before the
+  profiler are recorded, too: the one that updates offloaded states is. Delete when there is a public option.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Sequence, ValuesView
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
@@ -109,3 +116,47 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     parameters = module._parameters
     items = dict.items(parameters) if isinstance(parameters, dict) else parameters.items()
     return {name: parameter for name, parameter in items if parameter is not None}
+
+
+# Named regions of a profile, which cost nothing while nobody profiles.
+
+_NOTHING = nullcontext()
+
+
+def region(name: str, *values: object) -> AbstractContextManager[object]:
+    """A context whose time is in the trace of a profiler that runs, under this name.
+
+    Args:
+        name: the name, with a `%` for each value.
+        values: put into the name, if a profiler runs.
+    """
+    return record_function(name % values) if profiler._is_profiler_enabled else _NOTHING
+
+
+class Phases:
+    """Regions one after the other: one ends where the next begins."""
+
+    def __init__(self) -> None:
+        self._current: record_function | None = None
+
+    def begin(self, name: str) -> None:
+        """End the region that is open, and open the next one if a profiler runs."""
+        self.end()
+        if profiler._is_profiler_enabled:
+            self._current = record_function(name)
+            self._current.__enter__()
+
+    def end(self) -> None:
+        """End the region that is open."""
+        if self._current is not None:
+            self._current.__exit__(None, None, None)
+            self._current = None
+
+
+def step_profiler(*, is_cuda: bool) -> profile:
+    """A profiler of all threads of this process, and of its GPU."""
+    activities: Sequence[ProfilerActivity] = [ProfilerActivity.CPU]
+    if is_cuda:
+        activities = [*activities, ProfilerActivity.CUDA]
+    options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=activities, acc_events=True, experimental_config=options)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from patch.config.schema import DataConfig
 from patch.errors import ConfigError, DataError, nearest
-from patch.parse_numbers import to_float
+from patch.numbers import to_float
 from patch.storage.hub import shadowed_by
 from patch.storage.names import DATA_SUFFIXES, check_saved, row_files
 from patch.storage.text_files import read_json

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
 from patch.flag_field import Bounds
-from patch.parse_numbers import to_float, to_int
+from patch.numbers import to_float, to_int
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 """Section name to its dataclass, in the order of config.yaml."""

@@ -14,7 +14,7 @@ from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.errors import ConfigError
-from patch.parse_numbers import to_float
+from patch.numbers import to_float
 
 
 class Flags(NamedTuple):

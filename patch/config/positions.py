@@ -13,7 +13,7 @@ from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, PatchError, nearest, shown
 from patch.families import MODEL_SIZES
-from patch.parse_numbers import to_float, to_int
+from patch.numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
 _BOOLS = ("true", "false")

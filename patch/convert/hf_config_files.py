@@ -1,16 +1,14 @@
 """Writes the files beside the weights: config.json, generation_config.json and the tokenizer.
 
-Where a source folder is given, its files are kept byte for byte; in a file whose contents have changed only
-the changed keys are rewritten.
+Where a source folder is given, its files are kept byte for byte. A file whose contents have changed is
+written anew: the other keys keep their values and their order.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,55 +22,6 @@ from patch.storage.text_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_SPACE = re.compile(r"[\s,:]*")
-
-
-class _Member(NamedTuple):
-    key: str
-    begin: int
-    """Where the value begins in the text."""
-    end: int
-    """Where the value ends."""
-
-
-def _members(text: str) -> Iterator[_Member]:
-    """The members of the outermost object. The text must be valid JSON."""
-    decoder, position = json.JSONDecoder(), text.index("{") + 1
-
-    def skip(start: int) -> int:
-        match = _SPACE.match(text, start)
-        assert match is not None
-        return match.end()
-
-    position = skip(position)
-    while text[position] != "}":
-        key, end = decoder.raw_decode(text, position)
-        begin = skip(end)
-        _, end = decoder.raw_decode(text, begin)
-        yield _Member(key, begin, end)
-        position = skip(end)
-
-
-def with_values(text: str, contents: Mapping[str, Any]) -> str:
-    """The text of a JSON object with new contents.
-
-    Values that differ are replaced in the text, everything else keeps its formatting. If keys are added or
-    removed, the whole object is formatted again with an indent of two.
-
-    Args:
-        text: a JSON object.
-        contents: all of its members after the change.
-    """
-    before = json.loads(text)
-    if before.keys() != contents.keys():
-        return json.dumps(contents, indent=2) + "\n"
-    for key, begin, end in reversed(list(_members(text))):
-        if before[key] != contents[key]:
-            value = json.dumps(contents[key], indent=2).replace("\n", "\n  ")
-            text = text[:begin] + value + text[end:]
-    return text
-
 
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -275,10 +224,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[str, Any]) -> None:
-    """Write `contents`; of the source's file only the values that differ are changed."""
+    """Write `contents`; the source's file is copied where it says the same."""
     source = hf_source / name if hf_source is not None else None
-    if source is not None and source.is_file():
-        text = with_values(source.read_bytes().decode(), contents)
+    if source is not None and source.is_file() and _read_json(source) == contents:
+        (folder / name).write_bytes(source.read_bytes())
     else:
-        text = json.dumps(contents, indent=2) + "\n"
-    (folder / name).write_bytes(text.encode())
+        (folder / name).write_text(json.dumps(contents, indent=2) + "\n")

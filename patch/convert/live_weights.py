@@ -268,8 +268,8 @@ def export_hf(
         folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
         groups: `tp`, `pp` and `dp_cp` are used.
-        hf_source: the folder that the weights came from; in its config.json and generation_config.json only
-            the changed values are replaced. None: there is no such folder.
+        hf_source: the folder that the weights came from, whose config.json and generation_config.json are
+            kept where they say the same. None: there is no such folder.
         tokenizer: the tokenizer to save beside the weights.
         file_bytes: largest size of a safetensors file.
     Raises:

@@ -99,48 +99,27 @@ class WeightMapping(ABC):
         named = tuple(tensor._replace(name=tensor.name.replace("*", str(layer))) for tensor in self.hf)
         return dataclasses.replace(self, hf=named)
 
-    def hf_to_megatron(self, target: torch.Tensor, sources: Sequence[Any], shard: TPShard) -> None:
-        """Copy a shard of the parameter from Hugging Face tensors; padding becomes zero.
+    def hf_to_megatron(
+        self, target: torch.Tensor, sources: Sequence[Any], shard: TPShard, row: int = 0
+    ) -> None:
+        """Copy rows of a shard of the parameter from Hugging Face tensors; padding becomes zero.
 
         Args:
-            target: the shard, [*shard_shape]; values are rounded to its dtype, to nearest even.
+            target: the rows, [rows, *shard_shape[1:]]; values are rounded to its dtype, to nearest even.
             sources: one for each tensor of `hf`: a whole tensor, or a lazy safetensors slice, of which only
-                the rows or columns of this shard are read.
-            shard: the rank and size of `target`.
+                these rows and columns are read.
+            shard: the rank and size of the shard.
+            row: number of the first row in the shard.
         Raises:
             ConversionError: a value is too large for float16.
         """
-        position = 0
-        for index, start, stop in self.hf_slices(shard):
-            source = sources[index]
-            piece = source[:, start:stop] if self.axis else source[start:stop]
-            target.narrow(self.axis, position, stop - start).copy_(piece)
-            position += stop - start
-        target.narrow(self.axis, position, target.shape[self.axis] - position).zero_()
-        self._check_range(target)
-
-    def hf_to_megatron_rows(self, target: torch.Tensor, sources: Sequence[Any], start: int) -> None:
-        """Copy rows of the whole (unsharded) parameter from Hugging Face tensors; padding becomes zero.
-
-        Args:
-            target: the rows to fill; it keeps its dtype.
-            sources: as for `hf_to_megatron`.
-            start: number of the first row.
-        Raises:
-            ConversionError: as for `hf_to_megatron`.
-        """
-        if self.axis == 1:
-            target.copy_(sources[0][start : start + target.shape[0]])
-            self._check_range(target)
-            return
-        filled = 0
-        for index, first, offset, length in self._overlaps(TPShard(0, 1), start, target.shape[0]):
-            target.narrow(0, offset, length).copy_(sources[index][first : first + length])
+        filled, wanted = 0, target.shape[self.axis]
+        for index, first, offset, length in self._overlaps(shard, 0 if self.axis else row, wanted):
+            part = slice(first, first + length)
+            rows = sources[index][row : row + target.shape[0], part] if self.axis else sources[index][part]
+            target.narrow(self.axis, offset, length).copy_(rows)
             filled = offset + length
-        target[filled:].zero_()
-        self._check_range(target)
-
-    def _check_range(self, target: torch.Tensor) -> None:
+        target.narrow(self.axis, filled, wanted - filled).zero_()
         if target.dtype == torch.float16 and not target.isfinite().all():
             raise ConversionError(
                 f"{' and '.join(tensor.name for tensor in self.hf)}: values beyond 65504, the largest of "
@@ -191,15 +170,12 @@ class WeightMapping(ABC):
             device: the device of the result; None: the device of the shards.
         """
         dtype, device = shards[0].dtype, device or shards[0].device
-        whole = [torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in self.hf]
+        whole = {tensor.name: torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in self.hf}
         for rank, shard in enumerate(shards):
-            position = 0
-            for index, start, stop in self.hf_slices(TPShard(rank, len(shards))):
-                length = stop - start
-                values = shard.narrow(self.axis, position, length)
-                whole[index].narrow(self.axis, start, length).copy_(values)
-                position += length
-        return whole
+            for name, row, column, values in self.megatron_to_hf_blocks(shard, TPShard(rank, len(shards))):
+                begin, length = column if self.axis else row, values.shape[self.axis]
+                whole[name].narrow(self.axis, begin, length).copy_(values)
+        return list(whole.values())
 
 
 class ReplicatedMapping(WeightMapping):

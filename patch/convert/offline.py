@@ -31,6 +31,7 @@ from patch.convert.hf_config_files import (
 )
 from patch.convert.hf_layout import divide, known_layout, name_files, remember_layout
 from patch.convert.hf_reader import HFFolder, open_checked
+from patch.convert.mappings import TPShard
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
@@ -138,7 +139,8 @@ def _read_pieces(
                 count = min(step, num_rows - start)
                 # The storage must be no larger than the tensor: torch.save writes whole storages.
                 window = torch.from_numpy(next(buffers)[: count * row_bytes]).view(kind).view(count, *rest)
-                mapping.hf_to_megatron_rows(window, [source[tensor.name] for tensor in mapping.hf], start)
+                slices = [source[tensor.name] for tensor in mapping.hf]
+                mapping.hf_to_megatron(window, slices, TPShard(0, 1), start)
                 piece = window.view(*[1] * len(lead), count, *rest)
                 offsets = (*lead, start, *[0] * len(rest))
                 yield Piece(key, offsets, piece), (model.num_layers, *shape) if is_stacked else shape

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from patch.compat.profiler import region
+from patch.compat.torch_internals import region
 from patch.device import stream_of, streams_of
 
 # torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.

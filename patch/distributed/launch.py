@@ -22,9 +22,9 @@ from patch.device import MachineFacts
 from patch.distributed.worker_process import DETERMINISTIC, LAUNCHER, read_reply
 from patch.errors import ConfigError
 from patch.logger import get_logger
+from patch.numbers import counted
 from patch.preflight.cluster import Rendezvous
 from patch.storage.lock import refuse_held_run
-from patch.storage.sizes import counted
 
 _logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from patch.errors import ConfigError, shown
 from patch.families.shape import ModelConfig
-from patch.parse_numbers import to_float, to_int
+from patch.numbers import to_float, to_int
 
 
 class ConfigReader:

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from patch.device import stream_of, streams_of
-from patch.memory.offload_device import Copies, Event, Joinable
-from patch.memory.pinned import allocate_pinned
+from patch.memory.offload_device import Copies, Event, Joinable, allocate_pinned
 
 
 class Fragmentation:

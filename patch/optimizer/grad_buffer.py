@@ -33,8 +33,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from patch.compat.profiler import region
-from patch.compat.torch_internals import call_at_end_of_backward, current_backward
+from patch.compat.torch_internals import call_at_end_of_backward, current_backward, region
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock, follows_on_device
 from patch.errors import TrainingError

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from patch.compat.profiler import region
+from patch.compat.torch_internals import region
 from patch.memory import Event, Joinable, OffloadDevice
 from patch.optimizer.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from patch.compat.profiler import region
+from patch.compat.torch_internals import region
 from patch.config.schema import OptimizerConfig
 from patch.memory import (
     UNLIMITED,

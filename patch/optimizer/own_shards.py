@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.compat.profiler import region
+from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import WaitClock
 from patch.layout.buckets import ParamRange, ParamSpec
 from patch.optimizer.bucket import Bucket

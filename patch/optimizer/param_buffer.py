@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from patch.compat.profiler import region
-from patch.compat.torch_internals import own_parameters, watch_reads
+from patch.compat.torch_internals import own_parameters, region, watch_reads
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
 from patch.distributed.collectives import all_or_none

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from patch.storage.sizes import size_text
+from patch.numbers import size_text
 
 WINDOW = 64
 """Number of peaks of each kind that are kept; also the steps that memory must stay free after an eviction."""

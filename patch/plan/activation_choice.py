@@ -16,12 +16,12 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.logger import get_logger
+from patch.numbers import size_text
 from patch.plan.fits import Fit, fit_of, heaviest_rank
 from patch.plan.memory import device_memory, usable_device_memory
 from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.layer_time import layer_times
 from patch.plan.timing.machine_presets import machines_of
-from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.numbers import size_text, timed
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes
 from patch.plan.resolve import resolve_if_legal
@@ -18,7 +19,6 @@ from patch.plan.savings import SAVINGS, Change, less_offload
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
-from patch.storage.sizes import size_text, timed
 
 _MOST_CHANGES = 3
 _NUM_SHOWN = 3

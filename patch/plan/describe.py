@@ -12,6 +12,7 @@ from patch.config.choices import Recompute, ZeroStage
 from patch.device import MachineFacts
 from patch.families import weight_rows
 from patch.families.weights import TIED_OUTPUT
+from patch.numbers import counted, scaled, size_text
 from patch.plan.activations import activation_bytes
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.flops import attended_pairs, flops_per_step, output_in_layers
@@ -26,7 +27,6 @@ from patch.plan.parameters import element_bytes, layer_matrices, parameters_per_
 from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
-from patch.storage.sizes import counted, scaled, size_text
 
 INDENT = " " * 12
 _ROUNDED = 0.0005

@@ -9,6 +9,7 @@ from typing import Any
 from patch.config import RunConfig
 from patch.config.fields import SECTIONS, scalar_of
 from patch.device import MachineFacts
+from patch.numbers import counted, scaled, size_text, timed
 from patch.plan.cures import cures, what_lacks
 from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
 from patch.plan.fits import fit_of
@@ -18,7 +19,6 @@ from patch.plan.planned_run import Planned
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import StepTime, step_time
-from patch.storage.sizes import counted, scaled, size_text, timed
 
 _SHOWN = 0.001
 """A part below 0.1 % of a step is not shown."""

@@ -9,13 +9,13 @@ from patch.checks.rules import is_legal
 from patch.config import RunConfig, resolve_transformer_impl
 from patch.config.choices import ContextCommunication, Sharding, ZeroStage
 from patch.device import MachineFacts
+from patch.numbers import size_text
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_per_rank
 from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.communication import sent_bytes
-from patch.storage.sizes import size_text
 
 _MIB = 2**20
 

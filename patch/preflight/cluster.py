@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.parse_numbers import to_int
+from patch.numbers import to_int
 
 
 class Rendezvous(NamedTuple):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import overload
 
 from patch.errors import CheckpointError, DataError
-from patch.parse_numbers import to_int
+from patch.numbers import to_int
 from patch.storage.places import AnyPath, any_path, subfolders
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json, read_small

@@ -19,7 +19,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, TextColumn
 from torch.profiler import profile
 
-from patch.compat.profiler import step_profiler
+from patch.compat.torch_internals import step_profiler
 from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.progress import LineTimer, ProgressBar, is_terminal

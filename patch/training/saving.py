@@ -20,8 +20,8 @@ from patch.config import to_yaml
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
+from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
-from patch.storage.sizes import size_text
 from patch.training.run_state import Progress, state_to_save
 from patch.training.setup import Run
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import on_all_ranks
 from patch.logger import get_logger
+from patch.numbers import counted, size_text
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.placement import Move
-from patch.storage.sizes import counted, size_text
 from patch.training.error_translation import LostRankError, is_device_error, is_out_of_memory
 from patch.training.run_state import random_state, set_random_state
 

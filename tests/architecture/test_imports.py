@@ -13,7 +13,7 @@ from architecture.conftest import Source
 ROWS = {
     "patch.errors": 0,
     "patch.logger": 0,
-    "patch.parse_numbers": 0,
+    "patch.numbers": 0,
     "patch.flag_field": 0,
     "patch.device": 0,
     "patch.eight_bits": 0,

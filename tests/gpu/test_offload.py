@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.memory import CudaDevice, pinned
+from patch.memory import CudaDevice, offload_device
 from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.param_groups import ParamGroup
@@ -57,7 +57,7 @@ def test_pinned_memory_that_is_gone_leaves_nothing_behind(device: CudaDevice) ->
 
 def test_a_failure_to_pin_is_not_that_of_the_next_kernel(device: CudaDevice) -> None:
     buffer = device.allocate_pinned(4096, torch.float32)
-    pages = pinned._PinnedPages(-1, 4 * 4096)
+    pages = offload_device._PinnedPages(-1, 4 * 4096)
     with pytest.raises(MemoryError, match="could not be pinned"):
         pages.register(buffer.data_ptr())  # registered already
     assert torch.ones(8, device="cuda").add_(1).sum().item() == 16.0

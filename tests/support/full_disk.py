@@ -50,10 +50,6 @@ class SmallDisk:
             path.unlink()
         self._ballast.rmdir()
 
-    def remount(self, option: str) -> None:
-        """Make it read-only (ro) or writable (rw)."""
-        subprocess.run(["mount", "-o", f"remount,{option}", str(self._mount_point)], check=True)
-
 
 @contextmanager
 def small_disk(mount_point: Path, *, num_bytes: int, num_files: int) -> Iterator[SmallDisk]:

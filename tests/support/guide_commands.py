@@ -25,10 +25,10 @@ from patch.config.flags import build_parser
 from patch.config.positions import unknown_variables
 from patch.device import MachineFacts
 from patch.errors import PatchError
+from patch.numbers import size_text
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
 from patch.preflight.validate import validate_run
-from patch.storage.sizes import size_text
 from toolkits.command import COMMANDS
 
 HERE = MachineFacts(cuda_devices=0, cpu_cores=2, host_memory_bytes=64 * 2**30)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -16,16 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 
 from patch import compat
-
-
-def run_sum(rank: int, world_size: int, value: float) -> dict:
-    total = torch.tensor(value + rank)
-    dist.all_reduce(total)
-    return {"rank": rank, "sum": total.item(), "threads": torch.get_num_threads()}
-
-
-def test_results_come_in_the_order_of_ranks() -> None:
-    assert run_distributed(run_sum, 2, 3.0) == [{"rank": rank, "sum": 7.0, "threads": 1} for rank in (0, 1)]
 
 
 def run_and_leave_traces(rank: int, world_size: int) -> tuple[object, ...]:
@@ -49,16 +38,6 @@ def test_a_body_finds_nothing_of_the_one_before() -> None:
     first, second = (run_distributed(run_and_leave_traces, 1) for _ in range(2))
     assert first == second
     assert first[0][0] == "megatron.core.tensor_parallel.mappings"
-
-
-def read_surroundings(rank: int, world_size: int) -> tuple[object, ...]:
-    return os.environ.get("OF_THE_TEST"), os.environ["RANK"], os.getcwd(), "patch.training" in sys.modules
-
-
-def test_a_body_has_the_environment_of_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the server of processes was started before; it has the imports done."""
-    monkeypatch.setenv("OF_THE_TEST", "yes")
-    assert run_distributed(read_surroundings, 2) == [("yes", str(rank), os.getcwd(), True) for rank in (0, 1)]
 
 
 def fail_on_rank_1(rank: int, world_size: int, pid_file: Path) -> None:

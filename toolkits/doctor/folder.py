@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from patch.errors import ConfigError
+from patch.numbers import size_text
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
-from patch.storage.sizes import size_text
 from toolkits.doctor.check import Finding, Settings, graded
 
 _FILE_BYTES = 256 << 20

@@ -10,7 +10,7 @@ import torch
 from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from patch.device import unusable_gpus
-from patch.storage.sizes import counted, size_text
+from patch.numbers import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded, run_program
 
 _SMI_S = 10.0

@@ -14,7 +14,7 @@ import psutil
 from torch.utils.collect_env import get_cpu_info, run
 
 from patch.distributed.launch import cores_of_workers
-from patch.storage.sizes import counted, size_text
+from patch.numbers import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded
 
 _SYSTEM, _INFINIBAND = Path("/sys/devices/system"), Path("/sys/class/infiniband")

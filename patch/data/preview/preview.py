@@ -42,8 +42,8 @@ from patch.data.sft.rows import Item, TokenizedRow
 from patch.data.sft.source import find_sft, load_sft
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
 from patch.errors import ConfigError, DataError, about
+from patch.numbers import counted
 from patch.storage.names import DATA_CACHE_FOLDER
-from patch.storage.sizes import counted
 
 if TYPE_CHECKING:
     from patch.data.preview.indexed import IndexedPreview

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from patch.config.choices import Precision
 from patch.device import MachineFacts
 from patch.errors import ConfigError, nearest
-from patch.parse_numbers import to_float, to_int
+from patch.numbers import to_float, to_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from patch.config import RunConfig
 from patch.config.choices import Precision, ZeroStage
 from patch.layout.buckets import smallest_bucket
 from patch.layout.pipeline_stages import stage_activations
+from patch.numbers import timed
 from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
@@ -31,7 +32,6 @@ from patch.plan.timing.communication import (
 )
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
-from patch.storage.sizes import timed
 
 UPDATE_BYTES = {"fp32": 28, "bf16": 28, "fp16": 34, "fp8": 28}
 """That the optimizer's kernel reads and writes for a parameter: gradient 4, moments 16, master and weight."""

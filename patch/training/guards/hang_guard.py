@@ -35,8 +35,8 @@ from patch.device import start_thread
 from patch.distributed.collectives import barrier
 from patch.distributed.worker_process import Reply, announce_end, claim_error_report
 from patch.logger import get_logger
+from patch.numbers import size_text
 from patch.storage.names import STACKS_FOLDER
-from patch.storage.sizes import size_text
 from patch.training.guards.hang_verdict import (
     Beat,
     Fault,

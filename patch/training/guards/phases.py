@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from patch.checkpoint.save import Writing
-from patch.compat.profiler import Phases
+from patch.compat.torch_internals import Phases
 
 _SHARE_OF_STEP = 0.05
 """Weight of the newest step in the mean of a rank's own time."""

@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from patch.logger import get_logger
+from patch.numbers import counted
 from patch.storage.names import SPIKES_FILE
-from patch.storage.sizes import counted
 from patch.training.guards.non_finite import named_samples, samples_of_step
 from patch.training.setup import Run
 

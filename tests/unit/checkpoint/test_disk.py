@@ -126,20 +126,3 @@ def test_disk_that_is_full_at_any_moment_of_a_save_loses_nothing(disk, what, is_
     written = [message for message in others if message not in refused]
     assert len(written) > 3 and all("earlier ones are untouched" in message for message in written)
     assert all("No space left" in message or "disk may be full" in message for message in written), written
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "background"])
-def test_disk_that_becomes_read_only_loses_nothing(disk, is_async):
-    save_checkpoint(disk.folder, 1, state(1.0), {})
-    save = begin(disk.folder, 2, is_async=is_async)
-    while save.is_busy:
-        pass
-    disk.remount("ro")
-    for failing in (save.finish, lambda: begin(disk.folder, 3, is_async=is_async).finish()):
-        with pytest.raises(CheckpointError, match="Read-only file system"):
-            failing()
-    assert latest_iteration(disk.folder) == 1 and loaded(disk.folder, 1) == {1}
-    disk.remount("rw")
-    begin(disk.folder, 2, is_async=is_async).finish()
-    assert latest_iteration(disk.folder) == 2 and loaded(disk.folder, 2) == {2}
-    assert sorted(os.listdir(disk.folder)) == [iteration_name(1), iteration_name(2), TRACKER]

@@ -171,21 +171,16 @@ def test_every_rank_gets_every_tensor_in_order(root: Path, ranks: list[dict], ca
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_first_rank_alone_gets_every_tensor(ranks: list[dict], case: str) -> None:
-    assert ranks[0][case, "first"] == (ranks[0][case, "all"][0], True)
-    assert all(found[case, "first"] == ([], True) for found in ranks[1:])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_first_rank_of_each_stage_gets_its_tensors(ranks: list[dict], case: str) -> None:
-    first, second = (ranks[rank][case, "stage"] for rank in (0, 2))
-    assert first[1] and second[1]
-    assert sorted(first[0] + second[0]) == sorted(ranks[0][case, "all"][0])
-    assert first[0][0] == "model.embed_tokens.weight" and NORM in second[0]
-    assert {int(name.split(".")[2]) for name in second[0] if ".layers." in name} == (
+def test_receivers_get_every_tensor_or_those_of_their_stage(ranks: list[dict], case: str) -> None:
+    everything = ranks[0][case, "all"]
+    assert [found[case, "first"] for found in ranks] == [everything, *[([], True)] * 3]
+    (first, first_is_equal), no, (second, second_is_equal), nor = (found[case, "stage"] for found in ranks)
+    assert first_is_equal and second_is_equal and no == nor == ([], True)
+    assert sorted(first + second) == sorted(everything[0])
+    assert first[0] == "model.embed_tokens.weight" and NORM in second
+    assert {int(name.split(".")[2]) for name in second if ".layers." in name} == (
         LAYERS_OF_THE_SECOND.get(case, {2, 3})
     )
-    assert all(ranks[rank][case, "stage"] == ([], True) for rank in (1, 3))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -89,11 +89,14 @@ def test_target_that_another_conversion_made_in_the_meantime_is_not_replaced(tmp
 
 def test_target_is_replaced_when_all_bytes_are_on_the_disk(tmp_path, monkeypatch):
     target, partial = _target(tmp_path / "hf"), _target(tmp_path / ".hf.partial", "new")
+    _target(tmp_path / ".hf.replaced")  # left by a process that was killed
+    (partial / "below").mkdir()
+    (partial / "below" / "new").touch()
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     publish(target)
     assert (target / "config.json").read_text() == "new" and os.listdir(tmp_path) == ["hf"]
-    assert f"{partial}/config.json" in synced
+    assert {f"{partial}/{name}" for name in ("config.json", "below", "below/new")} <= set(synced)
 
 
 def test_publishing_what_is_gone_leaves_the_target(tmp_path):

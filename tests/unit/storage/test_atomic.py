@@ -1,14 +1,16 @@
-"""Files and folders appear whole or not at all, on a full disk and across file systems too."""
+"""Files appear whole or not at all, also on a full disk, and a long one goes there while it is written."""
 
 import errno
 import os
+import zlib
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from full_disk import disk_full_after
 
-from patch.storage.atomic import StagedFolder, write_atomically
+from patch.storage import places
+from patch.storage.atomic import write_atomically
+from patch.storage.checksums import Checksum, SummedFile, content
 
 
 @pytest.fixture
@@ -24,16 +26,12 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def staged(folder: Path, partial: Path | None = None) -> StagedFolder:
-    return StagedFolder(folder / "target", partial or folder / "partial", folder / "replaced")
-
-
-@pytest.mark.parametrize("content", ["caf\u00e9\n", b"\x00\xff"])
-def test_file_is_replaced_and_nothing_else_is_left(tmp_path: Path, content: str | bytes) -> None:
+@pytest.mark.parametrize("text", ["caf\u00e9\n", b"\x00\xff"])
+def test_file_is_replaced_and_nothing_else_is_left(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("old")
-    write_atomically(path, content)
-    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    write_atomically(path, text)
+    assert path.read_bytes() == (text.encode() if isinstance(text, str) else text)
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
@@ -52,35 +50,14 @@ def test_bytes_of_a_file_are_on_the_disk_before_it_has_its_name(tmp_path: Path, 
     assert draft == str(tmp_path / "a.tmp") and folder == str(tmp_path)
 
 
-def test_staged_folder_begins_empty_and_replaces_the_target(
-    tmp_path: Path, synced: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = staged(tmp_path)
-    for path in (folder.target, folder.partial, folder.replaced):
-        path.mkdir()
-        (path / "old").touch()
-    folder.open()
-    assert not os.listdir(folder.partial) and str(folder.partial) in caplog.text
-    (folder.partial / "below").mkdir()
-    (folder.partial / "below" / "new").touch()
-    folder.publish()
-    assert os.listdir(tmp_path) == ["target"] and os.listdir(folder.target) == ["below"]
-    parts = ("below", "below/new", "")
-    assert sorted(synced[:-1]) == sorted(str(folder.partial / part) for part in parts)
-    assert synced[-1] == str(tmp_path)
-
-
-def test_older_target_comes_back_where_the_new_one_cannot_take_its_name(tmp_path: Path) -> None:
-    with TemporaryDirectory(dir="/dev/shm") as elsewhere:
-        if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
-            pytest.skip("one file system holds both")
-        folder = staged(tmp_path, Path(elsewhere) / "partial")
-        folder.target.mkdir()
-        (folder.target / "old").touch()
-        folder.open()
-        with pytest.raises(OSError) as refused:
-            folder.publish()
-        assert refused.value.errno == errno.EXDEV
-        assert os.listdir(tmp_path) == ["target"] and os.listdir(folder.target) == ["old"]
-        folder.discard()
-        assert not folder.partial.exists()
+def test_disk_begins_to_write_a_long_file_before_it_is_finished(tmp_path: Path, monkeypatch) -> None:
+    flushed: list[int] = []
+    flush = places._sync_file_range
+    monkeypatch.setattr(places, "_sync_file_range", lambda *flushing: flushed.append(flush(*flushing)))
+    file = SummedFile(tmp_path / "data")
+    part = bytes(9 * 2**20)
+    for _ in range(4):
+        file.write(part)
+    assert flushed == [0, 0]  # after 16 and 32 MiB
+    written = file.finish()
+    assert written == content(tmp_path / "data") == Checksum(4 * len(part), f"{zlib.crc32(4 * part):08x}")

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from training_runs import build_seeded_run
 
 from patch.checks.run_length import profiled_steps
-from patch.compat.profiler import Phases, region
+from patch.compat.torch_internals import Phases, region
 from patch.config.schema import RunConfig
 from patch.training.hooks import Record, StepProfile, TrainerHook
 from patch.training.setup import Run

@@ -1,4 +1,4 @@
-"""When a line about progress is due, on the clock of this machine, and what it says of bytes."""
+"""What a run says: who speaks, when a line about progress is due, and sizes as a person would write them."""
 
 import logging
 import time
@@ -6,7 +6,18 @@ import time
 import pytest
 
 from patch import progress
+from patch.logger import configure_logging, get_logger
+from patch.numbers import size_text, timed
 from patch.progress import LineTimer
+
+
+@pytest.mark.parametrize("rank,expected", [(0, ["plain", "every", "wrong"]), (3, ["every", "wrong"])])
+def test_what_a_rank_says(rank: int, expected: list[str], capsys: pytest.CaptureFixture) -> None:
+    configure_logging(rank=rank)
+    get_logger("patch.part").info("plain")
+    get_logger("patch.part", every_rank=True).info("every")
+    get_logger("patch.part").error("wrong")
+    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == expected
 
 
 def test_a_line_is_due_once_in_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +47,19 @@ def test_lines_tell_the_bytes_so_far(
     first, last = caplog.messages
     assert first.startswith("model: 1.00 of 4.00 GiB, ")
     assert last == "model: 4.00 of 4.00 GiB, 0 s left"
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0.00 MiB"), (3 * 2**19, "1.50 MiB"), (2**29, "0.50 GiB"), (5 * 2**29, "2.50 GiB")],
+)
+def test_sizes_below_a_hundredth_of_a_gib_are_told_in_mib(size: int, words: str) -> None:
+    assert size_text(size) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0123, "12.3 ms"), (4.314, "4.31 s"), (998.7, "999 s"), (1032.4, "1,032 s"), (1.47e6, "1,470,000 s")],
+)
+def test_seconds_have_three_digits_and_no_exponent(seconds: float, words: str) -> None:
+    assert timed(seconds) == words
