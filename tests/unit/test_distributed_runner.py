@@ -18,16 +18,6 @@ from megatron.core.tensor_parallel import mappings
 from patch import compat
 
 
-def run_sum(rank: int, world_size: int, value: float) -> dict:
-    total = torch.tensor(value + rank)
-    dist.all_reduce(total)
-    return {"rank": rank, "sum": total.item(), "threads": torch.get_num_threads()}
-
-
-def test_results_come_in_the_order_of_ranks() -> None:
-    assert run_distributed(run_sum, 2, 3.0) == [{"rank": rank, "sum": 7.0, "threads": 1} for rank in (0, 1)]
-
-
 def run_and_leave_traces(rank: int, world_size: int) -> tuple[object, ...]:
     """What a body found of its predecessor's doings, all of which it repeats."""
     found = (
@@ -77,17 +67,6 @@ def test_a_failure_has_its_traceback_and_ends_the_others(tmp_path: Path) -> None
     while psutil.pid_exists(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < deadline, "rank 0 is still there"
         time.sleep(0.05)
-
-
-def die_on_rank_1(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), 9)
-    time.sleep(1000)
-
-
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(AssertionError, match="rank 1 died with -9"):
-        run_distributed(die_on_rank_1, 2)
 
 
 def hang(rank: int, world_size: int) -> None:
