@@ -18,6 +18,7 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.plan.planned_run import NAMED_LATER, Planned
 from patch.plan.report import budget, budget_line, machine_line
+from patch.plan.savings import share_on_host
 from patch.plan.search import Found, fits_somewhere, search
 from patch.preflight.parse import parse_args
 from patch.storage.sizes import scaled, size_text, timed
@@ -83,16 +84,15 @@ def row(planned: Planned, layout: Found, tokens: float | None) -> dict[str, Any]
         tokens: of the training; None: a thousand million.
     """
     run, machine = layout.resolved, planned.machine
-    optimizer = run.optimizer
     return {
         "nodes": machine.nodes,
         "devices": machine.num_devices,
         **layout.layout._asdict(),
         "dp": run.data_parallel_size,
         "sharding": run.zero_stage.name.lower(),
-        "bucket_size": optimizer.reduce_bucket_size,
+        "bucket_size": run.optimizer.reduce_bucket_size,
         "recompute": run.recompute or "none",
-        "host_fraction": optimizer.optimizer_offload_fraction if optimizer.optimizer_offload_policy else 0.0,
+        "host_fraction": share_on_host(run),
         "device_bytes": layout.fit.device_needed,
         "step_seconds": layout.time.seconds,
         "tokens_per_second_per_device": layout.time.tokens_per_second / run.world_size,

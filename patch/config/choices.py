@@ -26,7 +26,7 @@ Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
 RecomputeChoice = Recompute | Literal["auto"]
-"""One of them, or `auto`: `patch.plan.resolve_activations` chooses by memory and cost."""
+"""One of them, or `auto`: `patch.plan.activation_choice` chooses by memory and cost."""
 
 RecomputeMethod = Literal["uniform", "block"]
 """Which layers `full` recomputes: all, in blocks of several, or the first ones of each stage."""
@@ -79,4 +79,4 @@ class ZeroStage(IntEnum):
 
 
 Sharding = ZeroStage | Literal["auto"]
-"""A stage, or `auto`: `patch.plan.resolve_sharding` chooses the stage by its cost."""
+"""A stage, or `auto`: `patch.plan.resolve` chooses the stage by its cost."""

@@ -1,7 +1,7 @@
 """Layers whose activations are not all kept until backward: recomputed and offloaded ones (AC=full, offload).
 
 They are upstream's layers with another class, set after they are built, and have no parameters of their own.
-`patch.config.activation_layers` decides which layers they are.
+`patch.layout.pipeline_stages` decides which layers they are.
 
 An offloaded layer's activations start for the host when its forward ends, while the next layer computes; when
 that one has ended too, their memory on the device is freed. They start back when the next layer's backward

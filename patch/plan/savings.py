@@ -1,13 +1,14 @@
 """The ways to save memory, each in one place: what it changes, and how it is said.
 
-`cures` and `search` look through their changes, `activation_choice` through mixes of activations, and
-`advice` says what a run that ran out of memory does not use yet.
+A saving is a row of `SAVINGS`. `cures` combines the changes that a run does not have yet, `search` those that
+the row says it tries, `activation_choice` mixes of activations, and `advice` says what a run that ran out of
+memory does not use yet.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from patch.config import RunConfig
@@ -19,8 +20,7 @@ from patch.config.schema import OptimizerConfig
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.memory import bytes_per_rank
 
-RECOMPUTED: tuple[Recompute | None, ...] = (None, "selective", "full")
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Shares of optimizer states on the host."""
 SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
@@ -61,13 +61,8 @@ class Change(NamedTuple):
         return [(name, FIELDS[name].to_scalar(value)) for _, name, value in self.values if value is not None]
 
 
-_ZERO_2 = ("parallel", "overlapped_distributed_optimizer", True)
-SHARDED = (
-    Change("ZeRO-1", ()),
-    Change("ZeRO-2", (_ZERO_2,)),
-    Change("ZeRO-2", (_ZERO_2, ("optimizer", "reduce_bucket_size", SMALL_BUCKET))),
-)
-"""What a search looks at, of a run `without_savings`."""
+def _nothing(config: RunConfig) -> Sequence[Change]:
+    return ()
 
 
 class MemorySaving(NamedTuple):
@@ -79,6 +74,9 @@ class MemorySaving(NamedTuple):
     """Of a run and the bytes of its device, 0 if they are not known."""
     goes_to_host: bool = False
     """Whether what it frees on the device lies in host memory."""
+    searched: Callable[[RunConfig], Sequence[Change]] = _nothing
+    """What a search tries, less memory from one to the next: the first takes back what a run has of it, the
+    others are for a run without it."""
 
 
 def _change(section: str, words: str = "", kind: str = "", **values: object) -> Change:
@@ -106,6 +104,20 @@ def _sharded_gradients(config: RunConfig, limit: int) -> Iterator[Change]:
         yield _change("optimizer", reduce_bucket_size=SMALL_BUCKET)
 
 
+def _searched_sharding(config: RunConfig) -> Sequence[Change]:
+    zero_1 = _change(
+        "parallel",
+        use_distributed_optimizer=True,
+        overlapped_distributed_optimizer=False,
+        data_parallel_sharding=None,
+    )
+    if config.num_weight_copies == 1:
+        return [zero_1]
+    zero_2 = _change("parallel", overlapped_distributed_optimizer=True)
+    small = (*zero_2.values, ("optimizer", "reduce_bucket_size", SMALL_BUCKET))
+    return [zero_1, zero_2, Change(zero_2.kind, small)]
+
+
 def _smaller_passes(config: RunConfig, limit: int) -> Iterator[Change]:
     if config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
         yield _change("parallel", sequence_parallel=True)
@@ -126,6 +138,13 @@ def _recomputed(config: RunConfig, limit: int) -> Iterator[Change]:
         yield _change("training", recompute_granularity="selective")
     if now != "full" and not training.cpu_offloading:
         yield _change("training", kind="full", recompute_granularity="full")
+
+
+def _searched_activations(config: RunConfig) -> Sequence[Change]:
+    kept = dict(recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1)
+    kept |= dict(cpu_offloading=False, cpu_offloading_num_layers=None)
+    again = [_change("training", recompute_granularity=each) for each in ("selective", "full")]
+    return [_change("training", **kept), *again]
 
 
 def _offloaded_activations(config: RunConfig, limit: int) -> Iterator[Change]:
@@ -158,10 +177,24 @@ def _states_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
         yield Change("states", (), more_offload(optimizer))
     if policy == "auto":  # it takes what the device has no room for already
         return
-    now = optimizer.optimizer_offload_fraction if policy else 0.0
-    for fraction in FRACTIONS[1:]:
-        if fraction != now:
-            yield _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+    for fraction in FRACTIONS:
+        if fraction != share_on_host(config):
+            yield _on_host(fraction)
+
+
+def _searched_states_on_host(config: RunConfig) -> Sequence[Change]:
+    none = _change("optimizer", optimizer_offload_policy=None, optimizer_offload_fraction=1.0)
+    return [none, *map(_on_host, FRACTIONS)]
+
+
+def _on_host(fraction: float) -> Change:
+    return _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+
+
+def share_on_host(config: RunConfig) -> float:
+    """The share of the optimizer states that a run asks to have in host memory."""
+    optimizer = config.optimizer
+    return optimizer.optimizer_offload_fraction if optimizer.optimizer_offload_policy else 0.0
 
 
 def more_offload(config: OptimizerConfig) -> str:
@@ -197,12 +230,14 @@ def _smaller_parts(config: RunConfig, limit: int) -> Iterator[Change]:
 
 SAVINGS = (
     MemorySaving(frozenset({"states"}), _sharded_states),
-    MemorySaving(frozenset({"gradients", "states"}), _sharded_gradients),
+    MemorySaving(frozenset({"gradients", "states"}), _sharded_gradients, searched=_searched_sharding),
     MemorySaving(frozenset({"activations"}), _smaller_passes),
-    MemorySaving(frozenset({"activations"}), _recomputed),
+    MemorySaving(frozenset({"activations"}), _recomputed, searched=_searched_activations),
     MemorySaving(frozenset({"activations"}), _offloaded_activations, goes_to_host=True),
     MemorySaving(frozenset({"weights"}), _fewer_8_bit_weights),
-    MemorySaving(frozenset({"states"}), _states_on_host, goes_to_host=True),
+    MemorySaving(
+        frozenset({"states"}), _states_on_host, goes_to_host=True, searched=_searched_states_on_host
+    ),
     MemorySaving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
 )
 """The cheapest first."""
@@ -250,22 +285,9 @@ def with_mix(config: RunConfig, mix: Mix) -> RunConfig:
     return dataclasses.replace(config, training=training)
 
 
-def with_offload(config: RunConfig, fraction: float) -> RunConfig:
-    """The run with this share of its optimizer states on the host."""
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        optimizer_offload_policy="static" if fraction else None,
-        optimizer_offload_fraction=fraction or 1.0,
-    )
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
 def without_savings(config: RunConfig) -> RunConfig:
-    """The run with optimizer states shared by replicas and on the device, and all activations kept."""
-    parallel = dataclasses.replace(
-        config.parallel,
-        use_distributed_optimizer=True,
-        overlapped_distributed_optimizer=False,
-        data_parallel_sharding=None,
-    )
-    return with_offload(with_mix(dataclasses.replace(config, parallel=parallel), Mix()), 0.0)
+    """The run without what a search tries: sharded states on the device, all activations kept."""
+    for saving in SAVINGS:
+        for change in saving.searched(config)[:1]:
+            config = change.applied(config)
+    return config

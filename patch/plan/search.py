@@ -1,15 +1,17 @@
 """The search of layouts: the fastest ways to train a model on a machine that fit its memory.
 
 All sizes of TP, PP, VPP, CP and micro-batches that the rules allow are looked at. Of each the cheapest way
-that fits is taken: what is sharded, what is recomputed, which share of the states is on the host. Those that
-could be the fastest are timed by `step_time`.
+that fits is taken, of what the rows of `SAVINGS` have for a search: what is sharded, what is recomputed,
+which share of the states is on the host. Those that could be the fastest are timed by `step_time`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import product
 from typing import NamedTuple
 
 from patch.config import RunConfig
@@ -19,16 +21,7 @@ from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import (
-    FRACTIONS,
-    RECOMPUTED,
-    SHARDED,
-    SHORTEST_PIECE,
-    Mix,
-    with_mix,
-    with_offload,
-    without_savings,
-)
+from patch.plan.savings import SAVINGS, SHORTEST_PIECE, Change, share_on_host, without_savings
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.step_time import StepTime, step_costs, step_time
 
@@ -155,37 +148,46 @@ def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConf
     return without_savings(dataclasses.replace(config, parallel=parallel, training=training))
 
 
+def _searched(config: RunConfig, *, on_host: bool) -> Iterator[tuple[Change, ...]]:
+    """Every choice of one change of each saving: of those that move to the host, or of the others."""
+    tried = (saving.searched(config) for saving in SAVINGS if saving.goes_to_host == on_host)
+    return product(*filter(None, tried))
+
+
+def _with(config: RunConfig, changes: Sequence[Change]) -> RunConfig:
+    return reduce(lambda run, change: change.applied(run), changes, config)
+
+
 def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig] | None:
     """A run that fits at the least cost, also with its choices made; None if none fits or is legal."""
     best: tuple[float, RunConfig, RunConfig] | None = None
-    for sharded in SHARDED if config.num_weight_copies > 1 else SHARDED[:1]:
-        for granularity in RECOMPUTED:
-            run = with_mix(sharded.applied(config), Mix(granularity))
-            if (resolved := resolve_if_legal(run, machine.facts)) is None:
-                continue
-            fraction = _least_fraction(resolved, machine.facts)
-            if fraction is None:
-                continue
-            run, resolved = (with_offload(each, fraction) for each in (run, resolved))
-            # What the host delays is seen only when it is timed.
-            bound = _bound(resolved, machine) * (1 + 0.02 * fraction)
-            if best is None or bound < best[0]:
-                best = bound, run, resolved
+    for on_device in _searched(config, on_host=False):
+        run = _with(config, on_device)
+        if (resolved := resolve_if_legal(run, machine.facts)) is None:
+            continue
+        on_host = _least_on_host(resolved, machine.facts)
+        if on_host is None:
+            continue
+        run, resolved = _with(run, on_host), _with(resolved, on_host)
+        # What the host delays is seen only when it is timed.
+        bound = _bound(resolved, machine) * (1 + 0.02 * share_on_host(resolved))
+        if best is None or bound < best[0]:
+            best = bound, run, resolved
     return best[1:] if best else None
 
 
-def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
-    """The least share of states on the host with which a run fits; None if there is none."""
-    all_on_host = with_offload(config, 1.0)
+def _least_on_host(config: RunConfig, machine: MachineFacts) -> tuple[Change, ...] | None:
+    """What moves the least to the host of what lets a run fit; None if nothing does."""
+    nothing, *others = _searched(config, on_host=True)
+    all_on_host = _with(config, others[-1])
     # Looked at first, because activations take long to plan.
     if 0 < usable_device_memory(config, machine) < state_on_device(all_on_host):
         return None
     if fit_of(config, machine).is_whole:
-        return 0.0
+        return nothing
     if not fit_of(all_on_host, machine).is_on_device:
         return None
-    shares = FRACTIONS[1:]
-    return next((each for each in shares if fit_of(with_offload(config, each), machine).is_whole), None)
+    return next((some for some in others if fit_of(_with(config, some), machine).is_whole), None)
 
 
 def _bound(config: RunConfig, machine: Machine) -> float:

@@ -6,6 +6,9 @@ import pytest
 from planned_runs import ENVIRON, H100, planned_run
 
 from patch.checks.rules import RULES
+from patch.plan import cures, savings
+from patch.plan import search as search_module
+from patch.plan.savings import SAVINGS, Change, MemorySaving
 from patch.plan.search import Found, search
 from patch.plan.timing.machine_presets import PRESETS
 from patch.preflight.parse import parse_args
@@ -76,3 +79,22 @@ def test_a_model_that_fits_nowhere_is_not_found():
     machine = dataclasses.replace(H100, host_memory_bytes=2**30)
     run = planned_run(size="405B", flags="--global-batch-size 512")
     assert search(run, machine) == []
+
+
+def test_a_saving_is_taught_in_one_row(monkeypatch):
+    """Gradients in bf16, which no row has: search, cures and advice take them up."""
+    none, halved = (
+        Change("grads", (("optimizer", "main_grads_dtype", dtype),), f"{dtype} gradients")
+        for dtype in ("fp32", "bf16")
+    )
+    row = MemorySaving(
+        frozenset({"states"}), lambda run, limit: iter([halved]), searched=lambda run: (none, halved)
+    )
+    machine = dataclasses.replace(H100, devices_per_node=1)
+    run = planned_run(size="llama2-13B", flags="--global-batch-size 8", length=2048)
+    assert not search(run, machine)
+    for module in (cures, savings, search_module):
+        monkeypatch.setattr(module, "SAVINGS", (*SAVINGS, row))
+    assert {each.run.optimizer.main_grads_dtype for each in search(run, machine)} == {"bf16"}
+    assert all("--main-grads-dtype" in each.flags for each in cures.cures(run, machine.facts, machine))
+    assert "bf16 gradients" in cures.advice(run, machine.facts, on_device=True)

@@ -26,6 +26,7 @@ from patch.data import Batch
 from patch.distributed.groups import initialize
 from patch.errors import ConfigError
 from patch.preflight.resume_guard import resume_notes
+from patch.storage.names import TRACKER, all_iterations, iteration_name
 from patch.training import run
 from patch.training.hooks import Record
 from patch.training.setup import build_run
@@ -66,6 +67,15 @@ def train(config: RunConfig) -> tuple[list[Record], list]:
     return hook.records, reader.given
 
 
+def go_back(config: RunConfig, step: int) -> None:
+    """Remove the checkpoints of later steps."""
+    root = Path(config.checkpoint.output_path) / "checkpoint"
+    for iteration in all_iterations(root):
+        if iteration > step:
+            shutil.rmtree(root / iteration_name(iteration))
+    (root / TRACKER).write_text(f"{step}\n")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, and sets of 11 and 5 rows."""
@@ -84,12 +94,9 @@ def resume_in_an_epoch(rank: int, world_size: int, folder: Path) -> list[tuple[l
         folder, "resumed", train_data_path=spec, train_iters=0, train_epochs=2.0, global_batch_size=8,
         lr_warmup_iters=2,
     )  # fmt: skip
-    root = Path(config.checkpoint.output_path) / "checkpoint"
-    found = [train(config)]
-    for name in ("iter_0000002", "iter_0000003", "iter_0000004"):
-        shutil.rmtree(root / name)
-    (root / "latest_checkpointed_iteration.txt").write_text("1\n")
-    return [*found, train(config)]
+    whole = train(config)
+    go_back(config, 1)
+    return [whole, train(config)]
 
 
 def test_run_of_epochs_resumed_in_one_goes_on_with_the_same_samples_and_bits(folder: Path) -> None:
@@ -119,10 +126,7 @@ def change_the_batch(rank: int, world_size: int, folder: Path) -> tuple[list, li
         found, given = train(config)
         samples.append(given)
         records.append(found)
-        root = Path(config.checkpoint.output_path) / "checkpoint"
-        for name in ("iter_0000008", "iter_0000010"):
-            shutil.rmtree(root / name, ignore_errors=True)
-        (root / "latest_checkpointed_iteration.txt").write_text("4\n")
+        go_back(config, 4)
     return samples, records
 
 
