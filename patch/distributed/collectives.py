@@ -33,48 +33,37 @@ def is_on_all_ranks(error: Exception) -> bool:
     return getattr(error, _MARK, False) or dist.get_world_size() == 1
 
 
-def agree(error: Exception | None) -> None:
-    """Fail on all ranks or on none: a collective over the whole job.
-
-    Every rank calls it after work that can fail on one rank alone (reading, writing), before the next
-    collective, which a failed rank would never reach.
-
-    Args:
-        error: the error of this rank; None if its work succeeded.
-    Raises:
-        Exception: this rank's own `error`. On ranks without an error: that of the lowest rank that failed,
-            named in the message, as a PatchError of the same class or, for other errors, as PatchError.
-    """
-    if not dist.is_initialized():
-        if error is not None:
-            raise error
-        return
-    # Only our own classes are sent, because every rank can import them. pickle refuses a class that a library
-    # creates while it runs: this rank would then fail before the collective, and the others would wait.
-    kind = type(error) if isinstance(error, PatchError) else PatchError
-    field = error.field if isinstance(error, PatchError) else None
-    reports = all_gather_object(None if error is None else (kind, str(error), field))
-    if error is not None:
-        raise on_all_ranks(error)
-    for rank, report in enumerate(reports):
-        if report is not None:
-            kind, message, field = report
-            raise on_all_ranks(kind(f"rank {rank}: {message}", field=field))
-
-
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """A context for work that can fail on one rank alone: at its end all ranks raise, or none. Collective.
+    """A context for work that can fail on one rank alone (reading, writing): at its end all raise, or none.
+
+    A collective over the whole job. Every rank enters it before the next collective, which a failed rank
+    would never reach. Without a job the error is raised as it is.
 
     Raises:
-        Exception: as `agree`.
+        Exception: this rank's own error. On ranks without an error: that of the lowest rank that failed,
+            named in the message, as a PatchError of the same class or, for other errors, as PatchError.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
         failure = error
-    agree(failure)
+    if not dist.is_initialized():
+        if failure is not None:
+            raise failure
+        return
+    # Only our own classes are sent, because every rank can import them. pickle refuses a class that a library
+    # creates while it runs: this rank would then fail before the collective, and the others would wait.
+    kind = type(failure) if isinstance(failure, PatchError) else PatchError
+    field = failure.field if isinstance(failure, PatchError) else None
+    reports = all_gather_object(None if failure is None else (kind, str(failure), field))
+    if failure is not None:
+        raise on_all_ranks(failure)
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message, field = report
+            raise on_all_ranks(kind(f"rank {rank}: {message}", field=field))
 
 
 @contextmanager
@@ -103,7 +92,7 @@ def from_rank_0(find: Callable[[], _Value]) -> _Value:
     """The value that `find` returns on rank 0, on every rank. Collective; without a job just calls `find`.
 
     Raises:
-        Exception: what `find` raises, on all ranks (see `agree`).
+        Exception: what `find` raises, on all ranks (see `all_or_none`).
     """
     if not dist.is_initialized():
         return find()

@@ -160,28 +160,19 @@ class MetricsLog(TrainerHook):
         self._board = _Board(output / TENSORBOARD_FOLDER, start_iteration + 1)
 
     def on_log(self, record: Record) -> None:
-        """Append a step's object and its TensorBoard scalars.
+        """Append the object of a step or an evaluation, and its TensorBoard scalars.
 
         Raises:
             CheckpointError: the file cannot be written, for example because the disk is full.
         """
-        self._write(record)
-
-    def on_evaluate(self, record: Record) -> None:
-        """Append an evaluation's object and its TensorBoard scalars.
-
-        Raises:
-            CheckpointError: the file cannot be written, for example because the disk is full.
-        """
-        self._write(record)
-
-    def _write(self, record: Record) -> None:
         try:
             self._file.write(orjson.dumps(record) + b"\n")
             self._file.flush()
             self._board.add(record)
         except OSError as error:
             raise CheckpointError(f"{self.path} could not be written: {error}; free space, resume") from error
+
+    on_evaluate = on_log
 
     def close(self) -> None:
         """Close the files; a failure is only logged, so that it does not hide an earlier error."""

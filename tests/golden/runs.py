@@ -13,7 +13,7 @@ from golden.machine import machine_key
 from hf_families import family_model, family_run
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from small_runs import small_run
-from training_runs import CPU, build_seeded_run, digests, train_run
+from training_runs import CPU, build_seeded_run, digests, stored_tensors, train_run
 
 from patch.config.schema import RunConfig
 from patch.convert import export_hf, hf_to_mcore, mcore_to_hf
@@ -89,13 +89,13 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Train it; floats as `float.hex`. The last loss is that of the validation set."""
+    """Train it. The last loss is that of the validation set."""
     results = train_run(run)
     weights, states = digests(run)
     new_job()
     return {
-        "losses": [result.loss.hex() for result in results],
-        "norms": [result.grad_norm.hex() for result in results[:-1]],
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results[:-1]],
         "skipped": [result.skipped for result in results[:-1]],
         "weights": weights,
         "states": states,
@@ -170,9 +170,10 @@ def convert(folder: Path) -> dict[str, str]:
     """What the converter makes of the weights in `folder`, there and back, and the pre-training set."""
     hf_to_mcore(folder / "hf", folder / "mcore", torch.bfloat16)
     mcore_to_hf(folder / "mcore", folder / "back")
+    stored = stored_tensors(folder / "mcore" / "release")
     return {
         "documents.bin and .idx": of_files(folder, "documents.[bi][id][nx]"),
-        "hf2mcore": _of_checkpoint(folder / "mcore" / "release", folder / "whole.pt"),
+        "hf2mcore": sha256(name.encode() + tensor_bytes(stored[name]) for name in sorted(stored)),
         "mcore2hf": of_files(folder / "back", "*.safetensors"),
     }
 
@@ -180,16 +181,3 @@ def convert(folder: Path) -> dict[str, str]:
 def of_files(folder: Path, pattern: str) -> str:
     """Of names and bytes."""
     return sha256(path.name.encode() + path.read_bytes() for path in sorted(folder.glob(pattern)))
-
-
-def _of_checkpoint(folder: Path, whole: Path) -> str:
-    """Of the names and tensors that torch's own reader finds."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(folder, whole)
-    tensors = {
-        name: value
-        for name, value in torch.load(whole, weights_only=True).items()
-        if isinstance(value, torch.Tensor)
-    }
-    return sha256(name.encode() + tensor_bytes(tensors[name]) for name in sorted(tensors))

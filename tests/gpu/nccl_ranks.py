@@ -24,8 +24,8 @@ import torch.distributed as dist
 from gpu import runs
 from gpu.runs import digest_of
 from megatron.core import parallel_state
-from packed_runs import PACKED, TalkReader
-from training_runs import save
+from packed_runs import PACKED, talk_batches
+from training_runs import SeededReader, save
 
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
@@ -117,7 +117,7 @@ def build(context: DeviceContext, **changes: Any) -> Run:
     run = runs.build(context, **own | changes)
     if run.config.data.packing:
         zigzag = Zigzag.of(run.groups.cp)
-        run.train_reader = TalkReader(run.config, run.groups.dp.rank(), zigzag)  # type: ignore[assignment]
+        run.train_reader = SeededReader(run.config, run.groups.dp.rank(), zigzag, talk_batches)
     return run
 
 

@@ -9,12 +9,10 @@ import torch
 from gpu import runs
 from gpu.runs import close, digest_of, needs_8_bits
 from small_runs import hf_llama, small_run
-from training_runs import seeded_batches
+from training_runs import transformers_losses
 
-from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
-from patch.optimizer import learning_rate
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run
 from patch.training.state_placement import OomRetry
@@ -68,41 +66,13 @@ def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case:
         assert {step[2] for step in found["none"][:-2]} == {0, 1}
 
 
-def transformers_losses(config: RunConfig, folder: Path) -> list[float]:
-    """LlamaForCausalLM under torch's AdamW on the GPU, in fp32, one batch a step."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda")
-    groups = [
-        {"params": [weight for weight in model.parameters() if weight.ndim > 1], "weight_decay": 0.1},
-        {"params": [weight for weight in model.parameters() if weight.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    losses = []
-    for iteration in range(config.training.train_iters):
-        batches = seeded_batches(config, iteration)
-        tokens, labels, mask = (torch.cat([batch[field] for batch in batches]).cuda() for field in range(3))
-        each = torch.nn.functional.cross_entropy(
-            model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none"
-        )
-        loss = (each * mask.flatten()).sum() / mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def test_losses_are_those_of_transformers_and_torch_adamw(job: DeviceContext, tmp_path: Path) -> None:
     config = small_run(train_iters=STEPS)
     hf_llama(config, tmp_path)
     run = build(job, tmp_path)
     ours = [step[0] for step in train(run)[:STEPS]]
     close(run)
-    assert ours == pytest.approx(transformers_losses(config, tmp_path), rel=1e-4)
+    assert ours == pytest.approx(transformers_losses(config, tmp_path, job.device), rel=1e-4)
 
 
 BF16 = {"precision": "bf16"}

@@ -12,8 +12,7 @@ from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch
 from patch.data.packing import PackedSource, Packs
-from patch.data.samples import Sample, collate, cut_batch
-from patch.distributed.context_group import WHOLE, Zigzag
+from patch.data.samples import Sample, collate
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
 from patch.training.setup import Run
@@ -76,26 +75,18 @@ class Talks:
         return samples
 
 
-def batches_of(talks: Talks, config: RunConfig) -> list[Batch]:
-    samples, size = (
-        talks.packed() if config.data.packing else talks.padded(),
-        config.training.micro_batch_size,
-    )
+def batches_of(config: RunConfig, *talks: Talks) -> list[Batch]:
+    """All micro-batches of these conversations, packed or padded as the run asks."""
+    size = config.training.micro_batch_size
+    samples = [
+        sample for each in talks for sample in (each.packed() if config.data.packing else each.padded())
+    ]
     return [collate(samples[begin : begin + size]) for begin in range(0, len(samples), size)]
 
 
-class TalkReader:
-    """A BatchReader of one global batch a step: micro-batch m of rank r is number m * DP + r."""
-
-    def __init__(self, config: RunConfig, dp_rank: int, zigzag: Zigzag = WHOLE) -> None:
-        self._config, self._dp_rank, self._zigzag = config, dp_rank, zigzag
-
-    def __len__(self) -> int:
-        return 1
-
-    def step(self, iteration: int) -> list[Batch]:
-        own = batches_of(Talks(iteration), self._config)[self._dp_rank :: self._config.data_parallel_size]
-        return [cut_batch(batch, self._zigzag) for batch in own]
+def talk_batches(config: RunConfig, iteration: int) -> list[Batch]:
+    """Those of a step, for `SeededReader`."""
+    return batches_of(config, Talks(iteration))
 
 
 def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:

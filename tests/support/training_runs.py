@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job
 from stale_reads import no_stale_reads
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from patch import compat
 from patch.checkpoint import save_checkpoint
@@ -24,7 +26,7 @@ from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import WHOLE, Zigzag
 from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, initialize_weights
-from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
 from patch.training.evaluation import evaluate
 from patch.training.hooks import Record, TrainerHook
 from patch.training.run_state import Progress, find_progress, resume, state_to_save
@@ -68,16 +70,32 @@ def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
 
 
 class SeededReader:
-    """A BatchReader over `seeded_batches`: micro-batch m of rank r is number m * DP + r."""
+    """A BatchReader over global batches that a function makes: micro-batch m of rank r is number m * DP + r.
 
-    def __init__(self, config: RunConfig, dp_rank: int, zigzag: Zigzag = WHOLE) -> None:
+    Args:
+        config: the run.
+        dp_rank: of this rank.
+        zigzag: its part of each sequence.
+        batches: makes all micro-batches of a step.
+        num_steps: of an evaluation.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dp_rank: int,
+        zigzag: Zigzag = WHOLE,
+        batches: Callable[[RunConfig, int], list[Batch]] = seeded_batches,
+        num_steps: int = 2,
+    ) -> None:
         self._config, self._dp_rank, self._zigzag = config, dp_rank, zigzag
+        self._batches, self._num_steps = batches, num_steps
 
     def __len__(self) -> int:
-        return 2
+        return self._num_steps
 
     def step(self, iteration: int) -> list[Batch]:
-        own = seeded_batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
+        own = self._batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
         return [cut_batch(batch, self._zigzag) for batch in own]
 
 
@@ -152,6 +170,51 @@ def train_run(run: Run) -> list[StepResult]:
     with no_stale_reads(run.optimizer):
         valid_loss = evaluate(run)["valid_loss"]
     return [*results, results[-1]._replace(loss=valid_loss)]
+
+
+def transformers_losses(config: RunConfig, folder: Path, device: torch.device = CPU.device) -> list[float]:
+    """A plain loop over the same batches: LlamaForCausalLM in fp32 under torch's AdamW.
+
+    The loss is the mean over the batch's learned tokens.
+    """
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 0.1},
+            {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    losses = []
+    for iteration in range(config.training.train_iters):
+        batches = seeded_batches(config, iteration)
+        tokens, labels, mask = (torch.cat([batch[field] for batch in batches]) for field in range(3))
+        logits = model(tokens.to(device)).logits.flatten(0, 1)
+        each = torch.nn.functional.cross_entropy(logits, labels.flatten().to(device), reduction="none")
+        loss = (each * mask.flatten().to(device)).sum() / mask.sum()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, config.optimizer.clip_grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint but for ranks' random generators, as torch's own reader finds them."""
+    reader = dcp.FileSystemReader(folder)
+    tensors = {
+        key: torch.full(stored.size, -1, dtype=stored.properties.dtype)
+        for key, stored in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata) and not key.startswith("random.")
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def hf_gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.Tensor]:

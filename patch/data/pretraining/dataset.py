@@ -33,7 +33,7 @@ from patch.data.order import passes_text, weights_of
 from patch.data.pretraining.indexed_dataset import check_ids
 from patch.data.pretraining.run_sets import UNSPLIT, PretrainOptions, RunSet, open_set
 from patch.data.samples import Sample, lengths_between
-from patch.distributed.collectives import agree
+from patch.distributed.collectives import all_or_none
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
@@ -197,13 +197,9 @@ def _rank_zero_first(build: Callable[[], _Built]) -> _Built:
     rank = dist.get_rank() if dist.is_initialized() else 0
     built: list[_Built] = []
     for is_my_turn in (rank == 0, rank != 0):
-        failed: Exception | None = None
-        if is_my_turn:
-            try:
+        with all_or_none():
+            if is_my_turn:
                 built.append(build())
-            except Exception as error:  # noqa: BLE001 - the other ranks must be told of any error
-                failed = error
-        agree(failed)
     return built[0]
 
 

@@ -18,20 +18,17 @@ from launches import (
     free_port,
     is_running,
     launch_workers,
-    make_config,
     start,
     write_script,
 )
 from small_runs import small_run
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
-from patch.device import MachineFacts
 from patch.distributed import agent, rendezvous
 from patch.distributed.launch import worker_environment
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
 from patch.preflight.cluster import Rendezvous
-from patch.storage.lock import hold_run
 
 
 @pytest.fixture
@@ -40,18 +37,23 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "KILL_GRACE_S", 0.5)
 
 
-def test_environment_tells_each_rank_its_place_and_flags_are_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_environment_tells_each_rank_its_place_and_share_of_cores_and_flags_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAYON_NUM_THREADS", "HOME")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "HOME")
     seen = f"' '.join([*(os.environ[name] for name in {names}), *sys.argv[1:]])"
     body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write({seen})"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HOME", "/h")
     before = dict(os.environ)
     assert launch_workers(write_script(tmp_path, body), 2) == 0
     found = [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)]
     assert found == ["0 0 2 2 2 /h --flag", "1 1 2 2 2 /h --flag"]
     assert dict(os.environ) == before
+    assert logged == ["OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores"]
+
+
+ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.mark.parametrize(
@@ -67,29 +69,25 @@ def test_environment_tells_each_rank_its_place_and_flags_are_passed_on(
         # How long S3 keeps a save waiting.
         ({"save": "s3://bucket/run"}, "AWS_MAX_ATTEMPTS", "3"),
         ({}, "AWS_MAX_ATTEMPTS", None),
+        ({}, ALLOCATOR, "expandable_segments:True"),
+        ({}, OLDER, None),
+        # One queue where tensor-parallel layers need it: up to Hopper, Blackwell keeps the order by itself.
+        ({"capability": (9, 0)}, QUEUES, None),
+        ({"tp": 2, "capability": (0, 0)}, QUEUES, "1"),
+        ({"tp": 2, "capability": (9, 0)}, QUEUES, "1"),
+        ({"tp": 2, "capability": (10, 0)}, QUEUES, None),
+        ({"tp": 2, "capability": (12, 0)}, QUEUES, None),
     ],
 )
 def test_environment_has_what_the_run_needs_but_for_the_users_own_choices(
     changes: dict, name: str, expected: str | None
 ) -> None:
-    config = small_run(**changes)
-    assert worker_environment(config, MACHINE, {}).get(name) == expected
-    assert worker_environment(config, MACHINE, {name: "7"})[name] == "7"
-
-
-@pytest.mark.parametrize(
-    ("tp", "capability", "expected"),
-    [(1, (9, 0), None), (2, (0, 0), "1"), (2, (9, 0), "1"), (2, (10, 0), None), (2, (12, 0), None)],
-)
-def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
-    tp: int, capability: tuple[int, int], expected: str | None
-) -> None:
-    """Up to Hopper: Blackwell keeps the order by itself."""
-    config = make_config(2)
-    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp))
-    machine = MachineFacts(cuda_devices=2, cpu_cores=4, compute_capability=capability)
-    environment = worker_environment(config, machine, {})
-    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    machine = replace(MACHINE, compute_capability=changes.get("capability", (0, 0)))
+    config = small_run(**{field: value for field, value in changes.items() if field != "capability"})
+    assert worker_environment(config, machine, {}).get(name) == expected
+    for own in ("7", ""):
+        environment = worker_environment(config, machine, {name: own})
+        assert environment[name] == own and (name != OLDER or ALLOCATOR not in environment)
 
 
 def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,20 +96,6 @@ def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{core}])
     assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert (tmp_path / "cores").read_text() == str({core})
-
-
-ALLOCATOR, OLDER = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-
-
-def test_environment_asks_for_segments_that_grow_where_the_user_asks_for_nothing() -> None:
-    for own, expected in [
-        ({}, {ALLOCATOR: "expandable_segments:True"}),
-        ({ALLOCATOR: ""}, {ALLOCATOR: ""}),
-        ({ALLOCATOR: "backend:native"}, {ALLOCATOR: "backend:native"}),
-        ({OLDER: "max_split_size_mb:512"}, {OLDER: "max_split_size_mb:512"}),
-    ]:
-        only = worker_environment(make_config(1), MACHINE, own)
-        assert {name: only[name] for name in (ALLOCATOR, OLDER) if name in only} == expected
 
 
 def test_a_worker_of_the_users_own_torchrun_asks_for_them_before_torch_is_imported() -> None:
@@ -129,28 +113,6 @@ def test_a_worker_of_the_users_own_torchrun_asks_for_them_before_torch_is_import
             [sys.executable, "-c", program], env=environ | own, cwd=REPOSITORY, capture_output=True, text=True
         )
         assert found.stdout.strip() == expected, found.stderr
-
-
-def test_each_ranks_share_of_the_cores_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
-    """No OMP handling (the original's defect 13)."""
-    body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write(os.environ['OMP_NUM_THREADS'])"
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    launch_workers(write_script(tmp_path, body), 2)
-    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-    assert logged == ["OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores"]
-
-
-def test_run_of_one_machine_looks_whether_its_folder_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = write_script(tmp_path, f"open(f'{tmp_path}/ran', 'w').write('yes')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
-    with hold_run(Path("none")), pytest.raises(ConfigError, match="none is being written by process"):
-        launch_workers(script, 1)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_each_process_has_a_log_of_its_own_for_each_start_beside_what_the_launcher_shows(
@@ -242,17 +204,6 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert time.monotonic() - begin < 60
-
-
-def test_failure_that_was_announced_ends_the_others_before_its_own_end(
-    tmp_path: Path, short_waits: None
-) -> None:
-    """Also one that ignores SIGTERM."""
-    body = f"{ENDLESS}\nworker_process.FAILED_END_S = 0.5\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    body += "if rank:\n    announce_end(Reply(3, 'why'))\n    wait_for_ever()\ntime.sleep(60)"
-    begin = time.monotonic()
-    assert launch_workers(write_script(tmp_path, body), 2) == 3
-    assert time.monotonic() - begin < 40
 
 
 def test_worker_that_is_done_and_crashes_does_not_end_one_that_still_works(

@@ -32,32 +32,42 @@ def stray_signals() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
+    ("first", "second", "insistence_s"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 0.2),
+        (signal.SIGINT, signal.SIGINT, 3.0),
+        (signal.SIGUSR1, signal.SIGTERM, 0.2),
+    ],
+    ids=["timeout", "impatient user", "SLURM"],
 )
-def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
-    """The first worker plays `timeout`, or an impatient user."""
+def test_signal_is_forwarded_once_and_waited_for_whatever_else_comes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: signal.Signals,
+    second: signal.Signals,
+    insistence_s: float,
+) -> None:
+    """The first worker plays who sends them; SLURM sends SIGUSR1 some time before its limit, then SIGTERM."""
+    monkeypatch.setattr(agent, "INSISTENCE_S", insistence_s)
     body = f"""
-count = 0
-def stop(signum, frame):
-    global count
-    count += 1
-for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-    signal.signal(each, stop)
+seen = []
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(each, lambda number, frame: seen.append(int(number)))
 open(f'{tmp_path}/ready{{rank}}', 'w').close()
 while not all(os.path.exists(f'{tmp_path}/ready{{each}}') for each in (0, 1)):
     time.sleep(0.05)
 if rank == 0:
-    os.kill(os.getppid(), {int(signum)})
-    time.sleep(0.3)
-    os.kill(os.getppid(), {int(signum)})
-while not count:
+    os.kill(os.getppid(), {int(first)})
+    time.sleep(0.4)
+    os.kill(os.getppid(), {int(second)})
+while not seen:
     time.sleep(0.05)
 time.sleep(0.7)
-open(f'{tmp_path}/saved{{rank}}', 'w').write(str(count))
-sys.exit(128 + {int(signum)})
+open(f'{tmp_path}/saved{{rank}}', 'w').write(str(seen))
+sys.exit(128 + {int(first)})
 """
-    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 128 + signum
-    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 128 + first
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [str([int(first)])] * 2
 
 
 def test_the_end_of_a_terminal_that_nohup_hides_is_not_answered() -> None:
@@ -85,29 +95,6 @@ time.sleep(120)
     script = write_script(tmp_path, body)
     assert launch_workers(script, 1, max_restarts=1) == 128 + signal.SIGINT
     assert (tmp_path / "lived").read_text() == "..."
-
-
-def test_signal_of_another_kind_lets_the_workers_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SLURM sends SIGUSR1 some time before its limit, then SIGTERM twice. The worker plays SLURM."""
-    monkeypatch.setattr(agent, "INSISTENCE_S", 0.2)
-    body = f"""
-seen = []
-for each in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(each, lambda number, frame: seen.append(number))
-os.kill(os.getppid(), signal.SIGUSR1)
-while not seen:
-    time.sleep(0.05)
-for _ in range(2):
-    time.sleep(0.4)
-    os.kill(os.getppid(), signal.SIGTERM)
-time.sleep(0.4)
-open('{tmp_path}/saved', 'w').write(str(seen))
-sys.exit(128 + signal.SIGUSR1)
-"""
-    assert launch_workers(write_script(tmp_path, body), 1) == 128 + signal.SIGUSR1
-    assert (tmp_path / "saved").read_text() == str([int(signal.SIGUSR1)])
 
 
 @pytest.mark.parametrize(("sizes", "others_go_on"), [([3], False), ([1, 3], True)], ids=["needed", "spare"])

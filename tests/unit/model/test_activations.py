@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from packed_runs import PACKED, TalkReader
+from packed_runs import PACKED, talk_batches
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import bits_of_steps, build_seeded_run, saved_for_backward
+from training_runs import SeededReader, bits_of_steps, build_seeded_run, saved_for_backward
 
 from patch.config.schema import RunConfig
 from patch.distributed.context_group import Zigzag
@@ -93,7 +93,7 @@ def bits(config: RunConfig) -> dict[str, Any]:
     """Of two steps and an evaluation; and the bytes that each of them sent to the host."""
     run = build_seeded_run(config)
     if config.data.packing:
-        reader = TalkReader(config, run.groups.dp.rank(), Zigzag.of(run.groups.cp))
+        reader = SeededReader(config, run.groups.dp.rank(), Zigzag.of(run.groups.cp), talk_batches, 1)
         run.train_reader, run.valid_readers = reader, {"valid": reader}  # type: ignore[assignment]
     steps, sent = bits_of_steps(run), sent_by(run)
     found = {"bits": [*steps, evaluate(run)["valid_loss"]], "sent": [sent, sent_by(run)]}

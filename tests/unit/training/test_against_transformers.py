@@ -8,11 +8,9 @@ import torch
 from distributed_runner import new_job, run_distributed
 from packed_runs import PACKED, PADDED, SIZES, Talks, batches_of, build_untrained
 from small_runs import hf_llama, small_run
-from training_runs import build_seeded_run, hf_gradients, seeded_batches, train
+from training_runs import build_seeded_run, hf_gradients, train, transformers_losses
 
-from patch.config.schema import RunConfig
 from patch.data.samples import learned_tokens
-from patch.optimizer import learning_rate
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
 
@@ -52,36 +50,6 @@ def run_all(rank: int, world_size: int, folders: dict[str, Path]) -> dict[Any, A
     return found
 
 
-def plain_loop(config: RunConfig, folder: Path) -> list[float]:
-    """LlamaForCausalLM under torch's AdamW: the loss is the mean over the batch's learned tokens."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    weights = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 0.1},
-            {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
-    losses = []
-    for iteration in range(config.training.train_iters):
-        batches = seeded_batches(config, iteration)
-        tokens, labels, mask = (torch.cat([batch[field] for batch in batches]) for field in range(3))
-        logits = model(tokens).logits.flatten(0, 1)
-        losses_of_tokens = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
-        loss = (losses_of_tokens * mask.flatten()).sum() / mask.sum()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def hf_step(hf: Any, talks: Talks) -> tuple[float, dict[str, torch.Tensor]]:
     """transformers' mean loss over the learned tokens, each conversation alone, and the gradients."""
     hf.zero_grad()
@@ -101,7 +69,7 @@ def our_step(run: Run, talks: Talks) -> tuple[float, dict[str, torch.Tensor]]:
     """The same by our step on megatron-core's schedule."""
     for stage in run.stages:
         stage.zero_grad()
-    batches = batches_of(talks, run.config)
+    batches = batches_of(run.config, talks)
     losses = run_schedule(run, batches, learned_tokens(batches), loss_scale=1.0)
     return float(sum(losses)), hf_gradients(run.stages, run.config)
 
@@ -110,7 +78,7 @@ def run_masked_rank(rank: int, world_size: int, folder: Path) -> tuple[float, fl
     """A step over two replicas, of which the second has nothing to learn."""
     config = small_run(dp=2, data_parallel_sharding="optimizer", **PACKED)
     run = build_seeded_run(config, folder)
-    batches = batches_of(CASES["ranks without learned tokens"], config)[rank::2]
+    batches = batches_of(config, CASES["ranks without learned tokens"])[rank::2]
     assert learned_tokens(batches) == (0 if rank else 16 + 5)
     run.train_reader.step = lambda iteration: batches  # type: ignore[method-assign]
     result = train_step(run, 0)
@@ -143,7 +111,7 @@ def ours(folders: dict[str, Path]) -> dict[Any, Any]:
 def test_twenty_losses_are_those_of_a_plain_transformers_loop(
     folders: dict[str, Path], ours: dict, name: str
 ) -> None:
-    assert ours[name] == pytest.approx(plain_loop(LOOPS[name], folders[name]), abs=1e-4)
+    assert ours[name] == pytest.approx(transformers_losses(LOOPS[name], folders[name]), abs=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

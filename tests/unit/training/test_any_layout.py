@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from training_runs import build_seeded_run, save
+from training_runs import build_seeded_run, save, stored_tensors
 
 from patch.distributed.collectives import max_over_world
 from patch.training.run_state import Progress, find_progress, resume
@@ -93,27 +91,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     return root, found
 
 
-def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything but the random generators of ranks, as torch's own reader finds it."""
-    reader = dcp.FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.full(value.size, -1, dtype=value.properties.dtype)
-        for key, value in stored.items()
-        if isinstance(value, TensorStorageMetadata) and not key.startswith("random.")
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 @pytest.mark.parametrize("precision", BOUNDS)
 def test_weights_and_states_are_bitwise_the_same_after_every_layout(results, precision) -> None:
     root, _ = results
-    expected = whole_tensors(root / "one" / precision / "iter_0000002")
+    expected = stored_tensors(root / "one" / precision / "iter_0000002")
     states = {key.split(".")[2] for key in expected if key.startswith("optimizer.state.")}
     assert {"exp_avg", "exp_avg_sq"} <= states
     for name in list(CHAIN)[1:]:
-        found = whole_tensors(root / name / precision / "iter_0000002")
+        found = stored_tensors(root / name / precision / "iter_0000002")
         assert found.keys() == expected.keys(), name
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], name
 

@@ -4,7 +4,6 @@ Each run is compared with one whose sums have the same order. Where the order is
 ZeRO-2, packing): test_covered_layouts.py. A small model against oracles: tests/unit/optimizer.
 """
 
-from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +12,6 @@ from small_runs import small_run
 from training_runs import build_seeded_run, digest_of, digests, train_run
 
 from patch.config.schema import RunConfig
-from patch.optimizer.bucket import Bucket
-from patch.training.setup import Run
-from patch.training.step import train_step
 
 pytestmark = pytest.mark.long
 
@@ -171,44 +167,3 @@ def test_loss_falls_clipping_triggers_and_states_are_where_they_should_be(found:
         share == pytest.approx(0.5, abs=0.1) for name in shares if "half" in name for share in shares[name]
     )
     assert all(0.1 < share < 0.9 for share in shares["zero-2, bf16, auto"])
-
-
-def noted(run: Run) -> list[list[str]]:
-    """For each of this rank's stages a list that gets its gradients and the starts of its reductions."""
-    events: list[list[str]] = [[] for _ in run.stages]
-
-    def note_start(bucket: Bucket, noted: list[str]) -> None:
-        start = bucket.start_grad_sync
-        bucket.start_grad_sync = lambda: noted.append(f"{bucket.index}") or start()  # type: ignore
-
-    for bucket in run.optimizer.grad_buffer.buckets:
-        note_start(bucket, events[bucket.range.stage])
-    for stage, of_stage in zip(run.stages, events, strict=True):
-        for parameter in stage.parameters():
-            # A tensor hook sees the gradient before it is accumulated, so before the optimizer does.
-            parameter.register_hook(lambda gradient, noted=of_stage: noted.append("gradient"))
-    return events
-
-
-def trace(rank: int, world_size: int) -> None:
-    run = build_seeded_run(config_of("zero-2, vpp"))
-    events, params, gathering = noted(run), run.optimizer.param_buffer, list[bool]()
-    train_step(run, 0)
-    for stage, of_stage in zip(run.stages, events, strict=True):
-        earlier = len(list(stage.parameters())) * (run.config.num_micro_batches - 1)
-        begin = [index for index, event in enumerate(of_stage) if event == "gradient"][earlier]
-        last = of_stage[begin:]
-        starts = [event for event in last if event != "gradient"]
-        own = [str(b.index) for b in run.optimizer.grad_buffer.buckets if b.range.stage == stage.vp_stage]
-        assert starts[-len(own) :] == own, "in the order of backward"
-        assert last.index(own[0]) < max(i for i, event in enumerate(last) if event == "gradient")
-    for module in chain.from_iterable(stage.modules() for stage in run.stages):
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(lambda *_: gathering.append(not params.is_settled))
-    train_step(run, 1)
-    run.optimizer.finish_param_sync()
-    assert gathering[0] and not gathering[-1], "the first module does not wait for the last one's weights"
-
-
-def test_reductions_begin_in_backward_and_gathers_end_in_the_next_forward() -> None:
-    run_distributed(trace, 4)

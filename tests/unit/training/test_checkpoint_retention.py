@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def marks(
     """The mark at the start and after each step; at `stops_at` a step is evaluated after its save."""
     log, hook = MetricsLog(output, start), kept(output, start)
     seen = [marked(output)]
-    for iteration in range(start + 1, max([*losses, *saves]) + 1):
+    for iteration in range(start + 1, max([start, *losses, *saves]) + 1):
         for what in ("save", "evaluate") if iteration == stops_at else ("evaluate", "save"):
             if what == "evaluate" and iteration in losses:
                 record = {"iteration": iteration, "valid_loss": losses[iteration], "valid_tokens": tokens}
@@ -202,39 +202,46 @@ def test_what_the_store_refused_goes_from_the_disk_once_the_store_is_further(
     assert "step 4: removed those of steps 2, 3, which it had refused" in caplog.text
 
 
+class Part(NamedTuple):
+    """A part of a run, from a start to its next one, and the marks that it makes; see `marks`."""
+
+    start: int
+    losses: dict[int, float]
+    saves: list[int]
+    expected: list[str]
+    stops_at: int = 0
+    tokens: int = 9
+
+
+TWO_SAVES = Part(0, {2: 1.5, 4: 2.0}, [2, 4], ["", "", "2", "2", "2"])
+
+
 @pytest.mark.parametrize(
-    ("losses", "saves", "stops_at", "expected"),
+    "parts",
     [
-        ({1: 0.5, 2: 3.0, 4: 2.0, 5: 2.5, 6: 2.0}, [2, 4, 5, 6], 0, ["", "", "2", "2", "4", "4", "4"]),
-        ({2: math.nan, 3: 1.0, 5: 9.0}, [2, 4, 5], 0, ["", "", "", "", "", "5"]),
-        ({3: 1.0}, [3], 3, ["", "", "", "3"]),
+        [Part(0, {1: 0.5, 2: 3.0, 4: 2.0, 5: 2.5, 6: 2.0}, [2, 4, 5, 6], ["", "", "2", "2", "4", "4", "4"])],
+        [Part(0, {2: math.nan, 3: 1.0, 5: 9.0}, [2, 4, 5], ["", "", "", "", "", "5"])],
+        [Part(0, {3: 1.0}, [3], ["", "", "", "3"], stops_at=3)],
+        [TWO_SAVES, Part(4, {6: 1.7, 8: 1.4}, [6, 8], ["2", "2", "2", "2", "8"])],
+        [
+            TWO_SAVES,
+            Part(4, {6: 1.4}, [6], ["2", "2", "6"]),
+            Part(4, {6: 0.1}, [], ["2", "2", "2"]),  # and not saved again yet
+            Part(0, {}, [], [""]),
+        ],
+        [
+            Part(0, {1: 2.0, 2: 1.0}, [1, 2], ["", "1", "2"]),
+            Part(2, {3: 6.0, 4: 5.0}, [3, 4], ["2", "3", "4"], tokens=7),
+            Part(4, {5: 5.5}, [5], ["4", "4"], tokens=7),
+        ],
     ],
-    ids=["lowest", "not evaluated or not finite", "saved first"],
+    ids=["lowest", "not evaluated or not finite", "saved first", "resumed", "gone back", "another set"],
 )
-def test_mark_is_the_checkpoint_with_the_lowest_loss(
-    one_process: None, tmp_path: Path, losses: dict, saves: list, stops_at: int, expected: list
+def test_mark_is_the_checkpoint_with_the_lowest_loss_that_can_be_compared(
+    one_process: None, tmp_path: Path, parts: list[Part]
 ) -> None:
-    assert marks(tmp_path, 0, losses, saves, stops_at) == expected
-
-
-def test_mark_survives_a_resume_and_forgets_what_came_after_an_older_checkpoint(
-    one_process: None, tmp_path: Path, logged: list[str]
-) -> None:
-    marks(tmp_path, 0, {2: 1.5, 4: 2.0}, [2, 4])
-    assert marks(tmp_path, 4, {6: 1.7, 8: 1.4}, [6, 8]) == ["2", "2", "2", "2", "8"]
-    assert "the checkpoint of step 8 is the best so far: validation loss 1.4000" in logged
-    for start, best in ((6, "2"), (0, "")):
-        MetricsLog(tmp_path, start).close()
-        hook = kept(tmp_path, start)
-        hook.on_evaluate({"iteration": 8, "valid_loss": 0.1, "valid_tokens": 9})  # and not saved again yet
-        hook.close()
-        assert marked(tmp_path) == best
-
-
-def test_losses_of_another_validation_set_are_not_compared(one_process: None, tmp_path: Path) -> None:
-    assert marks(tmp_path, 0, {1: 2.0, 2: 1.0}, [1, 2])[-1] == "2"
-    assert marks(tmp_path, 2, {3: 6.0, 4: 5.0}, [3, 4], tokens=7) == ["2", "3", "4"]
-    assert marks(tmp_path, 4, {5: 5.5}, [5], tokens=7) == ["4", "4"]
+    for part in parts:
+        assert marks(tmp_path, *part[:3], part.stops_at, part.tokens) == part.expected
 
 
 def test_mark_that_cannot_be_written_is_a_checkpoint_error(one_process: None, tmp_path: Path) -> None:

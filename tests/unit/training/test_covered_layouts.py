@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 from covering_array import Row, Rule, all_pairs, further_rows, is_legal, legal_pairs, pairs_of
 from distributed_runner import new_job, run_distributed
-from packed_runs import SIZES, Talks
+from packed_runs import SIZES, Talks, batches_of
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import SeededReader, build_seeded_run
 
 from patch.checks.notes import notes
 from patch.checks.rules import RULES
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.data.samples import Sample, collate, cut_batch
 from patch.device import MachineFacts
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
@@ -173,24 +172,9 @@ class Trained(NamedTuple):
     """Of the first step."""
 
 
-class Conversations:
-    """A BatchReader: 16 conversations a step, in 8 packed rows or in 16."""
-
-    def __init__(self, config: RunConfig, dp_rank: int, zigzag: Zigzag) -> None:
-        self._config, self._dp_rank, self._zigzag = config, dp_rank, zigzag
-
-    def __len__(self) -> int:
-        return 1
-
-    def step(self, iteration: int) -> list[Batch]:
-        samples: list[Sample] = []
-        for seed in (2 * iteration, 2 * iteration + 1):
-            talks = Talks(seed)
-            samples += talks.packed() if self._config.data.packing else talks.padded()
-        size = self._config.training.micro_batch_size
-        batches = [collate(samples[begin : begin + size]) for begin in range(0, len(samples), size)]
-        own = batches[self._dp_rank :: self._config.data_parallel_size]
-        return [cut_batch(batch, self._zigzag) for batch in own]
+def conversations(config: RunConfig, iteration: int) -> list[Batch]:
+    """The micro-batches of a step: 16 conversations, in 8 packed rows or in 16."""
+    return batches_of(config, Talks(2 * iteration), Talks(2 * iteration + 1))
 
 
 def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[Trained]:
@@ -202,8 +186,9 @@ def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[
 def train(config: RunConfig) -> Trained:
     try:
         run = build_seeded_run(config)
-        reader = Conversations(config, run.groups.dp.rank(), Zigzag.of(run.groups.cp))
-        run.train_reader, run.valid_readers = reader, {"valid": reader}  # type: ignore[assignment]
+        zigzag = Zigzag.of(run.groups.cp)
+        reader = SeededReader(config, run.groups.dp.rank(), zigzag, conversations, num_steps=1)
+        run.train_reader, run.valid_readers = reader, {"valid": reader}  # type: ignore[dict-item]
         num_steps = STEPS if config.training.precision == "fp32" else STEPS_ROUNDED
         results = [train_step(run, iteration) for iteration in range(num_steps)]
         losses = max_over_world([*(r.loss for r in results), evaluate(run)["valid_loss"]], run.device)

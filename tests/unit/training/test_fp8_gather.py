@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, resume_seeded_run, save
+from training_runs import build_seeded_run, resume_seeded_run, save, stored_tensors
 
 from patch.config.schema import RunConfig
 from patch.errors import TrainingError
@@ -66,24 +65,12 @@ def run_all(rank: int, world_size: int, folder: Path) -> list[set[torch.dtype]]:
     return found
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer states of a checkpoint, as plain DCP reads them."""
-    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for key, meta in found.items()
-        if hasattr(meta, "size")
-    }
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    return tensors
-
-
 def test_layers_keep_8_bits_where_replicas_share_and_a_run_goes_on_without_the_flag(tmp_path: Path) -> None:
     for types in run_distributed(run_all, 2, tmp_path):
         assert types == [BF16, BF16, IN_8_BITS, IN_8_BITS]
-    expected = stored(tmp_path / "False-False" / "checkpoint" / "iter_0000004")
+    expected = stored_tensors(tmp_path / "False-False" / "checkpoint" / "iter_0000004")
     assert {tensor.dtype for tensor in expected.values()} >= {torch.bfloat16, torch.int16, torch.float32}
     for name in ("True-True", "True-False", "False-True"):
-        found = stored(tmp_path / name / "checkpoint" / "iter_0000004")
+        found = stored_tensors(tmp_path / name / "checkpoint" / "iter_0000004")
         assert found.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())

@@ -89,6 +89,8 @@ def test_a_trace_names_the_parts_of_its_steps_in_order(folder: Path, rank: int) 
     reduced = [name for name in names if name.endswith("reduce-scatter")]
     count = len(reduced) // 2  # two micro-batches
     assert count > 2 and reduced == [f"bucket {index} reduce-scatter" for index in range(count)] * 2
+    in_backward = names[: names.index("reduction")]
+    assert sum(name in reduced for name in in_backward) > count, "they begin before backward has ended"
     gathered = [name for name in names[names.index("update") :] if name.endswith("all-gather")]
     assert gathered[0] == f"bucket {count - 1} all-gather" and set(gathered) <= set(
         f"bucket {index} all-gather" for index in range(count)

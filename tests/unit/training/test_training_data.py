@@ -1,8 +1,7 @@
-"""A run's losses and the order of its samples do not depend on how its data is read.
+"""The data of a run that is resumed: in an epoch, in larger batches, changed, elsewhere; and waits for it.
 
-One run through `build_run` and `Trainer`, on a blend of two sets of rows that goes through several epochs of
-both: micro-batches of 1, 2 and 4, one process and two, with and without background reading, straight through
-and resumed in the middle of an epoch.
+That losses depend neither on micro-batches nor on replicas: test_covered_layouts.py. The order of samples:
+tests/unit/data/test_order.py and test_prefetch.py.
 """
 
 import json
@@ -25,59 +24,45 @@ from patch import compat
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.distributed.groups import initialize
+from patch.errors import ConfigError
+from patch.preflight.resume_guard import resume_notes
 from patch.storage.names import TRACKER, all_iterations, iteration_name
+from patch.training import run
 from patch.training.hooks import Record
-from patch.training.setup import Run, build_run
+from patch.training.setup import build_run
 from patch.training.trainer import Trainer
 
 pytestmark = pytest.mark.long
-
-BOUND = 2e-6
-"""On losses near 5, in fp32: sums over micro-batches and ranks are made in another order. Seen: 4.4e-7."""
-STEPS = 6
-Case = tuple[str, int, int]
-"""A name, samples of a micro-batch, steps that are read ahead."""
-ALONE: list[Case] = [("1", 1, 2), ("2, no thread", 2, 0), ("2, far ahead", 2, 50)]
-TOGETHER: list[Case] = [("dp 1", 1, 2), ("dp 1, no thread", 1, 0), ("dp 4", 4, 2)]
-
-
-def losses_of(records: list[Record]) -> list[float]:
-    return [record["loss"] for record in records]
 
 
 class Noting:
     """A reader that writes down the samples that it gives."""
 
     def __init__(self, reader: Any) -> None:
-        self._reader, self.given = reader, []
+        self._reader, self.given = reader, list[list[int]]()
 
     def step(self, iteration: int) -> list[Batch]:
         batches = self._reader.step(iteration)
-        self.given.append([[row.tolist() for row in batch.tokens] for batch in batches])
+        self.given += [row.tolist() for batch in batches for row in batch.tokens]
         return batches
 
 
 def config_of(folder: Path, output: str, **changes: Any) -> RunConfig:
     return small_run(
-        vocab_size=400, tokenizer_name_or_path=str(folder / "tokenizer"), output_path=str(folder / output),
+        vocab_size=400, output_path=str(folder / output), cache_dir=str(folder / "cache"),
         **{
-            "train_data_path": f"0.6 {folder / 'first.json'} 0.4 {folder / 'second.json'}",
-            "global_batch_size": 8, "train_iters": STEPS, "lr_warmup_iters": 2,
+            "tokenizer_name_or_path": str(folder / "tokenizer"), "columns": "instruction=asked,output=said",
+            "train_data_path": str(folder / "first.json"), "save_interval": 1, "lr_warmup_iters": 0,
         } | changes,
     )  # fmt: skip
 
 
-def build(config: RunConfig) -> Run:
-    compat.apply(cuda=False)
-    return build_run(config, CPU, initialize(config, CPU))
-
-
 def train(config: RunConfig) -> tuple[list[Record], list]:
-    """The records of the steps, and the samples of each of this rank's micro-batches."""
-    run = build(config)
-    hook = Records()
-    run.train_reader = reader = Noting(run.train_reader)
-    assert Trainer(run, [hook]).train() == 0
+    """The records of the steps, and their samples."""
+    compat.apply(cuda=False)
+    this_run, hook = build_run(config, CPU, initialize(config, CPU)), Records()
+    this_run.train_reader = reader = Noting(this_run.train_reader)
+    assert Trainer(this_run, [hook]).train() == 0
     new_job()
     return hook.records, reader.given
 
@@ -91,72 +76,24 @@ def go_back(config: RunConfig, step: int) -> None:
     (root / TRACKER).write_text(f"{step}\n")
 
 
-def train_all(rank: int, world_size: int, folder: Path, cases: list[Case]) -> dict[str, tuple[list, list]]:
-    found = {}
-    for name, size, num_ahead in cases:
-        config = config_of(
-            folder, f"out of {name}", dp=world_size, micro_batch_size=size, data_prefetch=num_ahead
-        )
-        records, order = train(config)
-        found[name] = losses_of(records), order
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer, and sets of 11 and 5 rows: 48 samples are 2.6 and 3.8 epochs of them."""
+    """A tokenizer, and sets of 11 and 5 rows."""
     folder = tmp_path_factory.mktemp("rows")
     build_tiny_tokenizer(folder / "tokenizer")
     for name, size in (("first", 11), ("second", 5)):
-        rows = [
-            {"instruction": f"question {i} of {name}", "output": "answer " * (i % 4 + 1)} for i in range(size)
-        ]
+        rows = [{"asked": f"question {i} of {name}", "said": "answer " * (i % 4 + 1)} for i in range(size)]
         (folder / f"{name}.json").write_text(json.dumps(rows))
     return folder
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> dict[str, tuple[list[float], list]]:
-    """Losses, and the samples of each step in the order of the global batch."""
-    (alone,) = run_distributed(train_all, 1, folder, ALONE)
-    ranks = run_distributed(train_all, 2, folder, TOGETHER)
-    found = {name: (losses, [sum(step, []) for step in given]) for name, (losses, given) in alone.items()}
-    for name, _, _ in TOGETHER:
-        both = [rank[name] for rank in ranks]
-        assert both[0][0] == both[1][0], "all ranks report one loss"
-        # Micro-batch m of rank r is number m * 2 + r.
-        steps = zip(*(given for _, given in both), strict=True)
-        order = [
-            [row for pair in zip(*step, strict=True) for batch in pair for row in batch] for step in steps
-        ]
-        found[name] = (both[0][0], order)
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name, _, _ in ALONE + TOGETHER])
-def test_order_of_samples_is_the_same_to_the_bit_and_the_loss_within_the_bound(
-    trained: dict[str, tuple[list[float], list]], name: str
-) -> None:
-    (losses, order), (expected, expected_order) = trained[name], trained["1"]
-    assert order == expected_order
-    assert len(losses) == STEPS and losses == pytest.approx(expected, abs=BOUND)
-    assert expected[0] - expected[-1] > 0.5, "it learns"
-
-
-@pytest.mark.parametrize(
-    ("name", "other"), [("2, far ahead", "2, no thread"), ("dp 1", "dp 1, no thread")]
-)
-def test_background_reading_changes_no_bit_of_a_loss(
-    trained: dict[str, tuple[list[float], list]], name: str, other: str
-) -> None:
-    assert trained[name][0] == trained[other][0]
 
 
 def resume_in_an_epoch(rank: int, world_size: int, folder: Path) -> list[tuple[list[Record], list]]:
     """16 rows twice, in batches of 8: straight through, and again from the checkpoint of step 1."""
     spec = f"{folder / 'first.json'} {folder / 'second.json'}"
-    changes = {"train_data_path": spec, "train_iters": 0, "train_epochs": 2.0, "save_interval": 1}
-    config = config_of(folder, "resumed", **changes)
+    config = config_of(
+        folder, "resumed", train_data_path=spec, train_iters=0, train_epochs=2.0, global_batch_size=8,
+        lr_warmup_iters=2,
+    )  # fmt: skip
     whole = train(config)
     go_back(config, 1)
     return [whole, train(config)]
@@ -166,7 +103,8 @@ def test_run_of_epochs_resumed_in_one_goes_on_with_the_same_samples_and_bits(fol
     """Epochs decide the steps of the loop and of the schedule."""
     (((whole, order), (resumed, resumed_order)),) = run_distributed(resume_in_an_epoch, 1, folder)
     assert len(whole) == 4 and whole[-1]["lr"] == pytest.approx(1e-4), "the cosine ends with the run"
-    assert losses_of(resumed) == losses_of(whole)[1:] and resumed_order == order[1:]
+    losses, resumed_losses = ([record["loss"] for record in records] for records in (whole, resumed))
+    assert resumed_losses == losses[1:] and resumed_order == order[8:]
 
 
 def change_the_batch(rank: int, world_size: int, folder: Path) -> tuple[list, list[list[Record]]]:
@@ -186,7 +124,7 @@ def change_the_batch(rank: int, world_size: int, folder: Path) -> tuple[list, li
             save_interval=4, **part,
         )  # fmt: skip
         found, given = train(config)
-        samples.append([row for step in given for batch in step for row in batch])
+        samples.append(given)
         records.append(found)
         go_back(config, 4)
     return samples, records
@@ -219,10 +157,10 @@ def wait_for_data(rank: int, world_size: int, output: str) -> list[list[float]]:
     """data_wait_ms of steps without and with background reading, where each has 120 ms of other work."""
     found = []
     for num_ahead in (0, 2):
-        run = build_seeded_run(small_run(train_iters=8, data_prefetch=num_ahead, output_path=output))
-        run.train_reader, hook = Slow(run.config, 0), Records()
+        this_run = build_seeded_run(small_run(train_iters=8, data_prefetch=num_ahead, output_path=output))
+        this_run.train_reader, hook = Slow(this_run.config, 0), Records()
         hook.on_step = lambda iteration, seconds: time.sleep(0.12)  # type: ignore[method-assign]
-        Trainer(run, [hook]).train()
+        Trainer(this_run, [hook]).train()
         found.append([record["data_wait_ms"] for record in hook.records])
         new_job()
     return found
@@ -233,3 +171,56 @@ def test_metric_says_how_long_a_step_waited_for_its_data(tmp_path: Path) -> None
     assert in_step[0] >= 160, "the first step waits for its own data and for that of the second"
     assert all(waited >= 80 for waited in in_step[1:-1]) and in_step[-1] == 0
     assert sorted(in_background[1:])[3] < 40, "the median"
+
+
+def run_whole(rank: int, world_size: int, config: RunConfig) -> list[str]:
+    """As launcher and worker do: the notes of the resume."""
+    notes = resume_notes(config)
+    run(config)
+    return notes
+
+
+def refusal(rank: int, world_size: int, config: RunConfig) -> str:
+    assert resume_notes(config), "the launcher sees no data that has changed, only another length"
+    with pytest.raises(ConfigError) as caught:
+        run(config)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    begun = Path(shutil.copytree(folder, tmp_path_factory.mktemp("begun") / "run"))
+    run_distributed(run_whole, 1, config_of(begun, "out", train_iters=1))
+    return begun
+
+
+@pytest.fixture
+def copied(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+def test_tokens_that_changed_are_refused_by_the_worker(copied: Path) -> None:
+    """The template writes another begin-of-text token: neither its text nor tokenizer.json has changed."""
+    file = copied / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "<|step_id|>"}))
+    (message,) = run_distributed(refusal, 1, config_of(copied, "out", train_iters=2))
+    assert f"{copied / 'first.json'}: its tokens are not those with which the run in" in message
+    assert "what has changed: the tokenizer; expected the same samples" in message
+    assert "this folder as position 22" in message
+
+
+def test_equal_content_elsewhere_and_in_other_words_is_resumed(copied: Path) -> None:
+    for name in ("tokenizer", "first.json", "cache"):
+        (copied / name).rename(copied / f"moved {name}")
+    changes = {
+        "tokenizer_name_or_path": str(copied / "moved tokenizer"),
+        "train_data_path": str(copied / "moved first.json"),
+        "chat_template": "llama3",  # the default has chosen it
+        "columns": "output=said, instruction=asked",
+    }
+    (notes,) = run_distributed(run_whole, 1, config_of(copied, "out", train_iters=2, **changes))
+    assert {note.split(" ")[0] for note in notes} >= {"--chat-template:", "--columns:", "--train-data-path"}
+    lines = (copied / "out" / "log" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
