@@ -145,6 +145,21 @@ def test_damaged_file_is_named(one_process, tmp_path, capsys, name, harm):
         assert f"DAMAGED {path}" in capsys.readouterr().out and not report["checkpoints"][0]["loads_into"]
 
 
+@pytest.mark.parametrize("lost", [["checksums.json", ".metadata"], ["checksums.json", "common.pt"]])
+@pytest.mark.parametrize("name", ["iter_0000007", "release"])
+def test_checkpoint_that_no_load_would_take_is_listed_with_what_is_wrong(one_process, tmp_path, name, lost):
+    folder = save(tmp_path / "run", values())
+    folder = folder.rename(folder.with_name(name))
+    folder.with_name("latest_checkpointed_iteration.txt").write_text(name.removeprefix("iter_"))
+    for file in lost:
+        (folder / file).unlink()
+    for load in (tmp_path / "run", folder):
+        code, report = inspect(tmp_path, load)
+        (found,) = report["checkpoints"]
+        assert code == 4 and found["folder"] == str(folder)
+        assert any(lost[1] in said for said in found["complaints"]) and not found["loads_into"]
+
+
 class Payload:
     """Creates a file when it is unpickled by a plain unpickler."""
 
