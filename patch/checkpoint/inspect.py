@@ -22,10 +22,16 @@ from patch.storage.checksums import difference
 from patch.storage.names import (
     BEST_LINK,
     CHECKSUMS_FILE,
+    COMMON_FILE,
     LAST_LINK,
+    METADATA_FILE,
+    METADATA_JSON_FILE,
+    RELEASE,
+    all_iterations,
     complete_iterations,
+    find_checkpoint_root,
+    is_released,
     iteration_name,
-    lacking_files,
 )
 from patch.storage.places import AnyPath, file_sizes, file_stats, subfolders
 from patch.storage.text_files import parse_yaml
@@ -100,7 +106,7 @@ class Inspection:
 
 
 def find_stored(load: AnyPath) -> AnyPath:
-    """The checkpoint at `load`, damaged or not: itself, or the one whose weights would be loaded.
+    """The checkpoint at `load`, damaged or not: itself, or the one whose weights would be loaded, or remains.
 
     Args:
         load: a run's folder, a folder of checkpoints, or one checkpoint.
@@ -109,7 +115,15 @@ def find_stored(load: AnyPath) -> AnyPath:
         CheckpointError: there is none.
         OSError: a store does not answer, also in the functions below.
     """
-    found = load if lacking_files(load) == [] or _NAME.fullmatch(load.name) else unverified_weights(load)[0]
+    is_itself = any((load / name).is_file() for name in (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE))
+    try:
+        found = load if is_itself or _NAME.fullmatch(load.name) else unverified_weights(load)[0]
+    except CheckpointError:
+        root = find_checkpoint_root(load)
+        name = RELEASE if is_released(root) else iteration_name(max(all_iterations(root), default=0))
+        found = root / name
+        if not found.is_dir():
+            raise
     return found.resolve() if isinstance(found, Path) else found
 
 

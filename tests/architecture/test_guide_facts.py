@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from architecture.test_imports import ROWS
-from guide_pages import rows_of
+from guides import read_page
 
 from patch.config.fields import FIELDS
 from patch.config.flags import spellings
@@ -58,7 +58,7 @@ def _lost(message: str, strings: str) -> list[str]:
 
 
 def _messages(page: Path) -> list[str]:
-    return [row[0].strip("`") for _, row in rows_of(page) if row[0].startswith("`") and len(row) == 3]
+    return [row[0].strip("`") for _, row in read_page(page).rows if row[0].startswith("`") and len(row) == 3]
 
 
 def test_a_message_that_nothing_prints_is_seen():
@@ -83,7 +83,7 @@ def test_both_languages_quote_the_same_messages(root):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_tables_of_other_programs_are_the_one_that_messages_have(root, language):
     """foreign_flags.txt, row by row; in Chinese the first two cells. Other rows are about positions."""
-    guide = rows_of(_guide(root, f"migrating{language}"))
+    guide = read_page(_guide(root, f"migrating{language}")).rows
     for program, rows in foreign_flags().items():
         wanted = [
             [
@@ -101,7 +101,7 @@ def test_tables_of_other_programs_are_the_one_that_messages_have(root, language)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_names_that_a_user_moves_over_to_exist(root, language):
     known = FLAGS | {"--config"} | VARIABLES.keys() | {position.name for position in POSITIONS}
-    rows = [row for _, row in rows_of(_guide(root, f"migrating{language}"))]
+    rows = [row for _, row in read_page(_guide(root, f"migrating{language}")).rows]
     ours = [name for row in rows if len(row) == 3 for name in re.findall(r"`([^`]+)`", row[1])]
     assert len(ours) > 60 and not [name for name in ours if name not in known]
     same = [name for row in rows if len(row) == 2 for name in re.findall(r"`([^`]+)`", row[1])]
@@ -110,7 +110,7 @@ def test_names_that_a_user_moves_over_to_exist(root, language):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_architecture_lists_the_packages_from_top_to_bottom(root, language):
-    firsts = [row[0] for _, row in rows_of(_guide(root, f"architecture{language}"))]
+    firsts = [row[0] for _, row in read_page(_guide(root, f"architecture{language}")).rows]
     packages = [found[1] for text in firsts if (found := re.fullmatch(r"`(\w+(?:\.py)?)/?`", text))]
     there = {
         path.name

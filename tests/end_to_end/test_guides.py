@@ -1,7 +1,7 @@
 """The documents that users read: their commands work, their links lead somewhere, both languages agree.
 
-tests/support has guide_pages.py, which reads a page, guide_shell.py, which lets bash call what it says, and
-guide_commands.py, which checks each call. examples/llama3_1/README.md says which blocks a guide may have.
+tests/support/guides.py reads a page, lets bash call what it says, and checks each call.
+examples/llama3_1/README.md says which blocks a guide may have.
 """
 
 import json
@@ -15,19 +15,20 @@ from unittest import mock
 
 import pytest
 from end_to_end.shell import call_workers, command
-from guide_commands import check, known_flags
-from guide_pages import (
+from guides import (
     CHINESE,
     REPOSITORY,
     Block,
-    blocks_of,
+    Page,
+    calls_of,
+    check,
+    faults_of_blocks,
+    faults_of_flags,
     faults_of_links,
-    faults_of_page,
     faults_of_translation,
-    flags_of,
+    read_page,
     twin_of,
 )
-from guide_shell import calls_of
 from llama3_tokenizer import tiny_tokenizer
 from small_runs import hf_llama, small_run
 
@@ -94,17 +95,11 @@ def _library() -> set[str]:
     return {file.read_text() for file in LIBRARY.glob("*.py")}
 
 
-def faults_of_flags(page: Path) -> list[str]:
-    """Flags in the text that nothing has."""
-    unknown = [(line, flag) for line, flag in flags_of(page) if flag not in known_flags()]
-    return [f"{page.name}:{line}: there is no flag {flag}" for line, flag in unknown]
-
-
-def faults_of_commands(page: Path, fixtures: Fixtures, folder: Path) -> list[str]:
+def faults_of_commands(page: Page, fixtures: Fixtures, folder: Path) -> list[str]:
     """What does not work of a page's blocks of bash and Python, by line."""
-    blocks = blocks_of(page)
+    name, blocks = page.path.name, page.blocks
     calls, complaint = calls_of(page, folder, fixtures.variables)
-    found = [f"{page.name}: {complaint}"] if complaint else []
+    found = [f"{name}: {complaint}"] if complaint else []
     last = None
     for call in calls:
         block = max((b for b in blocks if b.is_bash and b.line <= call.line), key=lambda b: b.line)
@@ -112,11 +107,11 @@ def faults_of_commands(page: Path, fixtures: Fixtures, folder: Path) -> list[str
             shutil.rmtree(fixtures.variables["OUT"], ignore_errors=True)
         last = block
         if why := check(call, block, fixtures.folder):
-            found.append(f"{page.name}:{call.line}: {' '.join(call.argv)}\n    {why}")
+            found.append(f"{name}:{call.line}: {' '.join(call.argv)}\n    {why}")
     with chdir(folder), mock.patch.dict(os.environ, fixtures.variables):
         for block in blocks:
             if block.info == "python" and (why := _python_fault(block)):
-                found.append(f"{page.name}:{block.line}: {why}")
+                found.append(f"{name}:{block.line}: {why}")
     return found
 
 
@@ -141,15 +136,16 @@ def test_links_of_the_other_documents_lead_somewhere() -> None:
     folders = [REPOSITORY / name for name in ("patch", "toolkits", "tests", "examples")]
     pages = [*REPOSITORY.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     assert len(pages) > len(PAGES)
-    assert not [fault for page in pages if page not in PAGES for fault in faults_of_links(page)]
+    assert not [fault for page in pages if page not in PAGES for fault in faults_of_links(read_page(page))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_page_is_right(page: Path, fixtures: Fixtures, tmp_path: Path) -> None:
-    faults = faults_of_page(page)
-    if "migrating" not in page.name:  # which names the flags of other programs, and has a test of its own
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_page_is_right(path: Path, fixtures: Fixtures, tmp_path: Path) -> None:
+    page = read_page(path)
+    faults = faults_of_blocks(page) + faults_of_links(page)
+    if "migrating" not in path.name:  # which names the flags of other programs, and has a test of its own
         faults += faults_of_flags(page)
-    if page.stem.endswith(CHINESE):
+    if path.stem.endswith(CHINESE):
         faults += faults_of_translation(page)
     else:
         faults += faults_of_commands(page, fixtures, tmp_path / "page")
@@ -158,7 +154,7 @@ def test_page_is_right(page: Path, fixtures: Fixtures, tmp_path: Path) -> None:
 
 BROKEN = {
     "```sh\nls\n```": ("page.md:1", "kind 'sh'"),
-    "text\n\n    make quickstart\n": ("page.md:3", "indented block"),
+    "text\n\n    make quickstart\n": ("page.md:3", "kind 'indented'"),
     "```yaml\na: [\n```": ("page.md:2", "YAML"),
     "# A\n\n[a](b.md)": ("page.md:3", "b.md leads nowhere"),
     "# A b\n\n[a](#a-b) [b](#b)": ("page.md:3", "#b names no heading"),
@@ -187,9 +183,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("text", BROKEN, ids=[why for _, why in BROKEN.values()])
 def test_what_does_not_work_is_named_with_its_line(text: str, fixtures: Fixtures, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    found = faults_of_page(page) + faults_of_flags(page)
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    page = read_page(path)
+    found = faults_of_blocks(page) + faults_of_links(page) + faults_of_flags(page)
     found += faults_of_commands(page, fixtures, tmp_path / "page")
     assert len(found) == 1, found
     assert all(part in found[0] for part in BROKEN[text]), found
@@ -205,8 +202,9 @@ def test_what_does_not_work_is_named_with_its_line(text: str, fixtures: Fixtures
     ],
 )
 def test_translation_has_the_same_commands(chinese: str, fault: str, tmp_path: Path) -> None:
-    page = tmp_path / f"page{CHINESE}.md"
-    page.write_text(chinese)
+    path = tmp_path / f"page{CHINESE}.md"
+    path.write_text(chinese)
+    page = read_page(path)
     assert faults_of_translation(page) == ["page_zh.md:1: there is no page.md"]
     (tmp_path / "page.md").write_text("# A\n\n```bash\nls -l  # list\n```")
     assert faults_of_translation(page) == ([fault] if fault else [])

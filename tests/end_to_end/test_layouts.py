@@ -74,7 +74,7 @@ def test_run_goes_on_at_another_layout_where_the_user_says_so(
     few_rows: Office, four_ranks: Path, tmp_path: Path
 ) -> None:
     """And with its checkpoints damaged it does not begin anew."""
-    output = shutil.copytree(four_ranks, tmp_path / "out")
+    output = shutil.copytree(four_ranks, tmp_path / "out", symlinks=True)
     cut_back(output, 2)
     arguments = [*command_of(few_rows, output, DO="true"), "--overlapped-distributed-optimizer"]
     result = call(arguments, NPROC_PER_NODE=2)  # by the launcher
@@ -95,7 +95,8 @@ def test_checkpoint_at_position_22_gives_its_weights_to_another_layout(
     few_rows: Office, four_ranks: Path, tmp_path: Path
 ) -> None:
     """No config.json lies there: the export's is written anew, with the tokenizer of TOKENIZER_PATH."""
-    source, output = shutil.copytree(four_ranks, tmp_path / "source"), tmp_path / "out"
+    source = shutil.copytree(four_ranks, tmp_path / "source", symlinks=True)
+    output = tmp_path / "out"
     cut_back(source, STEPS - 1)
     positions = {"DO": "true", "PRETRAIN_CHECKPOINT_PATH": source, "TRAIN_TOKENS_OR_ITERS": 2}
     arguments = [*command_of(few_rows, output, **positions), "--overlapped-distributed-optimizer"]

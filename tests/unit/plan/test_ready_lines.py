@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from string import Template
 
-from guide_pages import KINDS
+from guides import KINDS
 from planned_runs import H100
 
 from patch.plan.fits import fit_of

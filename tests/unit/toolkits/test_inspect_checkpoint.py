@@ -74,6 +74,8 @@ def test_names_shapes_types_and_bytes_are_those_that_torch_reads(one_process, tm
     said = capsys.readouterr().out
     assert "12 x 8" in said and "bfloat16" in said
     assert re.search(r"checksums: (\d+) of \1 files are what was saved", said)
+    (folder / "checksums.json").unlink()  # as of a converted checkpoint
+    assert inspect(tmp_path, folder)[0] == 0 and "checksums: it has none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("axis", "parts"), [(0, 1), (0, 2), (1, 4)])
@@ -118,31 +120,34 @@ def test_other_types_nan_and_signed_zero(one_process, tmp_path):
     assert by_name[STATE]["num_different"] == 2 and by_name[STATE]["largest"] is None
 
 
-def _flip(path: Path) -> None:
-    contents = bytearray(path.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    path.write_bytes(contents)
-
-
 @pytest.mark.parametrize(
     "name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json", "checksums.json"]
 )
-@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
-def test_damaged_file_is_named(one_process, tmp_path, capsys, name, harm):
-    folder = save(tmp_path / "run", values())
-    path = folder / name
-    if harm == "flip":
-        _flip(path)
-    elif harm == "cut":
-        path.write_bytes(path.read_bytes()[:-9])
-    else:
-        path.unlink()
+def test_damaged_file_is_named(one_process, tmp_path, capsys, name):
+    """Whatever may happen to a file: tests/unit/checkpoint/test_manifest.py."""
+    path = save(tmp_path / "run", values()) / name
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
     code, report = inspect(tmp_path, tmp_path / "run")
-    if (name, harm) == ("checksums.json", "remove"):  # as a converted checkpoint, which has none
-        assert code == 0 and "it has none" in capsys.readouterr().out
-    else:
-        assert code == 4 and any(str(path) in said for said in report["checkpoints"][0]["complaints"])
-        assert f"DAMAGED {path}" in capsys.readouterr().out and not report["checkpoints"][0]["loads_into"]
+    (found,) = report["checkpoints"]
+    assert code == 4 and any(str(path) in said for said in found["complaints"])
+    assert f"DAMAGED {path}" in capsys.readouterr().out and not found["loads_into"]
+
+
+@pytest.mark.parametrize("lost", [["checksums.json", ".metadata"], ["checksums.json", "common.pt"]])
+@pytest.mark.parametrize("name", ["iter_0000007", "release"])
+def test_checkpoint_that_no_load_would_take_is_listed_with_what_is_wrong(one_process, tmp_path, name, lost):
+    folder = save(tmp_path / "run", values())
+    folder = folder.rename(folder.with_name(name))
+    folder.with_name("latest_checkpointed_iteration.txt").write_text(name.removeprefix("iter_"))
+    for file in lost:
+        (folder / file).unlink()
+    for load in (tmp_path / "run", folder):
+        code, report = inspect(tmp_path, load)
+        (found,) = report["checkpoints"]
+        assert code == 4 and found["folder"] == str(folder)
+        assert any(lost[1] in said for said in found["complaints"]) and not found["loads_into"]
 
 
 class Payload:
