@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,16 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import missing_keys
 from patch.data.readers import Row, SetReader
+from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.tokenizer import special_tokens, vocabulary_size
-from patch.device import start_thread
 from patch.errors import DataError
 
 Document = list[str]
 """A document: its sentences, which Megatron-LM's index lists one by one. Most documents are one text."""
 _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 20
-_BATCHES_AHEAD = 3
-"""Batches that are read for each worker before the first of them is done; they bound the memory."""
 
 
 def document_reader(files: Sequence[Path], keys: Sequence[str]) -> SetReader[tuple[Document, ...]]:
@@ -122,49 +115,18 @@ def encode_in_order(
 
     Raises:
         DataError: what reading `batches` raises; or a worker was killed, for example for memory.
+        TrainingError: the processes cannot be started.
     """
     if workers == 1:
         yield from map(encoder, batches)
         return
-    pool = ProcessPoolExecutor(
-        workers, mp_context=get_context("fork"), initializer=_begin_worker, initargs=(encoder,)
-    )
-    pending: deque[Future[list[EncodedBatch]]] = deque()
+    pool: BoundedMap[list[tuple[Document, ...]], list[EncodedBatch]]
+    pool = BoundedMap(encoder, workers, bounded=False)
     try:
-        for batch in batches:
-            pending.append(pool.submit(_work, batch))
-            if len(pending) > _BATCHES_AHEAD * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
+        for _, (encoded,) in pool([batch] for batch in batches):
+            yield encoded
+    except ChildEndedError as error:
         raise DataError(
             f"one of {workers} worker processes was killed, perhaps because memory ran out; "
             "expected all to live: give fewer (--workers)"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_encoder: Encoder
-"""The encoder of a worker process: sent once, with the fork."""
-
-
-def _begin_worker(encoder: Encoder) -> None:
-    global _encoder
-    # Threads do not survive a fork, and the processes use all cores already.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = encoder
-    start_thread("end with parent", _end_with_parent)
-
-
-def _end_with_parent() -> None:
-    """A worker would wait for work for ever if its parent was killed."""
-    parent = parent_process()
-    assert parent is not None, "a worker is a child"
-    parent.join()
-    os._exit(1)
-
-
-def _work(rows: list[tuple[Document, ...]]) -> list[EncodedBatch]:
-    return _encoder(rows)

@@ -15,8 +15,8 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
-from patch.data.pretraining.provenance import check_tokenizer, read_provenance
+from patch.data.pretraining.indexed_dataset import check_ids, open_indexed
+from patch.data.pretraining.provenance import read_provenance
 from patch.data.samples import Sample, lengths_between
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -103,9 +103,7 @@ def load_indexed_sft(
         DataError: files are missing or damaged, of another SEQ_LEN, another vocabulary, or of another kind.
     """
     indexed = open_indexed(prefix)
-    provenance = read_provenance(prefix, len(indexed.document_indices) - 1, total_tokens(indexed))
-    if provenance is not None:
-        check_tokenizer(prefix, provenance, tokenizer)
+    read_provenance(prefix, indexed, tokenizer)
     source = IndexedSftSource(prefix, indexed, sequence_length, vocab_size)
     source.check()
     _logger.info("%s: %d samples of %d tokens", prefix, len(source), sequence_length)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import PreTrainedTokenizerBase
 
+from patch.data.pretraining.indexed_dataset import total_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
@@ -69,24 +71,36 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
-def read_provenance(prefix: str, documents: int, tokens: int, *, warns: bool = True) -> Provenance | None:
+def read_provenance(
+    prefix: str,
+    indexed: IndexedDataset,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    warns: bool = True,
+) -> Provenance | None:
     """What PREFIX.meta.json says; None if it says nothing about these files.
 
     Args:
         prefix: path of the set without the endings.
-        documents: documents in the .idx.
-        tokens: ids in the .bin.
-        warns: say so in the log if it is None.
+        indexed: the opened set.
+        tokenizer: the vocabulary of the set must be the same in it; None: not checked.
+        warns: say so in the log if nothing is said about the files.
+
+    Raises:
+        DataError: the set was made with another vocabulary.
     """
     path = path_of(prefix)
+    counts = (len(indexed.document_indices) - 1, total_tokens(indexed))
     try:
         found = _parse(read_json(path))
-        complaint = None if (found.documents, found.tokens) == (documents, tokens) else "is of other files"
+        complaint = None if (found.documents, found.tokens) == counts else "is of other files"
     except FileNotFoundError:
         complaint = "is missing"
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         complaint = "cannot be read"
     if complaint is None:
+        if tokenizer is not None:
+            _check_tokenizer(prefix, found, tokenizer)
         return found
     if warns:
         _logger.warning("%s %s, so it cannot be checked which tokenizer made the set", path, complaint)
@@ -105,12 +119,8 @@ def _parse(values: Any) -> Provenance:
     return found
 
 
-def check_tokenizer(prefix: str, found: Provenance, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a set whose ids mean other tokens to this tokenizer; one with more tokens is accepted.
-
-    Raises:
-        DataError: the vocabularies differ; the message names both tokenizers.
-    """
+def _check_tokenizer(prefix: str, found: Provenance, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a set whose ids mean other tokens to this tokenizer; one with more tokens is accepted."""
     if vocabulary_hash(tokenizer, found.vocabulary_size) != found.vocabulary_sha256:
         raise DataError(
             f"{prefix}.bin: was made with tokenizer {found.tokenizer} (says {path_of(prefix).name}), whose "

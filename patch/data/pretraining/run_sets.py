@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import DataPart
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
-from patch.data.pretraining.provenance import check_tokenizer, read_provenance
+from patch.data.pretraining.provenance import read_provenance
 from patch.errors import DataError
 
 UNSPLIT = "1"
@@ -154,11 +154,7 @@ def _end_of_document(
     Raises:
         DataError: the set was made with another vocabulary; or no id ends its documents, but one is needed.
     """
-    provenance = read_provenance(
-        prefix, len(indexed.document_indices) - 1, total_tokens(indexed), warns=warns
-    )
-    if provenance is not None and options.tokenizer is not None:
-        check_tokenizer(prefix, provenance, options.tokenizer)
+    provenance = read_provenance(prefix, indexed, options.tokenizer, warns=warns)
     if provenance is not None:
         eod, why = provenance.eod, "was made with --no-append-eod"
     else:

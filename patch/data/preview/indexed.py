@@ -13,9 +13,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart
-from patch.data.pretraining.indexed_dataset import open_indexed, total_tokens
+from patch.data.pretraining.indexed_dataset import open_indexed
 from patch.data.pretraining.indexed_sft import IndexedSftSource
-from patch.data.pretraining.provenance import check_tokenizer, read_provenance
+from patch.data.pretraining.provenance import read_provenance
 from patch.data.preview.figures import Figures, Histogram, name_of
 from patch.data.preview.tokens import ShownRow, TokenTexts
 from patch.data.tokenizer import vocabulary_size
@@ -42,10 +42,7 @@ class IndexedPreview:
     def __init__(self, part: DataPart, tokenizer: PreTrainedTokenizerBase) -> None:
         self._part, self._tokenizer = part, tokenizer
         self._indexed = indexed = open_indexed(part.path)
-        documents = len(indexed.document_indices) - 1
-        self._provenance = read_provenance(part.path, documents, total_tokens(indexed))
-        if self._provenance is not None:
-            check_tokenizer(part.path, self._provenance, tokenizer)
+        self._provenance = read_provenance(part.path, indexed, tokenizer)
         ends = np.concatenate(([0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)))
         self._ends = ends[indexed.document_indices]
         self._sizes = np.diff(self._ends)

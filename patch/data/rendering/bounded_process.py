@@ -36,6 +36,7 @@ BYTES = 2 << 30
 _LISTS_AHEAD = 3
 """For each process, lists that are read before the first of them is given."""
 _PR_SET_PDEATHSIG = 1
+_PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -71,31 +72,40 @@ class BoundedMap(Generic[_Item, _Result]):
     """Applies a function to lists of items in forked processes, which live as long as this object.
 
     The object cannot be used again after an error, nor after the end of the thread that made it. The function
-    must be plain Python: it must not use what does not survive a fork (CUDA, the threads of tokenizers).
+    must not use what does not survive a fork (CUDA, threads); tokenizers are told to use no threads.
 
     Args:
         function: applied to each item, in one of the processes.
         processes: their number.
+        bounded: limit time and memory; code of our own, which ends, needs as much as a row takes.
 
     Raises:
         TrainingError: a process cannot be started.
     """
 
-    def __init__(self, function: Callable[[_Item], _Result], processes: int = 1) -> None:
+    def __init__(
+        self, function: Callable[[_Item], _Result], processes: int = 1, *, bounded: bool = True
+    ) -> None:
         self._ahead = _LISTS_AHEAD * processes
         self._places = np.frombuffer(mmap.mmap(-1, 24 * self._ahead), np.int64).reshape(-1, 3)
         """int64 [L, 3]: of each list the process that works on it, the index of the item, and the step."""
         others = set(active_children())
         # A fork takes a moment, needs no guarded __main__, and the function need not be pickled.
-        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, (function, self._places))
+        self._pool = ProcessPoolExecutor(
+            processes, get_context("fork"), _begin, (function, self._places, bounded)
+        )
+        before = os.environ.get(_PARALLEL_TOKENIZERS)
+        os.environ[_PARALLEL_TOKENIZERS] = "false"
         try:
             self._pool.submit(int)  # the first call forks all processes
         except OSError as error:
             raise TrainingError(
-                f"no process can be started for the chat template: {error.strerror}; leave more memory "
-                "free, or raise the limit of processes (ulimit -u)"
+                f"no process can be started for the rows: {error.strerror}; leave more memory free, or "
+                "raise the limit of processes (ulimit -u)"
             ) from error
         finally:
+            del os.environ[_PARALLEL_TOKENIZERS]
+            os.environ |= {} if before is None else {_PARALLEL_TOKENIZERS: before}
             self._processes = set(active_children()) - others
             self._end = weakref.finalize(self, _end, self._pool, self._processes)
 
@@ -165,15 +175,16 @@ def _end(pool: ProcessPoolExecutor, processes: Iterable[BaseProcess]) -> None:
 
 _function: Callable[[Any], Any]
 """What this process applies to each item, if it is one of a pool's."""
+_is_bounded: bool
 _places: np.ndarray
 _place: np.ndarray | None = None
 """int64 [3]: see `BoundedMap`; None outside a pool."""
 
 
-def _begin(function: Callable[[Any], Any], places: np.ndarray) -> None:
+def _begin(function: Callable[[Any], Any], places: np.ndarray, bounded: bool) -> None:
     """Prepare a process of a pool."""
-    global _function, _places
-    _function, _places = function, places
+    global _function, _places, _is_bounded
+    _function, _places, _is_bounded = function, places, bounded
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # If the parent dies, its locks and ports must not stay open until this one ends. Pipes are the pool's.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -187,7 +198,8 @@ def _begin(function: Callable[[Any], Any], places: np.ndarray) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends the pool
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + BYTES)
+    if bounded:
+        _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + BYTES)
 
 
 def _results(number: int, items: list[Any]) -> list[Any]:
@@ -210,7 +222,8 @@ def next_step() -> None:
     """Begin the next step of an item, in a process of a pool: it gets `SECONDS` of its own."""
     if _place is not None:
         _place[2] += 1
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS)
+        if _is_bounded:
+            _limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS)
 
 
 def _limit(kind: int, amount: int) -> None:

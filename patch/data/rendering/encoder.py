@@ -55,7 +55,7 @@ def _without_collections() -> Iterator[None]:
 class SpanEncoder:
     """Encodes the spans of samples; by tiktoken where its ids are known to be the tokenizer's.
 
-    With a large vocabulary it takes seconds to make: make it once. It can be pickled, and used after a fork.
+    With a large vocabulary it takes seconds to make: make it once. It can be used after a fork.
 
     Args:
         tokenizer: a fast tokenizer, one with a `tokenizers.Tokenizer` behind it.

@@ -19,7 +19,6 @@ from patch.data.sft.rows import Item, RowTokenizer, TokenizedRow
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 << 18
 """Limits of one batch. Each worker has one, and a few more wait, so they also limit the memory."""
-_PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 
 Work = Callable[[Iterable[list[Item]]], Iterator[tuple[list[Item], list[TokenizedRow]]]]
 """For batches of rows: each batch and what became of its rows, in order. It raises a DataError for a row of
@@ -89,13 +88,7 @@ def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, lengt
         TrainingError: the processes cannot be started.
     """
     work = RowTokenizer(tokenizer, options, length)
-    before = os.environ.get(_PARALLEL_TOKENIZERS)
-    os.environ[_PARALLEL_TOKENIZERS] = "false"  # the children encode without threads, which survive no fork
-    try:
-        rows: BoundedMap[Item, TokenizedRow] = BoundedMap(work, options.num_workers)
-    finally:
-        del os.environ[_PARALLEL_TOKENIZERS]
-        os.environ |= {} if before is None else {_PARALLEL_TOKENIZERS: before}
+    rows: BoundedMap[Item, TokenizedRow] = BoundedMap(work, options.num_workers)
 
     def tokenized(batches: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[TokenizedRow]]]:
         try:

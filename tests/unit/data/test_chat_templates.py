@@ -8,8 +8,7 @@ from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer, sentencepiece_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from patch.data.chat_templates import BUILT_IN, ensure_chat_template, template_name
-from patch.data.formats import Text
+from patch.data.chat_templates import ensure_chat_template, template_name
 from patch.data.rendering import ChatRenderer, Span, unmarked
 from patch.data.rendering.chat import end_of_turn
 from patch.errors import DataError
@@ -183,15 +182,6 @@ def test_wherever_the_marks_stand_the_same_is_learned(marks: str, prompt: str) -
     ]
 
 
-def test_blank_between_header_and_words_belongs_to_the_words() -> None:
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
-    )
-    assert texts(qwen_tokenizer(template), turns("hello", "yes")) == [
-        "<|im_start|>user: hello<|im_end|><|im_start|>assistant:", " yes<|im_end|>"
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -232,15 +222,6 @@ def test_template_that_cannot_be_trained_with_is_refused_at_once(template: str, 
     assert end_of_turn(tokenizer) is None
 
 
-def test_templates_refusal_names_the_row() -> None:
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    template = refusal + BUILT_IN["llama3"]
-    with pytest.raises(DataError, match="f.json: row 3: .*no system message"):
-        ChatRenderer(tiny_tokenizer(template=template)).render(
-            chat(turns("a", "b", system="s"), where="f.json: row 3")
-        )
-
-
 def test_wordless_answer_is_context_only_and_without_an_answer_there_is_no_sample() -> None:
     renderer = ChatRenderer(with_template("llama3"))
     (spans,) = renderer.render(chat(turns("a", " ", "b", "c")))
@@ -250,19 +231,3 @@ def test_wordless_answer_is_context_only_and_without_an_answer_there_is_no_sampl
         Span(f"c{T}", True),
     ]
     assert renderer.render(chat(turns("a"))) == []
-
-
-def test_special_tokens_of_a_row_are_noticed() -> None:
-    renderer = ChatRenderer(with_template("llama3"))
-    assert renderer.holds_special_token(chat(turns("a", f"say {T} twice")))
-    assert not renderer.holds_special_token(chat(turns("a", "say <|eot_i d|>")))
-
-
-def test_spans_of_a_text_row_begin_with_bos() -> None:
-    (spans,) = ChatRenderer(tiny_tokenizer()).render(Text("say <|eot_id|>", "row"))
-    assert spans[0] == Span("<|begin_of_text|>", False)
-    assert unmarked(spans[1].text) == "say <|eot_id|><|end_of_text|>" and "<|eot_id|>" not in spans[1].text
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(DataError, match="row: the tokenizer .* has no eos token"):
-        ChatRenderer(tokenizer).render(Text("hello", "row"))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from patch.checks.run_length import num_train_samples
 from patch.config.schema import RunConfig
 from patch.data import DataSets, SampleSource, build_datasets, load_tokenizer
-from patch.data.pretraining.preprocess import write_indexed
 from patch.errors import DataError
 
 
@@ -137,20 +135,6 @@ def test_epochs_count_the_samples_of_all_training_sets(tmp_path: Path) -> None:
     for spec in (f"{first} {second}", f"0.9 {first} 0.1 {second}"):
         config = raw_run(tmp_path, train_data_path=spec, train_epochs=2.0)
         assert build(config, tiny_tokenizer()).num_train_samples == 12  # 10, in whole batches of 4
-
-
-def test_epochs_of_a_pretraining_set_are_passes_over_its_tokens(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"text": "hello world " * 100}) + "\n")
-    write_indexed([rows], tiny_tokenizer(), {"text": str(tmp_path / "set")}, append_eod=True)
-    tokens = (tmp_path / "set.bin").stat().st_size // 2
-    config = small_run(
-        dataset_type="idxmap", sft=False, train_data_path=str(tmp_path / "set"), vocab_size=400,
-        train_epochs=1.5,
-        seq_length=16, global_batch_size=1, micro_batch_size=1, output_path=str(tmp_path / "out"),
-    )  # fmt: skip
-    train, num_samples, *_ = build(config, tiny_tokenizer())
-    assert num_samples == math.ceil(1.5 * ((tokens - 1) // 16)) <= len(train)
 
 
 def test_each_validation_set_has_a_name_of_its_own(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The encoder of spans against the tokenizers themselves; which of them tiktoken may stand in for."""
 
 import json
-import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -88,24 +87,6 @@ def test_special_tokens_of_a_message_are_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_special_tokens_of_template_and_message_side_by_side(name: str) -> None:
-    """The template's are found, and the text between two of them is that of the message alone."""
-    tokenizer = ZOO[name]()
-    token = tokenizer.eos_token
-    marker, encoder, pick = (
-        SpecialTokenMarker(special_tokens(tokenizer)),
-        SpanEncoder(tokenizer),
-        random.Random(1),
-    )
-    for _ in range(50):
-        said = "x" + random_text(pick, ["hello", " two", "\n", token, *special_tokens(tokenizer)]) + "x"
-        got = encoded(encoder, f"{token}{marker.marked(said)}{token}")
-        assert got[0] == got[-1] == tokenizer.eos_token_id
-        assert tokenizer.eos_token_id not in got[1:-1]
-        assert tokenizer.decode(got[1:-1]).strip() == said.strip() or name == "unigram"
-
-
-@pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("border", [" answer", "</s>\nnext", "<|im_end|>\n", "<|end|>\nnext"])
 def test_spans_continue_a_text_without_a_new_beginning(name: str, border: str) -> None:
     """Cut where no merge crosses, they have the ids of the whole."""
@@ -138,26 +119,12 @@ def test_tools_and_arguments_are_marked_in_depth() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_allowed_special_tokens_are_tokens(name: str) -> None:
-    tokenizer = ZOO[name]()
-    text = f"say {tokenizer.eos_token} twice"
-    assert encoded(SpanEncoder(tokenizer, allow_special_tokens=True), text) == plain(tokenizer, text)
-
-
 def test_special_token_that_is_a_character_loses_no_text() -> None:
     """As where somebody made an ordinary token the pad token."""
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "Q"
     marked = SpecialTokenMarker(special_tokens(tokenizer)).marked("a Q <|eot_id|> QQ")
     assert tokenizer.decode(encoded(SpanEncoder(tokenizer), marked)) == "a Q <|eot_id|> QQ"
-
-
-def test_text_that_begins_anew_has_the_prefix_of_a_beginning() -> None:
-    for kind in ("legacy", "first", "always"):
-        tokenizer = sentencepiece_tokenizer(kind)
-        ((bos, text),) = SpanEncoder(tokenizer).encode([[Span("<s>", False), Span("hello", True, True)]])
-        assert bos == [tokenizer.bos_token_id] and text == plain(tokenizer, "hello")
 
 
 def test_token_that_merges_would_make_out_of_text_is_not_made() -> None:
@@ -200,13 +167,6 @@ def test_real_llama3_tokenizer(llama3_folder) -> None:
     expected = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     for text, encoding in zip(texts, expected, strict=True):
         assert encoded(encoder, text) == encoding.ids, ascii(text)
-
-
-def test_encoder_can_be_sent_to_another_process() -> None:
-    encoder = SpanEncoder(tiny_tokenizer())
-    samples = [[Span("<|eot_id|>hello", False), Span(" world", True)], [], [Span("", False)]]
-    assert pickle.loads(pickle.dumps(encoder)).encode(samples) == encoder.encode(samples)
-    assert encoder.encode([]) == [] and encoder.encode(samples)[1:] == [[], [[]]]
 
 
 def test_tokenizer_without_a_fast_core_is_refused() -> None:

@@ -70,39 +70,26 @@ def after_q(message: dict) -> dict:
     ("row", "messages"),
     [
         # alpaca
-        ({"instruction": "I", "input": None, "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": " \n", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": "X", "output": "O"}, [user("I\nX"), assistant("O")]),
         ({"instruction": "", "input": "X", "output": "O"}, [user("X"), assistant("O")]),
-        ({"instruction": "I", "system": "S", "output": "O"}, [system("S"), user("I"), assistant("O")]),
         ({"instruction": "I", "output": "O", "text": "I and O"}, [user("I"), assistant("O")]),
-        ({"instruction": "I", "output": "O", "history": [], "tools": None}, [user("I"), assistant("O")]),
-        (
-            {"instruction": "I", "system": "S", "history": [["q", "a"], ["r", "b"]], "output": "O"},
-            [system("S"), user("q"), assistant("a"), user("r"), assistant("b"), user("I"), assistant("O")],
-        ),
+        # Keys that only look like ours.
+        ({"instruction": "Q", "inputs": None, "imput": [], "input_tokens": 3, "output": "A"}, QA),
         # query and response, Pai's names
-        ({"query": "Q", "response": "A"}, QA),
         ({"query": "Q", "content": "A", "id": 7}, QA),
         ({"system_prompt": "S", "query": "Q", "response": "A"}, [system("S"), *QA]),
         # prompt and completion
         ({"prompt": "Q", "completion": "A"}, QA),
-        ({"prompt": [user("Q")], "completion": "A"}, QA),
         ({"prompt": "Q", "completion": [assistant("A")]}, QA),
         # ShareGPT
-        ({"conversations": [says("human", "Q"), says("gpt", "A")]}, QA),
         ({"conversations": [says("User", "Q"), says("ASSISTANT", "A")]}, QA),
-        ({"conversations": QA}, QA),
         ({"conversations": [{"role": "human", "value": "Q"}, {"from": "bot", "content": "A"}]}, QA),
-        ({"conversations": [says("human", "Q"), says("gpt", "A")], "system": "S"}, [system("S"), *QA]),
         ({"conversations": [says("system", "S"), says("human", "Q"), says("gpt", "A")]}, [system("S"), *QA]),
-        ({"system": "S", "conversation": [{"human": "Q", "assistant": "A"}]}, [system("S"), *QA]),
         ({"conversation": [{"human": "Q", "assistant": "A"}, {"human": "R"}]}, [*QA, user("R")]),
         # OpenAI
-        ({"messages": QA}, QA),
         ({"messages": json.dumps(QA)}, QA),
         ({"messages": [json.dumps(message) for message in QA]}, QA),
-        ({"messages": [{"role": "developer", "content": "S"}, *QA]}, [system("S"), *QA]),
         ({"messages": [system("S"), *QA, user("R")], "instruction": "-"}, [system("S"), *QA, user("R")]),
         ({"messages": [{**user("Q"), "name": "Ann", "tool_calls": []}]}, [{**user("Q"), "name": "Ann"}]),
         (
@@ -121,7 +108,6 @@ def after_q(message: dict) -> dict:
         ({"messages": [system("S"), *QA], "system": "S"}, [system("S"), *QA]),
         # A file of mixed rows: each row has the keys of all formats.
         ({"messages": None, "text": None, "instruction": "Q", "input": None, "output": "A"}, QA),
-        ({"messages": QA, "text": None, "instruction": None, "output": None}, QA),
         ({"messages": [], "conversations": None, "prompt": "Q", "completion": "A"}, QA),
     ],
 )  # fmt: skip
@@ -299,9 +285,7 @@ def test_rows_of_another_shape_need_no_columns() -> None:
         ({"instruction": "I", "input": ["X"], "output": "O"}, "input: got ['X'], expected text"),
         ({"prompt": [user("Q")], "input": "X", "completion": "O"}, "prompt: got [{'role'"),
         ({"instruction": "I", "output": "O", "history": [["a", "b"], ["a"]]}, "history: 2: got ['a'], exp"),
-        ({"instruction": "I", "output": "O", "history": "none"}, "history: 1: got 'none'"),
         ({"messages": ["hello"]}, "messages: got ['hello'], expected a list of objects"),
-        ({"messages": []}, "nobody speaks first"),
         ({"messages": [system("S"), assistant("A")]}, "assistant speaks first, expected the user"),
         (after_q({"role": "asistant", "content": "A"}), "did you mean assistant?"),
         ({"conversations": [says("humann", "A")]}, "message 1: from: got 'humann', expected one of"),
@@ -309,9 +293,7 @@ def test_rows_of_another_shape_need_no_columns() -> None:
         (after_q({"content": "A"}), "message 2: found the keys content; expected role"),
         (after_q({"speaker": "user", "text": "a"}), "--columns role=speaker,content=text"),
         (after_q({"role": "assistant", "content": None}), "message 2: content: got null"),
-        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: content: got {'a': 1}"),
         (after_q({**user("Q"), "images": ["a.png"]}), "message 2: key images is not supported"),
-        (after_q({**system("S"), "tools": "[{}]"}), "message 2: key tools is not supported"),
         (after_q({**assistant("A"), "weight": 0.5}), "message 2: weight: got 0.5, expected 0, 1"),
         (after_q({**assistant(""), "tool_calls": [{}]}), "message 2: tool_calls: found the keys"),
         (after_q({**assistant(""), "tool_calls": [call("f", [1])]}), "arguments: got [1]"),
@@ -320,14 +302,11 @@ def test_rows_of_another_shape_need_no_columns() -> None:
         ({"messages": [system("S"), *QA], "system": "T"}, "system: got 'T', but message 1 is another system"),
         ({"messages": [turn("system", part("tools", TOOLS)), *QA], "tools": TOOLS}, "and in message 1;"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "key chosen is not supported: preference pairs"),
-        ({"prompt": "Q", "completion": "A", "label": False}, "key label is not supported: preference pairs"),
         ({"conversations": [says("human", "Q")], "image": "a.png"}, "key image is not supported: only text"),
         # Parts of a content.
         (after_q(turn("assistant", part("text", "A"), part("reasoning", "R"))), "part 2: got type 'reas"),
-        (after_q(turn("assistant", part("image_url", "a.png"))), "content: part 1: got type 'image_url'"),
         (after_q(turn("assistant", {"words": "A"})), "part 1: found the keys words; expected text or value"),
         (after_q(turn("assistant", part("tool_call", "f(1)"))), "part 1: got 'f(1)', expected an object"),
-        (after_q(turn("system", part("tools", "f"))), "part 1: got 'f', expected a list of tools"),
         (after_q(turn("assistant", 7)), "part 1: got 7, expected text"),
     ],
 )  # fmt: skip
@@ -366,50 +345,6 @@ def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
         with pytest.raises(DataError, match="instructioninstruction") as caught:
             to_conversation(row, WHERE)
         assert len(str(caught.value)) < 1500
-
-
-def test_keys_that_only_look_like_ours_are_ignored() -> None:
-    row = {
-        "instruction": "Q",
-        "input": "",
-        "output": "A",
-        "inputs": None,
-        "imput": [],
-        "input_tokens": 3,
-        "id": 1,
-    }
-    assert converted(row).messages == QA
-
-
-# Writes tools and calls with `tojson`, as published templates do.
-WITH_TOOLS = (
-    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "</{{ m.role }}>{% endfor %}"
-)
-
-
-def test_real_tool_rows_as_a_template_writes_them(shared_data: Path) -> None:
-    """Every call of a real file is written by transformers' `tojson` as the file has it, in its order."""
-    tokenizer = tiny_tokenizer(template=WITH_TOOLS)
-    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-    calls = 0
-    for row in json.loads((shared_data / "glaive_toolcall_en_demo.json").read_text()):
-        conversation = converted(row)
-        expected = "".join(f"{each['name']};" for each in json.loads(row["tools"] or "[]"))
-        for turn in row["conversations"]:
-            role, text = roles[turn["from"]], turn["value"]
-            if turn["from"] == "function_call":
-                one = json.loads(text)
-                text = one["name"] + json.dumps(one["arguments"], ensure_ascii=False)
-                calls += 1
-            expected += f"<{role}>{text}</{role}>"
-        written = tokenizer.apply_chat_template(
-            conversation.messages, tools=conversation.tools, tokenize=False
-        )
-        assert written == expected
-    assert calls > 100
 
 
 def test_one_conversation_in_every_format_is_one_sample(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from indexed_sets import consecutive, write_set
 from llama3_tokenizer import tiny_tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
@@ -115,10 +115,7 @@ def test_damaged_sets(tmp_path: Path) -> None:
     pick = random.Random(SEED)
     prefix = tmp_path / "set"
     outcomes: Counter = Counter()
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for start, size in ((1, 60), (61, 0), (61, 100), (161, 41)):
-        builder.add_document(np.arange(start, start + size), [size])
-    builder.finalize(f"{prefix}.idx")
+    write_set(prefix, consecutive([60, 0, 100, 41]))
     whole = {name: (tmp_path / name).read_bytes() for name in ("set.idx", "set.bin")}
     words = [bytes(4), bytes(8), b"\xff" * 4, b"\xff" * 8, b"\x01", b"\x02\0\0\0", b"\x80", b"\x08"]
     words += [np.int64(value).tobytes() for value in (1, 2, 3, 4, 240, 640, 2**31, 2**62, -(2**63))]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from indexed_sets import write_set
 from llama3_tokenizer import tiny_tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from patch.data.pretraining.indexed_sft import IndexedSftSource, load_indexed_sft
 from patch.errors import DataError
@@ -48,20 +48,12 @@ def document(pack: list[Talk], length: int = LENGTH) -> list[int]:
     return ids + [PAD] * padding + labels + [-100] * padding
 
 
-def write_documents(prefix: Path, documents: list[list[int]], dtype: type = np.int32) -> str:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for each in documents:
-        builder.add_document(np.array(each).astype(dtype), [len(each)])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
 def load(prefix: str, length: int = LENGTH, rows: int = ROWS) -> IndexedSftSource:
     return load_indexed_sft(prefix, tokenizer(), sequence_length=length, vocab_size=rows)
 
 
 def test_every_pack_is_read_as_its_conversations(tmp_path: Path, logged: list[str]) -> None:
-    source = load(write_documents(tmp_path / "set", [document(pack) for pack in PACKS]))
+    source = load(write_set(tmp_path / "set", [document(pack) for pack in PACKS]))
     assert len(source) == len(PACKS) and not source.is_shuffled
     for index, pack in enumerate(PACKS):
         sample = source[index]
@@ -84,7 +76,7 @@ def test_every_pack_is_read_as_its_conversations(tmp_path: Path, logged: list[st
 
 def test_set_of_an_older_version_without_marked_ends_is_one_conversation_each(tmp_path: Path) -> None:
     documents = [[id if id >= 0 or id == -100 else -1 - id for id in document(pack)] for pack in PACKS[1:3]]
-    source = load(write_documents(tmp_path / "set", documents))
+    source = load(write_set(tmp_path / "set", documents))
     assert source[0].lengths.tolist() == [LENGTH] == source[1].lengths.tolist()
 
 
@@ -108,19 +100,19 @@ def changed(place: int, value: int) -> list[int]:
 )
 def test_other_sets_are_refused(tmp_path: Path, documents: list[list[int]], said: str) -> None:
     with pytest.raises(DataError, match=said):
-        load(write_documents(tmp_path / "set", documents))
+        load(write_set(tmp_path / "set", documents))
 
 
 def test_ids_without_a_sign_are_refused(tmp_path: Path) -> None:
     """NumPy 1 wrapped -100 around where the vocabulary is small."""
-    prefix = write_documents(tmp_path / "set", [document(PACKS[0])], np.uint16)
+    prefix = write_set(tmp_path / "set", [document(PACKS[0])], np.uint16)
     with pytest.raises(DataError, match="ids of type uint16, which cannot hold -100"):
         load(prefix)
 
 
 def test_damaged_numbers_are_refused_or_harmless(tmp_path: Path) -> None:
     """What is read is a sample: a learned label is the next token, sequences fill the row, ids have rows."""
-    prefix = write_documents(tmp_path / "set", [document(pack) for pack in PACKS])
+    prefix = write_set(tmp_path / "set", [document(pack) for pack in PACKS])
     whole = np.fromfile(f"{prefix}.bin", np.int32)
     pick = np.random.RandomState(3)
     refused = 0

@@ -71,35 +71,25 @@ def test_places_count_from_one_and_blank_lines_count_too(tmp_path: Path, data: b
     [
         (b'{"a": 1}\n{"a": }\n', "line 2: malformed JSON: Expecting value, got '}"),
         (b'{"a": 1}\n\n{"a": "\xff"}\n', "line 3: malformed JSON: got b'\\xff', which is not UTF-8; convert"),
-        (b'{"a": 1}\n{"a": "cut\n{"a": 1}\n', "line 2: malformed JSON: "),
         (b'{"a": 1}\n{"a": \n{"a": 1}\n', "line 2: malformed JSON: unexpected end of data; is the file cut"),
         (b'{"a": 1}\n{"a": \n{"a": 1}\n{"a": 2}\n' * 9, "line 4: malformed JSON (in the text that begins at"),
         (b'{"a": NaN}\n', "line 1: malformed JSON: got NaN, which is no JSON value; expected a"),
         (b'{\n"a":\n-Infinity}', "line 3: malformed JSON (in the text that begins at line 1): got Infinity"),
-        (b'{"a": 1}}\n{"b": 2}', "line 1: malformed JSON: "),
         (b'{"a": 1},\n{"b": 2}', "line 1: malformed JSON: "),
         (b'{"a":\n1} 5 {"b":\n2}', "line 2: got a number, expected an object"),
         (b'{"a": "\\ud800"}', "line 1: malformed JSON: no low surrogate in string"),
         (b'{"a":' * 5000, "line 1: malformed JSON: too many brackets"),
         ('[\n{"a": "三三"},\n{"a" 2}\n]'.encode(), "line 3: malformed JSON: Expecting ':' delimiter, got"),
         (b'\xef\xbb\xbf[\n{"a": 1},\n', "line 3: malformed JSON: got the end of the file inside"),
-        (b'[{"a": 1},\n{"a": 2}', "line 2: malformed JSON: got the end of the file inside the list,"),
         (b'[{"a": 1},\n{"a": "\xff"}]', "line 2: malformed JSON: got b'\\xff', which is not UTF-8"),
         (b'[{"a": 1}\n{"a": 2}]', "line 2: malformed JSON: got '{\"a\": 2}]', expected a comma between"),
         (b'[{"a": 1},,{"a": 2}]', "line 1: malformed JSON: got ',{\"a\": 2}]', expected a comma between"),
         (b'[{"a": 1},\n]', "line 2: malformed JSON: got ']', expected a comma between two rows and ]"),
         (b'[{"a": 1}]\n{"a": 2}', "line 1: malformed JSON: got ']\\n{"),
-        (b'[{"a": 1}[]', "line 1: malformed JSON: got '[]'"),
-        (b'[{"a": 1}]]', "line 1: malformed JSON: got ']]'"),
-        (b"[", "line 1: malformed JSON: got the end of the file inside the list, expected"),
         (b'[{"a": 1}, ["b"], {"a": 1}]', "row 2: got a list, expected an object"),
-        (b'[{"a": 1}, null, {"a": 1}]', "row 2: got null, expected an object"),
-        (b'{"a": 1}\n"text"\n', "line 2: got a string, expected an object"),
-        (b'[{"a": 1}, nul]', "line 1: malformed JSON: "),
         (b"instruction,output\nhello,world\n", "begins with 'instruction,output\\nh', expected JSON"),
         (b'[{"a": 1},\n\0', "line 2: malformed JSON: got '\\x00', expected a comma"),
         (b"[]", "has no rows"),
-        (b" \n\n", "has no rows"),
     ],
     ids=repr,
 )
@@ -129,23 +119,6 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=f"{path}: {said}.*expected a file of rows"):
             values(path)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("begin", "said"),
-    [
-        (b"", r"begins with '\\x00"),
-        (b'{"a": 1}\n', "line 2: has more than 268435456 bytes"),
-        (b'{"a":\n1}\n', r"line 3: malformed JSON: Expecting value, got '\\x00"),
-        (b"[\n", r"line 2: malformed JSON: got '\\x00"),
-    ],
-)
-def test_sparse_file_is_refused_without_holding_it(tmp_path: Path, begin: bytes, said: str) -> None:
-    path = write(tmp_path, begin)
-    os.truncate(path, 1 << 40)
-    with pytest.raises(DataError, match=f"{path}: {said}"):
-        values(path)
 
 
 zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)

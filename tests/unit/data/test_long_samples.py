@@ -45,8 +45,6 @@ def text_of(sample: Tokens) -> str:
     [
         # One that fits, by a hair: `length` tokens take one id more.
         ("^aB|cD", 4, "cut-begin", ["^aBcD"]),
-        ("^aB|cD", 4, "split", ["^aBcD"]),
-        ("^aB|cD", 4, "drop", ["^aBcD"]),
         # One id too long.
         ("^aB|cD", 3, "cut-end", ["^aBc"]),
         ("^aB|cD", 3, "cut-begin", ["^cD"]),
@@ -55,7 +53,6 @@ def text_of(sample: Tokens) -> str:
         # As many whole turns as fit.
         ("^aB|cD|eF|gH", 5, "cut-begin", ["^eFgH"]),
         ("^aB|cD|eF|gH", 5, "split", ["^aBcD", "^eFgH"]),
-        ("aB|cD|eF|gH", 4, "split", ["aBcD", "eFgH"]),
         # What is left of a sample is filled with whole turns before it, which are not learned again.
         ("aB|cD|eFG|hI", 6, "split", ["aBcDeFG", "cdefghI"]),
         ("^aB|cD|eFG|hI", 6, "split", ["^aBcD", "^eFGhI"]),
@@ -63,10 +60,8 @@ def text_of(sample: Tokens) -> str:
         ("aB|cDEFG|hI", 6, "split", ["aBcDEFG", "cdefghI"]),
         # The last turn alone is too long: its end is kept, and its first kept token is context.
         ("^aB|cDEFGH", 4, "cut-begin", ["^eFGH"]),
-        ("aB|cDEFGH", 4, "cut-begin", ["dEFGH"]),
         # A turn that is too long is divided; the token at the border is learned once.
         ("^aB|cDEFGHI|jK", 4, "split", ["^aB", "^cDEF", "^fGHI", "^jK"]),
-        ("aBCDEFG", 2, "split", ["aBC", "cDE", "eFG"]),
         ("aBCDEF", 2, "split", ["aBC", "cDE", "deF"]),
         # A question that is too long is context by its end; what is behind the last answer is left out.
         ("^abcdefghijkLM|n", 6, "split", ["^hijkLM"]),
@@ -74,10 +69,8 @@ def text_of(sample: Tokens) -> str:
         # A template that writes the begin of text before every turn.
         ("^aB|^cD|^eF", 4, "cut-begin", ["^eF"]),
         ("^aB|^cD|^eF", 5, "split", ["^aB^cD", "^cd^eF"]),
-        ("^aB|^cD|^eF", 5, "cut-begin", ["^cD^eF"]),
         # A sample of one token has no room for the begin of text.
         ("^aB", 1, "split", ["aB"]),
-        ("^aB", 1, "cut-begin", ["aB"]),
     ],
 )
 def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -> None:
@@ -92,12 +85,10 @@ def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -
         # pq is the header of a question, gh that of an answer.
         ("^pqaaaghBC|pqddghE", 10, "split", ["^pqaaaghBC", "^pqddghE"]),
         ("^pqaaaghBCDEFGHI", 11, "split", ["^aaaghBCDEFG", "^aghbcdefgHI"]),
-        ("^pqaaaghBCDEFGHIJ", 11, "split", ["^aaaghBCDEFG", "^ghbcdefgHIJ"]),
         ("^pqaaaghBCDEFGHIJK", 11, "split", ["^aaaghBCDEFG", "^bcdefgHIJK"]),
         ("^pqaghBCDEFGHI", 11, "split", ["^aghBCDEFGHI"]),
         ("^pqaaaghBCDEFGHI", 10, "cut-begin", ["^ghBCDEFGHI"]),
         ("^pqaaaghBCDEFGHI", 9, "cut-begin", ["^bCDEFGHI"]),
-        ("^pqaaaaaaghB", 6, "split", ["^aaaghB"]),
         ("^pqaaaaaaghBCD", 6, "split", ["^aghBCD"]),
     ],
 )

@@ -45,16 +45,6 @@ def numbers(batches: list[Batch]) -> list[int]:
     return [int(row[1]) for batch in batches for row in batch.tokens]
 
 
-@pytest.mark.parametrize("size", [4, 7, 3, 1])
-def test_each_epoch_takes_each_sample_once(size: int) -> None:
-    """Also when epochs end within a global batch, or a global batch spans several epochs."""
-    source = reader(size)
-    seen = [number for iteration in range(3 * size) for number in numbers(source.step(iteration))]
-    epochs = [seen[start : start + size] for start in range(0, len(seen), size)]
-    assert len(epochs) == 12
-    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("larger", [2, 8])
 def test_another_batch_size_goes_on_where_the_first_stopped(larger: int, shuffle: bool) -> None:

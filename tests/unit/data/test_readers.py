@@ -92,14 +92,10 @@ def test_zstd_that_asks_for_much_memory_is_refused(tmp_path: Path) -> None:
         values(write(tmp_path, data))
 
 
-def parquet(table: pyarrow.Table, at_once: int, compression: str = "snappy") -> bytes:
+def parquet(table: pyarrow.Table, at_once: int) -> bytes:
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink, row_group_size=at_once, compression=compression)
+    pyarrow.parquet.write_table(table, sink, row_group_size=at_once)
     return sink.getvalue().to_pybytes()
-
-
-def parquet_zstd(table: pyarrow.Table, at_once: int) -> bytes:
-    return parquet(table, at_once, "zstd")
 
 
 def arrow_file(table: pyarrow.Table, at_once: int, new: Callable[..., Any] = pyarrow.ipc.new_file) -> bytes:
@@ -114,7 +110,7 @@ def arrow_stream(table: pyarrow.Table, at_once: int) -> bytes:
     return arrow_file(table, at_once, pyarrow.ipc.new_stream)
 
 
-FORMS = [parquet, parquet_zstd, arrow_file, arrow_stream]
+FORMS = [parquet, arrow_file, arrow_stream]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -271,10 +267,7 @@ def zipped(data: bytes) -> bytes:
     ("data", "said"),
     [
         (LINES.decode().encode("utf-16"), "is UTF-16 text, expected UTF-8; convert it: iconv -f UTF-16"),
-        (LINES.decode().encode("utf-16-le"), "is UTF-16LE text, expected UTF-8; convert it: iconv"),
         (LIST.decode().encode("utf-16-be"), "is UTF-16BE text, expected UTF-8"),
-        (LINES.decode().encode("utf-32"), "is UTF-32 text"),
-        (LIST.decode().encode("utf-32-le"), "is UTF-32LE text"),
         (gzip.compress(LIST.decode().encode("utf-32-be")), "is UTF-32BE text"),
         (zipped(LINES), "is a zip archive, or the workbook of a spreadsheet; unpack it, or save the"),
         (gzip.compress(tar(LINES)), "is a tar archive; unpack it"),
@@ -285,7 +278,6 @@ def zipped(data: bytes) -> bytes:
         (gzip.compress(parquet(pyarrow.table({"a": [1]}), 9)), "is a compressed parquet file or stream;"),
         (gzip.compress(arrow_stream(pyarrow.table({"a": [1]}), 9)), "is a compressed Arrow file or stream;"),
         (b"<!DOCTYPE html>", "begins with '<!DOCTYPE html>', expected JSON, which begins with"),
-        (gzip.compress(b""), "has no rows, expected at least one JSON object"),
         (b"\xef\xbb\xbf", "has no rows, expected at least one JSON object"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip's bytes hold the time
@@ -295,19 +287,3 @@ def test_other_kinds_are_named(tmp_path: Path, data: bytes, said: str) -> None:
     with pytest.raises(DataError) as caught:
         values(path)
     assert str(caught.value).startswith(f"{path}: {said}")
-
-
-@pytest.mark.parametrize("name", ["alpaca_en_demo", "alpaca_zh_demo", "glaive_toolcall_en_demo"])
-def test_real_sets_are_the_same_in_every_form(tmp_path: Path, shared_data: Path, name: str) -> None:
-    rows = json.loads((shared_data / f"{name}.json").read_bytes())
-    (tmp_path / "1.json").write_bytes((shared_data / f"{name}.json").read_bytes())
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(lines, 1))
-    (tmp_path / "3.json.zst").write_bytes(zstd("".join(map(json.dumps, rows)).encode()))
-    table = pyarrow.Table.from_pylist(rows)
-    (tmp_path / "4.parquet").write_bytes(parquet(table, 200))
-    (tmp_path / "5.arrow").write_bytes(arrow_stream(table, 200))
-    files = files_of(str(tmp_path))
-    assert len(files) == 5
-    for path in files:
-        assert values(path) == rows, path
