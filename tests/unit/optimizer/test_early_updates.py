@@ -69,6 +69,14 @@ class Job:
         assert self.adam.host_updates is not None
         self.adam.host_updates._worker.run_next()
 
+    def run_early(self) -> int:
+        """All jobs that the worker has in backward; how many chunks it updates."""
+        assert self.adam.host_updates is not None
+        before = len(self.kernel.numels)
+        while self.adam.host_updates._worker.jobs:
+            self.run_worker()
+        return len(self.kernel.numels) - before
+
 
 @contextmanager
 def job(host_bytes: int = UNLIMITED, share: float = MANY, chunk_size: int = SIZE) -> Iterator[Job]:
@@ -117,6 +125,30 @@ def test_what_was_updated_early_is_not_updated_again() -> None:
         a.adam.start_update(LR, 1.0)
         a.adam.wait_for_update(0, block=True)
         assert len(a.kernel.numels) == NUM_CHUNKS
+
+
+@pytest.mark.parametrize("num_shadows", [0, 1, 3, NUM_CHUNKS])
+def test_early_updates_are_those_of_half_the_chunks_and_their_shadows_take_half_of_the_spare_memory(
+    num_shadows: int,
+) -> None:
+    with job(STATES + 2 * num_shadows * SIZE * 12) as a:
+        a.backward(is_reduced=False)
+        assert a.run_early() == min(num_shadows, NUM_CHUNKS // 2)
+
+
+def test_early_updates_pause_while_clipping_is_frequent() -> None:
+    """What was updated early with another scale is updated again."""
+    early = []
+    with job() as a:
+        for _ in range(12):
+            a.backward(is_reduced=False)
+            early.append(a.run_early())
+            num_early = len(a.kernel.numels)
+            a.adam.start_update(LR, 0.5)
+            for index in range(NUM_CHUNKS):
+                a.adam.wait_for_update(index, block=True)
+            assert len(a.kernel.numels) == num_early + NUM_CHUNKS
+    assert early[0] == NUM_CHUNKS // 2 and early[-1] == 0
 
 
 def test_an_error_of_an_early_update_reaches_whoever_waits_for_its_weights() -> None:
