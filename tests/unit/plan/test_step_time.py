@@ -1,4 +1,4 @@
-"""A step's time by hand and against measured steps: the sum of what its messages and passes say."""
+"""A step's time by hand, beside published passes and against measured steps; answers.txt has its terms."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ from planned_runs import planned_run as run
 
 from patch.config.choices import ZeroStage
 from patch.plan.flops import flops_per_step
-from patch.plan.pipeline import Schedule, simulate
+from patch.plan.parameters import layer_matrices
+from patch.plan.timing.layer_time import layer_products
 from patch.plan.timing.machine_presets import PRESETS, this_machine
 from patch.plan.timing.step_time import Travel, offloaded_fraction, step_costs, step_time
 
@@ -19,30 +20,6 @@ H100 = dataclasses.replace(planned_runs.H100, reached=QUIET)
 
 def parts(config, machine=H100) -> dict[str, float]:
     return {part.name: part.seconds for part in step_time(config, machine).parts}
-
-
-def test_one_device_computes_and_updates():
-    config = run()
-    costs, time = step_costs(config, H100), step_time(config, H100)
-    states = costs.parameters[0]
-    update = states * (28 + 4 + 4) / H100.memory_rate
-    assert time.seconds == pytest.approx(8 * (costs.forward[0] + costs.backward[0]) + update)
-    assert time.tokens_per_second == pytest.approx(8 * 4096 / time.seconds)
-    assert time.mfu == pytest.approx(flops_per_step(config).model / time.seconds / 989.5e12)
-
-
-def test_a_pipelines_parts_are_its_simulated_time():
-    config = run(pp=4)
-    costs = step_costs(config, H100)
-    wait = costs.message
-    forward = [each + wait * (stage < 3) for stage, each in enumerate(costs.forward)]
-    backward = [each + wait * (stage > 0) for stage, each in enumerate(costs.backward)]
-    expected = simulate(Schedule.of(config), forward, backward).step
-    found = parts(config)
-    assert sum(found.values()) - found["norm and update"] == pytest.approx(expected)
-    assert found["pipeline bubble and messages"] > 0
-    interleaved = parts(run(pp=4, flags="--num-layers-per-virtual-pipeline-stage 2"))
-    assert interleaved["pipeline bubble and messages"] < 0.5 * found["pipeline bubble and messages"]
 
 
 def test_gradients_hide_behind_the_last_backward_but_for_the_embeddings():
@@ -59,17 +36,6 @@ def test_gradients_hide_behind_the_last_backward_but_for_the_embeddings():
     assert left == pytest.approx(travel - costs.backward[0], rel=1e-3)
 
 
-def test_computation_is_slower_while_messages_travel_beside_it():
-    config = run(dp=8)
-    costs = step_costs(config, H100)
-    hidden = sum(
-        each.seconds(costs.parameters[0] - 128256 * 4096)
-        for each in (costs.travel.reduce, costs.travel.gather)
-    )
-    more = step_time(config, planned_runs.H100).seconds - step_time(config, H100).seconds
-    assert more == pytest.approx(0.05 * hidden, rel=0.01)
-
-
 def test_sharded_gradients_travel_in_each_micro_batch():
     slow = dataclasses.replace(H100, node_link_bandwidth=5e9)
     once, each = (
@@ -82,38 +48,35 @@ def test_sharded_gradients_travel_in_each_micro_batch():
     assert more > 0 and each - once == pytest.approx(7 * more, rel=1e-3)
 
 
-def test_accumulation_spreads_what_nothing_hides():
-    machine = dataclasses.replace(PRESETS["a100"], reached=QUIET)
-    one, many = (step_time(run(dp=64, flags=f"--global-batch-size {64 * n}"), machine) for n in (1, 16))
-    passes = one.seconds - sum(p.seconds for p in one.parts if "exposed" in p.name or "update" in p.name)
-    assert many.seconds == pytest.approx(one.seconds + 15 * passes)
-    assert one.mfu < many.mfu
-
-
-def test_recomputation_is_a_part_of_its_own():
-    plain, full = parts(run()), parts(run(flags="--recompute-granularity full"))
-    costs = step_costs(run(), H100)
-    name = "recomputation, offload of activations"
-    assert full.pop(name) == pytest.approx(8 * 32 * costs.layer.forward.total)
-    assert plain.pop(name) == 0 and full == plain
-
-
-def test_states_on_a_slow_host_delay_the_step():
-    flags = "--optimizer-offload-policy static --optimizer-offload-fraction 0.5"
-    name = "states on the host, exposed"
-    assert parts(run(dp=8, length=8192, flags=flags))[name] == 0
-    slow = dataclasses.replace(H100, host_bandwidth=20e9)
-    update = 0.5 * 8030261248 / 8 * 28 / (20e9 / 8 * H100.reached.host_bandwidth)
-    found = parts(run(dp=8, flags=flags), slow)[name]
-    assert 0.5 * update < found < update
-
-
 def test_auto_offload_takes_what_the_device_has_no_room_for():
     config = run(flags="--optimizer-offload-policy auto")
     assert 0.9 < offloaded_fraction(config, H100) <= 1
     assert offloaded_fraction(run(dp=8, flags="--optimizer-offload-policy auto"), PRESETS["h200"]) == 0
     assert 0 < offloaded_fraction(config, PRESETS["h200"]) < 0.5
     assert offloaded_fraction(run(), H100) == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_layers_products_are_its_matrices(tp):
+    config = run(tp=tp)
+    assert sum(n * k for n, k in layer_products(config)) * tp == layer_matrices(config.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "flags", "least", "most"),
+    [
+        ("a100", 4096, "", 0.62, 0.70),  # 212 TFLOP/s are the best of Pai's article
+        ("h100", 8192, "", 0.45, 0.52),  # Megatron-Bridge: 45 to 50 %
+        ("h100", 8192, "--precision fp8", 0.30, 0.38),  # 744 TFLOP/s
+    ],
+)
+def test_a_pass_of_8b_reaches_what_is_published(name, length, flags, least, most):
+    """Forward and backward alone: the rest of a step hides on one node with many micro-batches."""
+    config, machine = run(dp=8, length=length, flags=flags), PRESETS[name]
+    costs = step_costs(config, machine)
+    flops = flops_per_step(config).model / config.training.global_batch_size
+    seconds = sum(costs.forward) + sum(costs.backward)
+    assert least < flops / seconds / machine.peak_flops(config.training.precision) < most
 
 
 def test_a_cpu_has_no_mfu():
