@@ -32,6 +32,7 @@ CHECKS = (
     Check("processor", host.check_processor),
     Check("memory", host.check_memory),
     Check("limits", host.check_limits),
+    Check("ranks", host.check_ranks),
     Check("GPUs", gpus.check_gpus, 180),
     Check("versions", software.check_versions, 60),
     Check("imports", software.check_imports, 240),

@@ -48,7 +48,7 @@ def _check(folder: Path) -> Iterator[Finding]:
     what = f"{size_text(free)}, {free / _BYTES_8B:.1f} checkpoints of an 8B model with optimizer states"
     cure = "make room, or --save-retain-last 1 with --save-weights-only-at-end"
     yield graded("free space", what, free < _BYTES_8B, cure, free_bytes=free)
-    yield _writing(folder / "large", min(_FILE_BYTES, free // 10))
+    yield from _speeds(folder / "large", min(_FILE_BYTES, free // 10))
     yield _lock(folder)
     begin = time.perf_counter()
     for _ in range(_NUM_SMALL):
@@ -68,8 +68,8 @@ def file_system_of(folder: Path) -> str:
     return max(reversed(around), key=lambda part: len(part.mountpoint)).fstype if around else "unknown"
 
 
-def _writing(file: Path, num_bytes: int) -> Finding:
-    """Bytes a second to the disk."""
+def _speeds(file: Path, num_bytes: int) -> Iterator[Finding]:
+    """Bytes a second to the disk, and from it when the kernel was asked to forget the file."""
     block = secrets.token_bytes(_BLOCK_BYTES)  # what file systems cannot compress
     begin = time.perf_counter()
     with file.open("wb", buffering=0) as out:
@@ -80,7 +80,14 @@ def _writing(file: Path, num_bytes: int) -> Finding:
     seconds = _BYTES_8B / speed
     what = f"{speed / 1e9:.2f} GB/s from one process, with fsync: {seconds:.0f} s for an 8B checkpoint"
     cure = "save rarely, or to a faster folder; background saves need host memory for a copy"
-    return graded("writing", what, speed < _SLOW_BYTES_PER_S, cure, bytes_per_s=speed)
+    yield graded("writing", what, speed < _SLOW_BYTES_PER_S, cure, bytes_per_s=speed)
+    with file.open("rb", buffering=0) as source:
+        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = time.perf_counter()
+        while source.read(_BLOCK_BYTES):
+            pass
+    speed = num_bytes / (time.perf_counter() - begin)
+    yield Finding("reading", "ok", f"{speed / 1e9:.2f} GB/s from one process", data={"bytes_per_s": speed})
 
 
 def _lock(folder: Path) -> Finding:

@@ -1,4 +1,4 @@
-"""Processor, memory, limits of containers and of the shell, variables, interfaces."""
+"""Processor, memory, limits of containers and of the shell, the cores of a rank, variables, interfaces."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from patch.distributed.launch import cores_of_workers
 from patch.numbers import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded
 
-_INFINIBAND, _BALANCING = Path("/sys/class/infiniband"), Path("/proc/sys/kernel/numa_balancing")
+_SYSTEM, _INFINIBAND = Path("/sys/devices/system"), Path("/sys/class/infiniband")
 _MIN_SHM_BYTES = 1 << 30
+_GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 _WATCHED = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG",
     "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_ALGO",
@@ -37,20 +38,27 @@ _HARMFUL = {
 
 
 def check_processor(settings: Settings) -> Iterator[Finding]:
-    """Processor, usable cores, load."""
+    """Processor, cores and their limits, load, clock."""
     cores, online = settings.machine.cpu_cores, os.cpu_count() or 1
-    names = [line.split(":", 1)[1] for line in get_cpu_info(run).splitlines() if "Model name" in line]
-    what = f"{(names or [os.uname().machine])[0].strip()}, {counted(cores, 'core')} usable of {online}"
-    yield Finding("processor", "ok", what, data={"cores": cores, "online": online})
+    facts = dict(line.strip().split(":", 1) for line in get_cpu_info(run).splitlines() if ":" in line)
+    name, sockets, nodes = (facts.get(key, "").strip() for key in ("Model name", "Socket(s)", "NUMA node(s)"))
+    counts = {"cores": cores, "online": online, "sockets": _count(sockets), "numa_nodes": _count(nodes)}
+    value = f"{name or os.uname().machine}, {counted(cores, 'core')} usable of {online}"
+    more = f"{counted(counts['sockets'], 'socket')}, {counted(counts['numa_nodes'], 'NUMA node')}"
+    yield Finding("processor", "ok", f"{value}, {more}", data=counts)
     load = os.getloadavg()[0]
     # Some load is the doctor's own.
     is_busy = load > max(1.0, 0.75 * cores)
     advice = "speeds in this report are too low: other work uses this machine; repeat without it"
     yield graded("load", f"{load:.1f}", is_busy, advice, load=load)
+    source = _text(_SYSTEM / "clocksource" / "clocksource0" / "current_clocksource")
+    if source:
+        advice = "reading the time is a system call here, which profiles and many small steps feel"
+        yield graded("clock source", source, source not in _GOOD_CLOCKS, advice)
 
 
 def check_memory(settings: Settings) -> Iterator[Finding]:
-    """Host memory, shared memory, which containers keep small, and who moves pages between NUMA nodes."""
+    """Host memory, and shared memory, which containers keep small."""
     total, usable = psutil.virtual_memory().total, settings.machine.host_memory_bytes
     free = min(psutil.virtual_memory().available, usable)
     limit = f", {size_text(usable)} by the cgroup's limit" if usable < total else ""
@@ -63,10 +71,6 @@ def check_memory(settings: Settings) -> Iterator[Finding]:
     advice = "NCCL and data workers need more: start the container with --ipc=host or --shm-size=8g"
     what = f"/dev/shm has {size_text(shared)}"
     yield graded("shared memory", what, shared < _MIN_SHM_BYTES, advice, bytes=shared)
-    is_balanced = _BALANCING.is_file() and _BALANCING.read_text().strip() == "1"  # of several NUMA nodes
-    if is_balanced and not cores_of_workers(settings.machine, settings.num_processes):
-        advice = "sysctl kernel.numa_balancing=0: the kernel moves pages while the optimizer reads them"
-        yield Finding("NUMA balancing", "warning", "on, and ranks are not bound", advice)
 
 
 def check_limits(settings: Settings) -> Iterator[Finding]:
@@ -82,6 +86,22 @@ def check_limits(settings: Settings) -> Iterator[Finding]:
         is_unlimited = value == resource.RLIM_INFINITY
         what = "unlimited" if is_unlimited else f"{value:,}"
         yield graded(name, what, not is_unlimited and value < least, f"ulimit {cure}")
+
+
+def check_ranks(settings: Settings, nodes: Path = _SYSTEM / "node") -> Iterator[Finding]:
+    """Threads and cores of each rank as the launcher gives them."""
+    machine, num_ranks = settings.machine, settings.num_processes
+    threads = max(1, machine.cpu_cores // num_ranks)
+    data = {"ranks": num_ranks, "threads": threads}
+    yield Finding("threads of a rank", "ok", f"{threads}, of {counted(num_ranks, 'rank')} here", data=data)
+    if len(list(nodes.glob("node[0-9]*"))) < 2:
+        return
+    shares = cores_of_workers(machine, num_ranks, nodes)
+    bound = f"each bound to {counted(len(shares[0]), 'core')}" if shares else ""
+    yield Finding("NUMA nodes of ranks", "ok", bound or "not bound: the nodes do not suit them")
+    if not bound and _text(Path("/proc/sys/kernel/numa_balancing")) == "1":
+        advice = "sysctl kernel.numa_balancing=0: the kernel moves pages while the optimizer reads them"
+        yield Finding("NUMA balancing", "warning", "on, and ranks are not bound", advice)
 
 
 def check_variables(settings: Settings) -> Iterator[Finding]:
@@ -159,3 +179,15 @@ def _infiniband() -> Iterator[Finding]:
     what = f"{len(states) - len(down)} of {len(states)} ports active"
     cure = f"look at cables and the subnet manager: {', '.join(down)}"
     yield graded("InfiniBand", what, bool(down), cure, ports=states)
+
+
+def _count(text: str) -> int:
+    """A number of things of which there is at least one."""
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

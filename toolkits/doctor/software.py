@@ -91,9 +91,13 @@ def check_compilers(settings: Settings) -> Iterator[Finding]:
     is_slow = kernel == "NumpyAdam"
     what = "NumPy: about 10 times slower than C++" if is_slow else "C++"
     yield graded("optimizer on the host", what, is_slow, "install g++ or clang++")
-    has_header = (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
-    if settings.has_gpus and not (has_compiler and has_header):
+    if not settings.has_gpus:
+        return
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file() or not has_compiler:
         yield Finding("Triton's launchers", "broken", "no compiler, or no Python.h", TRITON_CURE)
+    for tool in ("nvcc", "ninja"):
+        what = "found" if shutil.which(tool) else "missing: only builds of libraries need it"
+        yield Finding(tool, "ok", what)
 
 
 def check_accelerations(settings: Settings) -> Iterator[Finding]:
