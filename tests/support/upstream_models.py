@@ -1,5 +1,6 @@
 """Upstream's GPTModel of a run's configuration, and what may be asked of a model without its values."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -62,8 +63,11 @@ def upstream_stage(
     norm: type = WrappedTorchNorm,
 ) -> Upstream:
     """Upstream's model of a layer, initialised by itself, which is where it sets its marks."""
-    upstream = transformer_config(config.model, groups, config.execution, cuda=False)
-    upstream.perform_initialization = True
+    upstream = dataclasses.replace(
+        transformer_config(config.model, groups, config.execution, cuda=False), perform_initialization=True,
+        init_method_std=config.model.init_method_std, init_method=None, output_layer_init_method=None,
+        embedding_init_method=None, embedding_init_method_std=None,
+    )  # fmt: skip
     _let_upstream_cut(upstream, config)
     stage = vp_stage * groups.pp.size() + groups.pp.rank()
     num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())

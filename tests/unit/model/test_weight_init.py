@@ -1,6 +1,5 @@
 """Random weights: distributed as upstream's, the same at every layout, whatever else was drawn."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,13 @@ from distributed_runner import new_job, run_distributed
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from small_runs import small_run
 from training_runs import CPU
+from upstream_models import local_upstream
 
 from patch import compat
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights, sharded_weights
-from patch.model.llama import transformer_config
 from patch.plan.parameters import parameters_per_rank
 
 VOCAB = 90
@@ -76,20 +73,7 @@ def _upstream_stds() -> dict[str, tuple[float, float]]:
     groups = initialize(config, CPU)
     (ours,) = build_llama_model(config.model, groups, CPU.device, config.execution)
     initialize_weights([ours], config.model, config.training.seed)
-    own = dataclasses.replace(
-        transformer_config(config.model, groups, config.execution, cuda=False), perform_initialization=True,
-        init_method_std=config.model.init_method_std, init_method=None, output_layer_init_method=None,
-        embedding_init_method=None, embedding_init_method_std=None,
-    )  # fmt: skip
-    upstream = GPTModel(
-        config=own,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True),
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=512,
-        position_embedding_type="rope",
-        pg_collection=groups,
-    )
-    weights = dict(upstream.named_parameters())
+    weights = dict(local_upstream(config, groups, 0).named_parameters())
     stds = {}
     for name, weight in ours.named_parameters():
         rows = VOCAB if name in VOCABULARY else len(weight)
