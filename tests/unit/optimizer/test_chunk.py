@@ -136,24 +136,6 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
     assert manager.offload_fraction == 0.4
 
 
-def test_moves_carry_every_state_to_the_bit() -> None:
-    manager = filled([1000], 100)
-    manager.allocate(lambda _: DTYPES)
-    generator = torch.Generator().manual_seed(0)
-    wanted = {}
-    for chunk in manager.chunks:
-        for name in DTYPES:
-            chunk.states[name].data.copy_(100 * torch.randn(100, generator=generator))
-            wanted[chunk.index, name] = chunk.states[name].data.clone()
-    for to_host in (True, True, False, True):
-        for chunk in manager.chunks[::3]:
-            manager.move(chunk, to_host=to_host)
-    for chunk in manager.chunks:
-        chunk.wait_for_transfer()
-    for (index, name), values in wanted.items():
-        assert torch.equal(manager.chunks[index].states[name].data, values)
-
-
 class SlowDevice(SimulatedDevice):
     """Nothing reaches it before the gate is opened, or nothing at all."""
 
