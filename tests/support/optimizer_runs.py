@@ -117,10 +117,7 @@ def on_host(fraction: float, chunk_size: int = 100, host_bytes: int = UNLIMITED)
 
 
 def accumulate(
-    model: torch.nn.Module,
-    optimizer: OverlappedDistributedOptimizer,
-    batches: Sequence,
-    lr: float | Sequence[float] = LR,
+    model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence, lr: float = LR
 ) -> None:
     """Forward and backward of this rank's micro-batches, until every gradient is final."""
     optimizer.zero_grad(lr)

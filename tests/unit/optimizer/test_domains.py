@@ -16,14 +16,13 @@ from distributed_runner import run_distributed
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from optimizer_runs import LR, accumulate, build_optimizer, on_host, states_of, take_step
+from optimizer_runs import LR, build_optimizer, states_of, take_step
 
 from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
-from patch.optimizer.hybrid_adam import Offload
 
 WORLD_SIZE = 4
 NUM_STEPS, NUM_MICRO_BATCHES = 6, 2
@@ -37,8 +36,7 @@ CASES = [
     for dtype in (torch.float32, torch.bfloat16)
     for num_copies, bucket_size in ((2, 300), (1, 10**9))
 ]
-"""ZeRO stage, type of the matrices, ranks that hold copies of an expert, elements of a bucket. Where there is
-one type and expert, half of the states are on the host."""
+"""ZeRO stage, type of the matrices, ranks that hold copies of an expert, elements of a bucket."""
 
 
 class Block(torch.nn.Module):
@@ -72,29 +70,19 @@ class Model(torch.nn.Sequential):
 
 
 def param_groups(model: Model, copies: dist.ProcessGroup) -> list[ParamGroup]:
-    """Matrices and vectors mixed, in another order than that of the model."""
-    first, *others = model
+    others = [p for name, p in model.named_parameters() if not name.endswith("expert")]
     return [
-        ParamGroup([first.gain, *(block.shared for block in model)], 0.1),
-        ParamGroup([block.gain for block in others], 0.0, lr_multiplier=0.25),
-        ParamGroup(model.experts(), 0.3, data_parallel_group=copies),
+        ParamGroup([p for p in others if p.ndim > 1], 0.1),
+        ParamGroup([p for p in others if p.ndim == 1], 0.0),
+        ParamGroup(model.experts(), 0.1, data_parallel_group=copies),
     ]
 
 
-def rates(number: int) -> list[float]:
-    """The learning rates of the groups in a step."""
-    return [LR, 2 * LR, LR / (1 + number)]
-
-
 def build(
-    model: Model,
-    zero_stage: ZeroStage,
-    copies: dist.ProcessGroup,
-    bucket_size: int,
-    offload: Offload | None = None,
+    model: Model, zero_stage: ZeroStage, copies: dist.ProcessGroup, bucket_size: int = 300
 ) -> OverlappedDistributedOptimizer:
     groups, changes = param_groups(model, copies), {"clip_grad": CLIP_GRAD, "reduce_bucket_size": bucket_size}
-    return build_optimizer(model, zero_stage, param_groups=groups, offload=offload, **changes)
+    return build_optimizer(model, zero_stage, param_groups=groups, **changes)
 
 
 def batches(rank: int) -> Iterator[list[torch.Tensor]]:
@@ -119,7 +107,7 @@ class Plain:
             betas=(0.9, 0.95),
         )
 
-    def take_step(self, number: int, micro_batches: list[torch.Tensor]) -> float:
+    def take_step(self, micro_batches: list[torch.Tensor]) -> float:
         sums = {p: torch.zeros(p.shape) for p in self.masters}
         for batch in micro_batches:
             self.model.zero_grad()
@@ -137,8 +125,6 @@ class Plain:
         norm = squares.sqrt().item()
         for master in self.masters.values():
             master.grad *= min(1.0, CLIP_GRAD / (norm + 1e-6))
-        for group, rate, multiplier in zip(self.adamw.param_groups, rates(number), (1, 0.25, 1), strict=True):
-            group["lr"] = rate * multiplier
         self.adamw.step()
         with torch.no_grad():
             for parameter, master in self.masters.items():
@@ -148,24 +134,21 @@ class Plain:
 
 def train(rank: int, case: tuple, copies: dist.ProcessGroup, expert: int) -> dict[str, Any]:
     """What a case found beside the oracle."""
-    zero_stage, dtype, num_copies, bucket_size = case
+    zero_stage, dtype, _, bucket_size = case
     model, plain = Model(dtype, expert), Plain(Model(dtype, expert), copies)
-    offload = on_host(0.5) if dtype is torch.float32 and num_copies == 1 else None
-    optimizer = build(model, zero_stage, copies, bucket_size, offload)
+    optimizer = build(model, zero_stage, copies, bucket_size)
     norms = []
-    for number, micro_batches in enumerate(batches(rank)):
-        accumulate(model, optimizer, micro_batches, rates(number))
-        norms.append((optimizer.step().grad_norm, plain.take_step(number, micro_batches)))
+    for micro_batches in batches(rank):
+        norms.append((take_step(model, optimizer, micro_batches), plain.take_step(micro_batches)))
     optimizer.finish_param_sync()
     gaps = {dtype: 0.0 for dtype in BOUNDS}
     for ours, other in zip(model.parameters(), plain.model.parameters(), strict=True):
         gaps[ours.dtype] = max(gaps[ours.dtype], (ours - other).abs().max().item())
-    report = optimizer.report()
     return {
         "norms": norms,
         "gaps": gaps,
         "experts": [p.detach().float().numpy() for p in model.experts()],
-        "bytes": report.device_bytes + report.host_bytes,
+        "bytes": optimizer.report().device_bytes,
     }
 
 

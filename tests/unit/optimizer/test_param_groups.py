@@ -1,6 +1,7 @@
 """Parameter groups: megatron-core's own say who is in which, torch's AdamW what they do."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as UpstreamConfig
-from optimizer_runs import LR, OddModel, build_optimizer
+from optimizer_runs import LR, OddModel, build_optimizer, make_steps, on_host
 from small_runs import small_run
 from training_runs import build_seeded_run
 
@@ -89,6 +90,43 @@ def groups_of(model: OddModel) -> list[ParamGroup]:
         ParamGroup([model.last.bias, model.last.weight], weight_decay=0.3, lr_multiplier=0.25),
         ParamGroup([model.first.bias], weight_decay=0.05),
     ]
+
+
+def train_groups(rank: int, world_size: int) -> list[float]:
+    """How far the weights are from AdamW's after ten steps at rates that change, by ZeRO stage."""
+    found = []
+    for zero_stage, offload in product(ZeroStage, (None, on_host(0.5))):
+        model, plain = OddModel(), OddModel()
+        optimizer = build_optimizer(model, zero_stage, param_groups=groups_of(model), offload=offload)
+        adamw = torch.optim.AdamW(
+            [
+                {"params": list(group.params), "weight_decay": group.weight_decay}
+                for group in groups_of(plain)
+            ],
+            lr=LR,
+            betas=(0.9, 0.95),
+        )
+        for number, step in enumerate(make_steps(10, world_size, 1)):
+            rates = [LR, LR / (1 + number), 2 * LR]
+            optimizer.zero_grad(rates)
+            model(step[rank][0]).backward()
+            optimizer.step()
+            adamw.zero_grad()
+            sum(plain(batches[0]) for batches in step).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            for group, rate, multiplier in zip(adamw.param_groups, rates, (1.0, 0.25, 1.0), strict=True):
+                group["lr"] = rate * multiplier
+            adamw.step()
+        optimizer.finish_param_sync()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found.append(max((a - b).abs().max().item() for a, b in pairs))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_train_as_those_of_torchs_adamw(world_size: int) -> None:
+    for found in run_distributed(train_groups, world_size):
+        assert max(found) < BOUND, found
 
 
 def refuse_all(rank: int, world_size: int) -> None:
