@@ -1,6 +1,5 @@
 """Several pre-training sets, splits and borders of documents, against upstream's builder and dense masks."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_runner import run_distributed
+from indexed_sets import consecutive, write_set
 from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import (
@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt_dataset import (
     GPTDatasetConfig,
     _get_ltor_masks_and_position_ids,
 )
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from small_runs import small_run
 
 from patch.config.data_spec import parse_data
@@ -27,21 +27,13 @@ from patch.errors import DataError
 LENGTH, SEED, EOD, ROWS = 8, 5, 1, 1 << 15
 
 
-def write_set(prefix: Path, sizes: Sequence[int], first: int) -> str:
-    """Documents of consecutive numbers, each set with numbers of its own."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for size in sizes:
-        builder.add_document(np.arange(first, first + size), [size])
-        first += size
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
-    """Of 300, 135 and 41 tokens."""
+    """Of 300, 135 and 41 tokens, each set with numbers of its own."""
     sizes = ([30] * 10, [5, 10, 30] * 3, [41])
-    return [write_set(tmp_path / f"set{i}", each, 1000 * (i + 1)) for i, each in enumerate(sizes)]
+    return [
+        write_set(tmp_path / f"set{i}", consecutive(each, 1000 * (i + 1))) for i, each in enumerate(sizes)
+    ]
 
 
 def options(folder: Path, **changes: Any) -> PretrainOptions:
@@ -112,6 +104,9 @@ def test_samples_and_their_order_are_those_of_upstreams_builder(
     assert source.num_samples == num_samples
     count = min(num_samples, len(expected))  # without weights, upstream ends after one pass
     assert tokens_of(source, count) == tokens_of(expected, count)
+    for index in range(num_samples):
+        assert torch.equal(source[index].labels[:-1], source[index].tokens[1:])
+        assert source[index].loss_mask.all() and len(source[index].loss_mask) == LENGTH
 
 
 @pytest.mark.parametrize("split", ["80,20,0", "1,1", "6,2,2"])
@@ -144,7 +139,8 @@ def test_sets_without_weights_are_read_equally_often(tmp_path: Path, prefixes: l
 
 def test_many_small_weights_need_no_more_samples_than_there_are(tmp_path: Path) -> None:
     """Upstream makes 19 samples of the 10, for which it has not built enough of the first set."""
-    names = [write_set(tmp_path / f"set{i}", [89 if i == 0 else 33], 1000 * (i + 1)) for i in range(10)]
+    documents = [consecutive([89 if i == 0 else 33], 1000 * (i + 1)) for i in range(10)]
+    names = [write_set(tmp_path / f"set{i}", each) for i, each in enumerate(documents)]
     weights = [0.91] + [0.01] * 9
     with pytest.raises(IndexError, match="oversamples"):
         upstream(names, weights, 10)
@@ -182,7 +178,7 @@ def test_what_a_set_cannot_give_is_refused(
 
 
 def test_set_too_short_for_a_sample_needs_a_weight(tmp_path: Path, prefixes: list[str]) -> None:
-    short = write_set(tmp_path / "short", [LENGTH], 9000)
+    short = write_set(tmp_path / "short", consecutive([LENGTH], 9000))
     with pytest.raises(DataError, match="short: has 8 tokens for training, expected at least 9"):
         load_training([prefixes[0], short], None, options(tmp_path), lambda one_pass: 10)
     source = load_training([prefixes[0], short], [1.0, 1.0], options(tmp_path), lambda one_pass: 10)
@@ -204,15 +200,13 @@ def visible(lengths: torch.Tensor) -> torch.Tensor:
 def test_borders_of_documents_are_those_of_upstreams_mask(tmp_path: Path) -> None:
     """Random documents: ends at the first and last token of a sample, one after the other, or none."""
     pick = np.random.RandomState(0)
-    builder = IndexedDatasetBuilder(f"{tmp_path}/set.bin", dtype=np.int32)
-    for size in [0, 1, 0, 12, 20, 7, 8, 3, *pick.randint(0, 6, 60)]:
-        builder.add_document([*pick.randint(2, 200, size), EOD], [size + 1])
-    builder.finalize(f"{tmp_path}/set.idx")
+    sizes = [0, 1, 0, 12, 20, 7, 8, 3, *pick.randint(0, 6, 60)]
+    prefix = write_set(tmp_path / "set", [[*pick.randint(2, 200, size), EOD] for size in sizes])
     tokenizer = tiny_tokenizer()
     assert tokenizer.eos_token_id == EOD
     asked = options(tmp_path, tokenizer=tokenizer, reset_attention_mask=True, eod_mask_loss=True)
-    plain = load_training([f"{tmp_path}/set"], None, options(tmp_path), lambda one_pass: 90)
-    source = load_training([f"{tmp_path}/set"], None, asked, lambda one_pass: 90)
+    plain = load_training([prefix], None, options(tmp_path), lambda one_pass: 90)
+    source = load_training([prefix], None, asked, lambda one_pass: 90)
     seen = set()
     for index in range(90):
         sample, unmasked = source[index], plain[index]

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from indexed_sets import write_set
 from llama3_tokenizer import build_tiny_tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from refusals import refused
 from small_runs import small_run
 
@@ -97,27 +96,19 @@ def test_length_of_a_small_set_follows_from_its_rows(
 
 def test_a_large_set_is_known_once_it_is_tokenized_and_until_it_changes(run, tmp_path: Path) -> None:
     rows = write(tmp_path, [{**row, "note": "x" * 2**19} for row in ROWS])
-    config = run(rows)
-    (unknown,) = said(config)
+    small = write(tmp_path, ROWS[:1], "small.jsonl")
+    config = run(f"0.5 {small} 0.5 {rows}")
+    known, unknown = said(config)
+    assert known == f"data        {small}: 1 sample in one epoch"
     assert f"{rows}: its samples are counted when it is tokenized" in unknown
     assert "llama-patch preview" in unknown
     time.sleep(2.1)  # the hash of a file that was just written is not remembered
-    assert train(config) == 2
-    known = [f"data        {rows}: 2 samples in one epoch", "length      20 steps = 40 epochs of 2 samples"]
-    assert said(config) == known
+    assert train(config) == 3
+    found = f"data        {rows}: 2 samples in one epoch"
+    assert said(config) == [known, found, "length      20 steps = 26.7 epochs of 3 samples"]
     assert len(said(run(rows, max_padding_length=20))) == 1  # other tokens
     rows.write_text(rows.read_text() + "\n")
-    assert len(said(config)) == 1
-
-
-def test_one_unknown_set_leaves_the_length_unknown(run, tmp_path: Path) -> None:
-    small = write(tmp_path, ROWS)
-    large = write(tmp_path, [{**row, "note": "x" * 2**19} for row in ROWS], "large.jsonl")
-    lines = said(run(f"0.5 {small} 0.5 {large}"))
-    assert [line.startswith("data ") for line in lines] == [True, True]
-    assert "2 samples in one epoch" in lines[0] and "counted when it is tokenized" in lines[1]
-    lines = said(run(f"0.5 {small} 0.5 {write(tmp_path, ROWS[:1], 'b.jsonl')}"))
-    assert lines[-1] == "length      20 steps = 26.7 epochs of 3 samples"
+    assert len(said(config)) == 2
 
 
 def test_every_row_of_a_small_set_is_checked(run, tmp_path: Path) -> None:
@@ -132,16 +123,8 @@ def test_a_warm_up_that_epochs_do_not_hold_is_refused_before_the_run(run, tmp_pa
         said(config)
 
 
-def documents(prefix: Path, sizes: list[int], dtype: type = np.int32) -> Path:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for size in sizes:
-        builder.add_document(np.arange(size, dtype=dtype), [size])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
-
-
 def test_documents_are_counted_as_the_run_counts_them(run, tmp_path: Path) -> None:
-    prefix = documents(tmp_path / "set", [100, 60, 300, 40])
+    prefix = write_set(tmp_path / "set", [range(size) for size in (100, 60, 300, 40)])
     kind = {"dataset_type": "idxmap", "sft": "false"}
     config = run(prefix, **kind)
     assert said(config)[0] == f"data        {prefix}: 15 samples in one epoch"  # 499 // 32
@@ -151,9 +134,6 @@ def test_documents_are_counted_as_the_run_counts_them(run, tmp_path: Path) -> No
 
 
 def test_pais_samples_are_its_documents(run, tmp_path: Path) -> None:
-    builder = IndexedDatasetBuilder(f"{tmp_path}/set.bin", dtype=np.int32)
-    for _ in range(3):
-        builder.add_document([*range(1, 32), -1 - 32, *range(2, 33), -100], [64])
-    builder.finalize(f"{tmp_path}/set.idx")
-    config = run(tmp_path / "set", dataset_type="idxmap")
+    prefix = write_set(tmp_path / "set", [[*range(1, 32), -1 - 32, *range(2, 33), -100]] * 3)
+    config = run(prefix, dataset_type="idxmap")
     assert said(config)[0].endswith("set: 3 samples in one epoch") and train(config) == 3

@@ -21,7 +21,6 @@ MARKED = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}"
     "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
 )
-ANY_DROPS = SftOptions(max_dropped_share=1.0)
 
 
 def write_rows(folder: Path, rows: list) -> Path:
@@ -118,28 +117,6 @@ def test_text_that_the_tokenizer_fails_on_is_refused_with_the_file(tmp_path: Pat
         load_sft(path, tokenizer, 64)
 
 
-def test_samples_with_nothing_to_learn_are_dropped_counted_and_named(
-    tmp_path: Path, logged: list[str]
-) -> None:
-    rows = [
-        alpaca("hello", "world"),
-        alpaca("too long " * 20, "world"),
-        alpaca("no answer", " "),
-        {"messages": [{"role": "user", "content": "nobody answers"}]},
-        alpaca("hello", "again"),
-    ]
-    tokenizer = tiny_tokenizer()
-    source = load_sft(write_rows(tmp_path, rows), tokenizer, 24, ANY_DROPS)
-    assert [learned_text(source[index], tokenizer) for index in range(len(source))] == [
-        "world<|eot_id|>", "again<|eot_id|>"
-    ]  # fmt: skip
-    assert any("2 of 5 rows dropped: nothing to learn: row 3, row 4" in message for message in logged)
-    cut = "1 of 5 rows dropped: nothing to learn in the 24 tokens that are kept: row 2"
-    assert any(cut in message for message in logged)
-    share = [message for message in logged if "tokens learned" in message]
-    assert len(share) == 1 and "5 rows, 2 samples" in share[0]
-
-
 def test_set_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [alpaca("hello", ""), {"messages": [{"role": "user", "content": "x"}]}])
     with pytest.raises(
@@ -156,6 +133,7 @@ def test_special_tokens_in_a_message_are_reported(tmp_path: Path, logged: list[s
     rows = [alpaca("a", "b"), alpaca("say <|eot_id|>", "b")]
     load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 24)
     assert any("special tokens spelled out" in message and "row 2" in message for message in logged)
+    assert sum("2 rows, 2 samples" in message and "tokens learned" in message for message in logged) == 1
 
 
 def test_masks_equal_transformers_on_several_turns(tmp_path: Path) -> None:

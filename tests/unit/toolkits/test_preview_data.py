@@ -1,14 +1,13 @@
-"""preview_data: figures counted by hand, the page as a parser reads it, exit codes, hostile rows."""
+"""preview_data: figures counted by hand, the tokens of the page, exit codes, hostile rows."""
 
 import json
 import re
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 
-import numpy as np
 import pytest
+from indexed_sets import write_set
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from patch.data import load_sft, load_tokenizer
 from patch.data.sft.options import SftOptions
@@ -46,37 +45,10 @@ def _flags(tokenizer: Path, *more: object, length: int = LENGTH) -> list[str]:
     return ["--tokenizer-name-or-path", str(tokenizer), "--seq-length", str(length), *map(str, more)]
 
 
-class _Page(HTMLParser):
-    """The tokens of a page: text, classes, whether marked as learned; and all its tags and attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tokens: list[tuple[str, bool]] = []
-        self.titles: list[str] = []
-        self.tags: set[str] = set()
-        self.loads: list[str] = []
-        self._is_token = self._in_sample = False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs) -> None:
-        values = dict(attrs)
-        self.tags.add(tag)
-        self.loads += [values[name] for name in ("src", "href", "xlink:href", "style") if name in values]
-        if values.get("class") == "sample":
-            self._in_sample = True
-        if self._in_sample and tag in ("mark", "span"):
-            assert "token" in values["class"].split()
-            self.tokens.append(("", tag == "mark"))
-            self.titles.append(values["title"])
-            self._is_token = True
-
-    def handle_endtag(self, tag) -> None:
-        self._is_token &= tag not in ("mark", "span")
-
-    def handle_data(self, data) -> None:
-        if self._is_token:
-            text, is_learned = self.tokens[-1]
-            self.tokens[-1] = (text + data, is_learned)
+def _tokens_of(page: str) -> list[tuple[str, bool, str]]:
+    """The tokens of a page: text, whether marked as learned, and title."""
+    found = re.findall(r'<(mark|span) class="token[^"]*" title="([^"]*)">(.*?)</\1>', page, re.DOTALL)
+    return [(unescape(text), tag == "mark", unescape(title)) for tag, title, text in found]
 
 
 @pytest.fixture(scope="module")
@@ -139,24 +111,14 @@ def test_page_has_the_same_tokens_and_figures(seen):
         for sample in row["samples"]
         for text, learned in zip(sample["texts"], sample["learned"], strict=True)
     ]
-    parsed = _Page(text)
-    assert parsed.tokens == expected
-    assert parsed.titles[5] == f"id {values['rows'][0]['samples'][0]['ids'][5]}: hello"
+    tokens = _tokens_of(text)
+    assert [(text, is_learned) for text, is_learned, _ in tokens] == expected
+    assert tokens[5][2] == f"id {values['rows'][0]['samples'][0]['ids'][5]}: hello"
     for figure in ("37.5% of all slots", "3 sequences, 83.3% of all slots used", "1: line 3"):
         assert figure in text
 
 
-def test_page_loads_nothing_and_runs_nothing(seen):
-    _, text, _ = seen
-    parsed = _Page(text)
-    assert "script" not in parsed.tags and {"style", "mark"} <= parsed.tags
-    assert all(value.startswith("#") or ":" in value for value in parsed.loads)
-    assert not re.search(r"url\((?!#)|@import|javascript:|src=", text)
-    assert not re.search(r"https?://", text)
-    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
-
-
-def test_hostile_rows_are_text_everywhere(tokenizer, tmp_path, capsys):
+def test_hostile_rows_are_text_everywhere_and_the_page_loads_and_runs_nothing(tokenizer, tmp_path, capsys):
     folder = tmp_path / "<b>\x1b[2J&"
     folder.mkdir()
     rows = _write(folder, [{"instruction": HOSTILE, "output": HOSTILE}])
@@ -164,10 +126,12 @@ def test_hostile_rows_are_text_everywhere(tokenizer, tmp_path, capsys):
     assert main([str(rows), *_flags(tokenizer, "--html", page, length=200)]) == 0
     assert "\x1b" not in capsys.readouterr().out
     text = page.read_text()
-    parsed = _Page(text)
-    assert "script" not in parsed.tags and "b" not in parsed.tags and "\x1b" not in text
-    shown = "".join(token for token, is_learned in parsed.tokens if is_learned)
+    tags = set(re.findall(r"<\s*(\w+)", text))
+    assert not {"script", "b"} & tags and {"style", "mark"} <= tags and "\x1b" not in text
+    shown = "".join(token for token, is_learned, _ in _tokens_of(text) if is_learned)
     assert shown == HOSTILE.replace(" ", "\u2423").replace("\x1b", "\u241b") + "<|eot_id|>"
+    assert not re.search(r"url\((?!#)|@import|javascript:|src=|href=|https?://", text)
+    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
 
 
 def test_too_many_drops_are_shown_and_end_with_exit_code_3(tokenizer, tmp_path, capsys):
@@ -180,27 +144,23 @@ def test_too_many_drops_are_shown_and_end_with_exit_code_3(tokenizer, tmp_path, 
     assert page.is_file()
 
 
-def test_one_row_is_found_by_the_number_that_messages_give(tokenizer, tmp_path, capsys):
-    rows = _write(tmp_path, ROWS)
-    rows.write_text("\n" + rows.read_text())
-    assert main([str(rows), *_flags(tokenizer, "--row", 5, "--no-statistics")]) == 0
-    said = capsys.readouterr().out
-    assert "rows.jsonl: line 5: 22 tokens, 2 learned" in said and said.count("line ") == 1
-    assert main([str(rows), *_flags(tokenizer, "--row", 9, "--no-statistics")]) == 3
-    assert "no line 9" in capsys.readouterr().err
-
-
-def test_several_sets_have_their_own_rows_and_figures(tokenizer, tmp_path, capsys):
+def test_one_row_is_found_by_the_number_that_messages_give_in_each_of_several_sets(
+    tokenizer, tmp_path, capsys
+):
     for name in ("a.jsonl", "b.jsonl"):
-        _write(tmp_path, ROWS[:1], name)
-    output = tmp_path / "it.json"
-    text = f"0.7 {tmp_path}/a.jsonl 0.3 {tmp_path}/b.jsonl"
-    assert main([text, *_flags(tokenizer, "--json", output)]) == 0
+        rows = _write(tmp_path, ROWS, name)
+        rows.write_text("\n" + rows.read_text())
+    output, text = tmp_path / "it.json", f"0.7 {tmp_path}/a.jsonl 0.3 {tmp_path}/b.jsonl"
+    flags = _flags(tokenizer, "--row", 5, "--json", output, "--max-dropped-share", 0.2)
+    assert main([text, *flags]) == 0
+    assert f"{rows}: line 5: 22 tokens, 2 learned" in capsys.readouterr().out
     values = json.loads(output.read_text())
     assert [each["name"] for each in values["sets"]] == [
         f"0.7 {tmp_path}/a.jsonl", f"0.3 {tmp_path}/b.jsonl",
     ]  # fmt: skip
-    assert [Path(row["where"]).name for row in values["rows"]] == ["a.jsonl: line 1", "b.jsonl: line 1"]
+    assert [Path(row["where"]).name for row in values["rows"]] == ["a.jsonl: line 5", "b.jsonl: line 5"]
+    assert main([text, *_flags(tokenizer, "--row", 9, "--no-statistics")]) == 3
+    assert "no line 9" in capsys.readouterr().err
 
 
 def test_a_run_and_its_variables_say_what_flags_do_not(tokenizer, tmp_path, capsys, monkeypatch):
@@ -238,15 +198,10 @@ def test_wrong_commands_are_refused(arguments, code, said, tokenizer, tmp_path, 
     assert said in told.err and (told.out == "" or "--html" in arguments)
 
 
-@pytest.mark.parametrize(
-    ("flag", "hint"),
-    [("--tokenizer", ", did you mean --tokenizer-name-or-path?"), ("--htlm=x", ", did you mean --html?"),
-     ("--max-length", ", did you mean --max-padding-length?"), ("--lr", "")],
-)  # fmt: skip
-def test_unknown_flag_names_the_nearest_one(flag, hint, capsys):
+def test_unknown_flag_names_the_nearest_one(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["none.jsonl", flag])
-    said = f"unknown argument {flag.split('=')[0]}{hint} (--help lists the flags)\n"
+        main(["none.jsonl", "--htlm=x"])
+    said = "unknown argument --htlm, did you mean --html? (--help lists the flags)\n"
     assert caught.value.code == 2 and capsys.readouterr().err.endswith(said)
 
 
@@ -283,39 +238,34 @@ def test_documents_are_shown_with_figures_counted_by_hand(documents, tokenizer, 
     assert figures["provenance"]["tokenizer"] == str(tokenizer)
     said = capsys.readouterr().out
     assert f"{documents}: document 1: {len(ids) + 1} tokens" in said and str(tokenizer) in said
-    assert len(_Page(page.read_text()).tokens) == len(ids) + 1 + 512
+    assert len(_tokens_of(page.read_text())) == len(ids) + 1 + 512
 
 
 def test_a_document_has_a_number(documents, tokenizer, capsys):
     assert main([str(documents), *_flags(tokenizer, "--row", 3, "--no-statistics")]) == 0
     assert f"{documents}: document 3: 512 tokens" in capsys.readouterr().out
-    assert main([str(documents), *_flags(tokenizer, "--row", 4, "--no-statistics")]) == 3
-    assert "no document 4, expected one of 3 (--row)" in capsys.readouterr().err
 
 
-def test_documents_of_another_tokenizer_are_refused(documents, tmp_path, capsys):
+def test_documents_that_are_not_there_or_of_another_tokenizer_are_refused(
+    documents, tokenizer, tmp_path, capsys
+):
     tiny_tokenizer(special=reversed(SPECIAL_TOKENS)).save_pretrained(tmp_path)
-    assert main([str(documents), *_flags(tmp_path)]) == 3
-    said = capsys.readouterr()
-    assert "was made with tokenizer" in said.err and said.out == ""
-
-
-def test_the_ending_of_documents_is_left_out(documents, tokenizer, capsys):
-    assert main([f"{documents}.bin", *_flags(tokenizer)]) == 2
-    assert f"expected the path of .bin and .idx without the ending, that is {documents}" in (
-        capsys.readouterr().err
-    )
+    for data, flags, code, expected in (
+        (documents, _flags(tokenizer, "--row", 4), 3, "no document 4, expected one of 3 (--row)"),
+        (documents, _flags(tmp_path), 3, "was made with tokenizer"),
+        (f"{documents}.bin", _flags(tokenizer), 2, f"without the ending, that is {documents}"),
+    ):
+        assert main([str(data), *flags]) == code
+        said = capsys.readouterr()
+        assert expected in said.err and said.out == ""
 
 
 def test_packs_of_pais_sets_are_shown_as_conversations(tokenizer, tmp_path, capsys):
     # Two conversations and two tokens of padding: what is learned begins after 3 and 1 of their tokens.
     ids = [10, 11, 12, 13, -1 - 14, 20, -1 - 21, 0, 0]
     labels = [-100, -100, 13, 14, -100, 21, -100, -100, -100]
-    builder = IndexedDatasetBuilder(f"{tmp_path}/set.bin", dtype=np.int32)
-    builder.add_document(np.array(ids + labels, np.int32), [18])
-    builder.finalize(f"{tmp_path}/set.idx")
-    file = tmp_path / "it.json"
-    assert main([f"{tmp_path}/set", *_flags(tokenizer, "--json", file)]) == 0
+    file, prefix = tmp_path / "it.json", write_set(tmp_path / "set", [ids + labels])
+    assert main([prefix, *_flags(tokenizer, "--json", file)]) == 0
     values = json.loads(file.read_text())
     (row,) = values["rows"]
     assert [sample["ids"] for sample in row["samples"]] == [[10, 11, 12, 13, 14], [20, 21]]
