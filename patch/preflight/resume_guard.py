@@ -92,10 +92,17 @@ def resume_notes(config: RunConfig) -> list[str]:
     _check_derived(config, before)
     _check_data(config, before)
     return [
-        f"{where(field)}: {scalar_of(before, field)} before, {scalar_of(config, field)} from here on"
+        f"{where(field)}: {scalar_of(before, field)} before, {_now(config, field)}"
         for field in FIELDS
         if not _same(value_of(before, field), value_of(config, field)) and not _is_open(config, field)
     ]
+
+
+def _now(config: RunConfig, field: str) -> str:
+    now = scalar_of(config, field)
+    if field == "load":
+        return f"{now} has no effect: the run goes on from its own checkpoints; for other weights take {_ANEW}"
+    return f"{now} from here on"
 
 
 def _is_open(config: RunConfig, field: str) -> bool:

@@ -120,7 +120,9 @@ def build_hooks(run: Run) -> list[TrainerHook]:
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)
-        settle = run.optimizer.finish_param_sync
+        settle, end = run.optimizer.finish_param_sync, run.config.training.train_iters
+        if steps.start > end:
+            _logger.warning("--profile begins with step %d, after the run's last, %d: no trace", steps.start, end)
         hooks.append(
             StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda, settle=settle)
         )
