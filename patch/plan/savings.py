@@ -141,10 +141,16 @@ def _recomputed(config: RunConfig, limit: int) -> Iterator[Change]:
 
 
 def _searched_activations(config: RunConfig) -> Sequence[Change]:
-    kept = dict(recompute_granularity=None, recompute_method="uniform", recompute_num_layers=1)
-    kept |= dict(cpu_offloading=False, cpu_offloading_num_layers=None)
+    kept = _change(
+        "training",
+        recompute_granularity=None,
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        cpu_offloading=False,
+        cpu_offloading_num_layers=None,
+    )
     again = [_change("training", recompute_granularity=each) for each in ("selective", "full")]
-    return [_change("training", **kept), *again]
+    return [kept, *again]
 
 
 def _offloaded_activations(config: RunConfig, limit: int) -> Iterator[Change]:

@@ -122,7 +122,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
         folder = Path(run.config.checkpoint.output_path)
         settle, end = run.optimizer.finish_param_sync, run.config.training.train_iters
         if steps.start > end:
-            _logger.warning("--profile begins with step %d, after the run's last, %d: no trace", steps.start, end)
+            _logger.warning("--profile begins at step %d, the run ends at %d: no trace", steps.start, end)
         hooks.append(
             StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda, settle=settle)
         )
