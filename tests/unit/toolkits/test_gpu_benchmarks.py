@@ -30,9 +30,7 @@ def test_without_a_gpu_they_are_not_run(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert importlib.import_module(f"toolkits.benchmarks.{name}").main([]) == 0
-    said = capsys.readouterr().out
-    assert said.endswith("not run: needs a GPU, found none\n")
-    assert said.startswith("PLAN, not measured" if name == "offload" else "not run")
+    assert capsys.readouterr().out == "not run: needs a GPU, found none\n"
 
 
 def test_our_attention_and_its_gradients_are_those_of_all_scores() -> None:
