@@ -87,7 +87,7 @@ def _small(recipe: Recipe) -> RunConfig:
     return small_run(
         precision="bf16", num_layers=1, sft=False, global_batch_size=2, reduce_bucket_size=10**6,
         lr=1e-3, min_lr=1e-3, lr_warmup_iters=0, simulated_device_memory=10**9,
-        optimizer_offload_auto_threshold=10**6, **recipe.optimizer,
+        optimizer_offload_auto_threshold=10**6, **recipe.fields,
     )  # fmt: skip
 
 
