@@ -9,65 +9,35 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.fields import assemble
+from patch.config.schema import RunConfig
 from patch.data import Batch, BatchReader
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import train_step
 from toolkits.benchmarks._measure import now, over_ranks
 
-_TRAINING: dict[str, Any] = {
-    "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 10**6, "precision": "fp32"
+_FIELDS: dict[str, Any] = {
+    "rotary_base": 500000.0, "untie_embeddings_and_output_weights": True, "nproc_per_node": 1,
+    "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 10**6, "precision": "fp32",
+    "lr": 1e-4, "min_lr": 1e-4, "train_data_path": "none", "output_path": "none",
 }  # fmt: skip
-_OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "min_lr": 1e-4}
+SHAPE_8B = {
+    "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8,
+    "kv_channels": 128, "vocab_size": 128256,
+}  # fmt: skip
+"""LLaMA-3.1 8B but for its number of layers."""
 
 
-def llama(seq_length: int, **shape: Any) -> ModelConfig:
-    """A LLaMA-3 for sequences of at most `seq_length` tokens; `shape` are other fields of ModelConfig."""
-    return ModelConfig(
-        seq_length=seq_length, max_position_embeddings=seq_length, rotary_base=500000.0,
-        untie_embeddings_and_output_weights=True, **shape,
-    )  # fmt: skip
-
-
-def llama_8b(seq_length: int, layers: int, **shape: Any) -> ModelConfig:
-    """Some layers of LLaMA-3.1 8B, with its embedding and output layer."""
-    return llama(
-        seq_length, num_layers=layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
-        num_query_groups=8, kv_channels=128, vocab_size=128256, **shape,
-    )  # fmt: skip
-
-
-def run_config(
-    model: ModelConfig,
-    parallel: ParallelConfig | None = None,
-    optimizer: dict[str, Any] | None = None,
-    **training: Any,
-) -> RunConfig:
-    """A run in fp32 of one sequence a step and a constant learning rate, without data and without end.
+def run_config(seq_length: int, **fields: Any) -> RunConfig:
+    """A run of a LLaMA in fp32: one process, one sequence a step, without data and without end.
 
     Args:
-        model: the shape.
-        parallel: the layout; None: one process.
-        optimizer: fields of OptimizerConfig that differ.
-        training: fields of TrainingConfig that differ.
+        seq_length: tokens of a sequence.
+        fields: the model's shape, and fields of any section that differ.
     """
-    return RunConfig(
-        model=model,
-        parallel=parallel or ParallelConfig(nproc_per_node=1),
-        training=TrainingConfig(**_TRAINING | training),
-        optimizer=OptimizerConfig(**_OPTIMIZER | (optimizer or {})),
-        data=DataConfig(train_data_path="none", max_padding_length=model.seq_length),
-        checkpoint=CheckpointConfig(output_path="none"),
-    )
+    lengths = ("seq_length", "max_position_embeddings", "max_padding_length")
+    return assemble({**_FIELDS, **dict.fromkeys(lengths, seq_length), **fields})
 
 
 class Contender(Protocol):

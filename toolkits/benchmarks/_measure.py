@@ -104,9 +104,9 @@ class Rounds(NamedTuple):
         assert self._bound is not None
         return ratio(self.values[name], self._bound)
 
-    def best(self, *prefixes: str, besides: str = "") -> str:
+    def best(self, *prefixes: str) -> str:
         """The fastest contender whose name begins with one of the prefixes."""
-        names = [name for name in self.values if name.startswith(prefixes) and name != besides]
+        names = [name for name in self.values if name.startswith(prefixes)]
         return min(names, key=lambda name: median(self.values[name]))
 
     def table(self, title: str, base: str, columns: Columns | None = None) -> str:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from patch.device import DeviceContext
 from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, take_turns
 from toolkits.benchmarks._report import NotRunError
 
@@ -131,15 +130,12 @@ def set_speed(send: Callable[[], float], seconds: float) -> float:
     return mbit
 
 
-def compare(
-    timed: Mapping[str, Callable[[], float]], context: DeviceContext, rounds: int, share: float = 1.0
-) -> dict[str, Any]:
+def compare(timed: Mapping[str, Callable[[], float]], rounds: int, share: float = 1.0) -> dict[str, Any]:
     """The rounds of contenders, over a cable whose speed is set first.
 
     Args:
         timed: by name; each takes a step and returns the seconds of the slowest rank. Compute alone and
             communication alone are among them.
-        context: the device of this rank; with CUDA there is no cable.
         rounds: how often each takes a step.
         share: what communication alone takes of the time of compute alone; 0: the speed remains, and so
             does what the contenders have built in their first step.
@@ -148,7 +144,6 @@ def compare(
     if share:
         for step in timed.values():
             step()
-    if share and not context.is_cuda:
         compute = min(timed[COMPUTE]() for _ in range(_MANY_TIMES))
         mbit = set_speed(timed[COMMUNICATION], share * compute)
     return {"mbit": mbit, "rounds": take_turns(timed, rounds)}
@@ -156,7 +151,7 @@ def compare(
 
 def way_of(measured: Mapping[str, Any]) -> str:
     """How the ranks of a comparison met, for people."""
-    return f"a cable of {measured['mbit']:.0f} Mbit/s each way" if measured["mbit"] else "NCCL"
+    return f"a cable of {measured['mbit']:.0f} Mbit/s each way"
 
 
 _FORWARD_SHARE = 1 / 3

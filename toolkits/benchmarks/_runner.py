@@ -38,27 +38,13 @@ def needs_gpu() -> MachineFacts:
     return machine
 
 
-def has_gpus(num_ranks: int) -> bool:
-    """Whether each rank can have a GPU of its own, or else a core.
-
-    Raises:
-        NotRunError: there are too few of both.
-    """
-    machine = MachineFacts.probe()
-    if max(machine.cuda_devices, machine.cpu_cores) < num_ranks:
-        raise NotRunError(
-            f"needs {num_ranks} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
-        )
-    return machine.cuda_devices >= num_ranks
-
-
 def run_ranks(
     measure: Callable[..., Any],
     num_ranks: int,
     timeout_s: float,
     *,
     cables: Cables | None = None,
-    on_cpu: bool = False,
+    on_gpu: bool = False,
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
     **fields: Any,
@@ -70,7 +56,7 @@ def run_ranks(
         num_ranks: how many processes.
         timeout_s: seconds after which all are killed.
         cables: each rank runs at the end of one, on one core; None: anywhere.
-        on_cpu: the ranks leave GPUs alone.
+        on_gpu: the one rank has a GPU.
         threads: of each process; 0: torch's own choice.
         environment: of the processes; None: this one's.
         fields: what JSON can hold.
@@ -86,7 +72,7 @@ def run_ranks(
     ranks: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
         core = cables is not None
-        job = json.dumps([measure.__name__, folder, num_ranks, on_cpu, core, threads, fields])
+        job = json.dumps([measure.__name__, folder, num_ranks, on_gpu, core, threads, fields])
         try:
             for rank in range(num_ranks):
                 command = [*program, str(rank), job]
@@ -144,12 +130,12 @@ def job(
 
 
 def _run_as_rank(module: str, rank: int, work: str) -> None:
-    function, folder, world_size, on_cpu, on_one_core, threads, fields = json.loads(work)
+    function, folder, world_size, on_gpu, on_one_core, threads, fields = json.loads(work)
     if on_one_core:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     measure = getattr(import_module(module), function)
-    context = CPU if on_cpu else DeviceContext.select(rank)
+    context = DeviceContext.select(rank) if on_gpu else CPU
     with job(context, rank, world_size, dist.FileStore(f"{folder}/store", world_size), threads):
         measured = measure(context, **fields)
     if rank == 0:

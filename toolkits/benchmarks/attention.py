@@ -64,7 +64,9 @@ def _run(arguments: argparse.Namespace) -> Report:
         if library and library not in machine.libraries:
             print(f"{name}: not run, {library} is not installed")
             continue
-        measured = try_alone(measure, _TIMEOUT_S, contender=name, lengths=lengths, repeats=arguments.rounds)
+        measured = try_alone(
+            measure, _TIMEOUT_S, on_gpu=True, contender=name, lengths=lengths, repeats=arguments.rounds
+        )
         times[name] = {int(length): value for length, value in (measured or {}).items()}
     curves = {
         name: ([*found], [tflops(length, value) for length, value in found.items()])

@@ -98,7 +98,7 @@ def _trained(folder: Path, seed: int, name: str) -> Trained | None:
     file = own.with_suffix(".json")
     if not file.exists():
         measured = try_alone(
-            measure, _LIMIT_S, on_cpu=True, environment={**os.environ, "OMP_NUM_THREADS": "1"},
+            measure, _LIMIT_S, environment={**os.environ, "OMP_NUM_THREADS": "1"},
             folder=str(own), seed=seed, precision="bf16" if name == BF16 else "fp8", flags=CONTENDERS[name],
         )  # fmt: skip
         if measured is None:

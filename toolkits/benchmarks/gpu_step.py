@@ -22,10 +22,9 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.distributed.launch import worker_environment
-from patch.families import TransformerImpl
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
-from toolkits.benchmarks._contenders import Contender, OurTrainer, llama_8b, run_config, time_round
+from toolkits.benchmarks._contenders import SHAPE_8B, Contender, OurTrainer, run_config, time_round
 from toolkits.benchmarks._measure import dearest_kernels, kernel_table, ratio, take_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 from toolkits.benchmarks._runner import needs_gpu, try_alone
@@ -45,24 +44,22 @@ _AIMED_LENGTH = 8192
 class Recipe(NamedTuple):
     """How a contender trains."""
 
-    training: Mapping[str, Any] = {"precision": "bf16"}
-    """Fields of TrainingConfig."""
-    impl: TransformerImpl = "local"
-    """Whose layers."""
-    optimizer: Mapping[str, Any] = {}
-    """Fields of OptimizerConfig that differ."""
+    fields: Mapping[str, Any] = {}
+    """Fields of the run that differ from those of our layers in bf16."""
     upstream: float | None = None
     """Not None: upstream's optimizer trains, with this share of its states on the host."""
 
 
 _FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
+_ENGINE = {"transformer_impl": "transformer_engine"}
 CONTENDERS = {
     "local bf16": Recipe(),
-    "TE bf16": Recipe(impl="transformer_engine"),
+    "TE bf16": Recipe(_ENGINE),
     "local fp8": Recipe(_FP8),
-    "TE fp8": Recipe(_FP8, "transformer_engine"),
-    "TE fp8 delayed": Recipe(_DELAYED, "transformer_engine"),
+    "TE fp8": Recipe(_FP8 | _ENGINE),
+    "TE fp8 delayed": Recipe(_DELAYED | _ENGINE),
 }
+_FIELDS = {"precision": "bf16", "transformer_impl": "local", "lr": 1e-5, "min_lr": 1e-5}
 
 
 class Steps(NamedTuple):
@@ -124,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace) -> Report:
     machine = needs_gpu()
     has_engine = "transformer_engine" in machine.libraries
-    contenders = {name: one for name, one in CONTENDERS.items() if one.impl == "local" or has_engine}
+    contenders = {name: one for name, one in CONTENDERS.items() if has_engine or not name.startswith("TE")}
     found = steps_of(contenders, arguments, machine, _MEMORY_SHARE)
     base, longest = next(iter(contenders)), max(found, key=lambda steps: steps.sequence)
     texts = [steps.table(base, machine.cuda_name) for steps in found]
@@ -153,8 +150,8 @@ def steps_of(
         layers = arguments.layers or layers_that_fit(machine, length, share)
         timed = {
             name: partial(
-                try_alone, measure, _TIMEOUT_S, recipe=recipe._asdict(), layers=layers, sequence=length,
-                steps=_QUICK_STEPS if arguments.quick else _STEPS, threads=0,
+                try_alone, measure, _TIMEOUT_S, on_gpu=True, recipe=recipe._asdict(), layers=layers,
+                sequence=length, steps=_QUICK_STEPS if arguments.quick else _STEPS, threads=0,
                 environment=worker_environment(step_run(recipe, layers, length), machine, os.environ),
             )
             for name, recipe in contenders.items()
@@ -181,8 +178,7 @@ def aims_of(steps: Steps, gpu: str) -> list[Aim]:
 
 def step_run(recipe: Recipe, layers: int, sequence: int) -> RunConfig:
     """Layers of LLaMA-3.1 8B with its embedding and output layer; one sequence a step."""
-    model = llama_8b(sequence, layers, transformer_impl=recipe.impl)
-    return run_config(model, optimizer={"lr": 1e-5, "min_lr": 1e-5, **recipe.optimizer}, **recipe.training)
+    return run_config(sequence, num_layers=layers, **{**SHAPE_8B, **_FIELDS, **recipe.fields})
 
 
 def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:

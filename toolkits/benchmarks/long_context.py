@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.schema import ParallelConfig, RunConfig
+from patch.config.schema import RunConfig
 from patch.data.samples import cut_batch
 from patch.device import DeviceContext
 from patch.distributed.context_group import Zigzag
 from patch.distributed.groups import initialize
-from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama, run_config
+from toolkits.benchmarks._contenders import OurTrainer, SameBatches, run_config
 from toolkits.benchmarks._measure import over_ranks, peak_bytes
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 from toolkits.benchmarks._runner import CPU, run_ranks
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> Report:
 def _measure(sizes: Sequence[int], cp_size: int) -> list[Peak]:
     """The peak bytes of a step on the worst rank, for each length that is not too long for one rank."""
     tokens = [size for size in sizes if size // cp_size <= _MOST_ON_RANK]
-    found = run_ranks(measure, cp_size, _TIMEOUT_S, on_cpu=True, tokens=tokens)
+    found = run_ranks(measure, cp_size, _TIMEOUT_S, tokens=tokens)
     return [Peak(size, cp_size, peak) for size, peak in zip(tokens, found, strict=True)]
 
 
@@ -97,10 +97,10 @@ def _table(peaks: Sequence[Peak]) -> str:
 
 def ring_run(tokens: int, cp_size: int) -> RunConfig:
     """A run of one sequence a step, over a ring."""
-    parallel = ParallelConfig(
-        nproc_per_node=cp_size, context_parallel_size=cp_size, cp_comm_type="p2p" if cp_size > 1 else None
+    way = "p2p" if cp_size > 1 else None
+    return run_config(
+        tokens, **SHAPE, nproc_per_node=cp_size, context_parallel_size=cp_size, cp_comm_type=way
     )
-    return run_config(llama(tokens, **SHAPE), parallel)
 
 
 def step_peak_bytes(config: RunConfig, groups: ProcessGroupCollection) -> int:

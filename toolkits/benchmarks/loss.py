@@ -20,7 +20,7 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
 from patch.model import LearnedTokens, build_llama_model, initialize_weights
-from toolkits.benchmarks._contenders import llama, run_config
+from toolkits.benchmarks._contenders import run_config
 from toolkits.benchmarks._measure import Columns, Rounds, peak_bytes, take_turns, time_call
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import job
@@ -94,11 +94,10 @@ def _contenders(arguments: argparse.Namespace, context: DeviceContext) -> dict[s
 
 def _loss_run(arguments: argparse.Namespace) -> RunConfig:
     width = arguments.hidden_size
-    model = llama(
+    return run_config(
         _TOKENS, num_layers=1, hidden_size=width, ffn_hidden_size=width, num_attention_heads=width // 64,
-        num_query_groups=width // 64, kv_channels=64, vocab_size=_VOCAB_SIZE,
+        num_query_groups=width // 64, kv_channels=64, vocab_size=_VOCAB_SIZE, precision=arguments.precision,
     )  # fmt: skip
-    return run_config(model, precision=arguments.precision)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Measures how well data-parallel communication overlaps with compute, ours and megatron-core's DDP.
 
-    python -m toolkits.benchmarks.overlap [--quick] [--layers LAYERS] [--buckets N] [--json FILE]
+    python -m toolkits.benchmarks.overlap [--quick] [--buckets N] [--json FILE]
 
-Without two GPUs: ranks in network namespaces connected by cables of limited speed (needs root and iproute2);
-two ranks on one core each whose layers compute, then two and four whose layers wait. With two GPUs: two NCCL
-ranks. All contenders run alternately in the same processes.
+Two ranks, then four, on one core each, in network namespaces connected by cables of limited speed (needs root
+and iproute2). Their layers wait instead of computing, as the host of an accelerator does. All contenders run
+alternately in the same processes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,35 +23,26 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
-from patch.config.schema import ParallelConfig, RunConfig
+from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather, start_reduce_scatter
 from patch.distributed.groups import initialize
 from patch.optimizer import OverlappedDistributedOptimizer, bucket, param_buffer
 from patch.plan.parameters import total_parameters
 from patch.plan.resolve import resolve_sharding, with_sharding
-from toolkits.benchmarks._contenders import Contender, OurTrainer, llama, run_config, time_round
+from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
 from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, time_on_ranks
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
-from toolkits.benchmarks._runner import has_gpus, run_ranks
+from toolkits.benchmarks._runner import run_ranks
 from toolkits.benchmarks._upstream import UpstreamTrainer, prepare_cpu
 
-# The vocabulary is small, because the embedding has the last gradient and the first weight, so no compute can
-# overlap with its communication. It has 2 % of the parameters, as in a large LLaMA.
-_ON_CPU = llama(
-    384, num_layers=16, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2,
-    kv_channels=32, vocab_size=512,
-)  # fmt: skip
-_ON_CUDA = llama(
-    1024, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=4,
-    kv_channels=128, vocab_size=8192,
-)  # fmt: skip
-_WAITING = llama(
-    8, num_layers=32, hidden_size=96, ffn_hidden_size=256, num_attention_heads=3, num_query_groups=1,
-    kv_channels=32, vocab_size=128,
-)  # fmt: skip
-"""As many layers as LLaMA-3.1 8B."""
+_SHAPE: dict[str, Any] = {
+    "num_layers": 32, "hidden_size": 96, "ffn_hidden_size": 256, "num_attention_heads": 3,
+    "num_query_groups": 1, "kv_channels": 32, "vocab_size": 128,
+}  # fmt: skip
+"""As many layers as LLaMA-3.1 8B. The vocabulary is small, because the embedding has the last gradient and
+the first weight, so no compute can overlap with its communication."""
 
 ALL_TO_ALL = "upstream: both, all-to-all"
 OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}
@@ -68,38 +59,18 @@ _BUCKETS = 20
 _TIMEOUT_S = 1800
 
 
-class Setting(NamedTuple):
-    """Layers, and the number of ranks."""
-
-    layers: str
-    """"compute" or "wait"."""
-    num_ranks: int
-    wait_s: float = 0.0
-    """Seconds of a micro-batch in layers that wait."""
-
-    @property
-    def title(self) -> str:
-        """For tables."""
-        return f"layers {self.layers}, DP={self.num_ranks}"
-
-
-_FULL = {
-    "compute": {"1": (7, 2), "4": (4, 1)},
-    "wait": {"1": (7, 2), "4": (3, 1), "16": (3, 1)},
-}
-_QUICK = {
-    "compute": {"1": (3, 2), "4": (2, 1)},
-    "wait": {"1": (2, 2), "4": (1, 1), "16": (1, 1)},
-}
+_WAIT_S = 0.5
+"""Seconds of a micro-batch in all layers."""
+_NUM_RANKS = (2, 4)
+_FULL = {"1": (7, 2), "4": (3, 1), "16": (3, 1)}
+_QUICK = {"1": (2, 2), "4": (1, 1), "16": (1, 1)}
 """Number of accumulated micro-batches -> number of rounds, timed steps per round."""
-_SETTINGS = (Setting("compute", 2), Setting("wait", 2, 0.5), Setting("wait", 4, 0.5))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
     sizes = "the bucket size is the model's divided by this (default: %(default)s)"
     options: dict[str, dict[str, Any]] = {
-        "--layers": {"choices": ["both", "compute", "wait"], "default": "both", "help": "which settings"},
         "--buckets": {"type": int, "default": _BUCKETS, "help": sizes},
     }
     return run_benchmark(_run, argv, quick="fewer rounds: about half the time", options=options)
@@ -109,73 +80,55 @@ def _run(arguments: argparse.Namespace) -> Report:
     aims: list[Aim] = []
     panels: list[Panel] = []
     reports: dict[str, Any] = {}
-    cuda = has_gpus(2)
-    settings = [one for one in _SETTINGS if arguments.layers in ("both", one.layers)]
-    for setting in settings[:1] if cuda else settings:
+    for num_ranks in _NUM_RANKS:
         begin = time.monotonic()
-        schedule = (_QUICK if arguments.quick else _FULL)[setting.layers]
-        with nullcontext() if cuda else Cables(setting.num_ranks) as cables:
+        with Cables(num_ranks) as cables:
             measured = run_ranks(
-                measure, setting.num_ranks, _TIMEOUT_S, cables=cables, wait_s=setting.wait_s,
-                buckets=arguments.buckets, schedule=schedule,
+                measure, num_ranks, _TIMEOUT_S, cables=cables, buckets=arguments.buckets,
+                schedule=_QUICK if arguments.quick else _FULL,
             )  # fmt: skip
-        print(f"{setting.title}: {way_of(measured['1'])}; {time.monotonic() - begin:.0f} s\n")
+        print(f"DP={num_ranks}: {way_of(measured['1'])}; {time.monotonic() - begin:.0f} s\n")
         figures = {accumulation: Rounds(found["rounds"]) for accumulation, found in measured.items()}
         for accumulation, found in figures.items():
-            title = f"{setting.title}, accumulation {accumulation}"
+            title = f"DP={num_ranks}, accumulation {accumulation}"
             panels.append(found.panel(title))
             print(found.table(title, found.best("upstream")), flush=True)
-        aims += aims_of(setting, figures, cuda)
-        reports[setting.title] = measured
+        aims += aims_of(num_ranks, figures)
+        reports[f"DP={num_ranks}"] = measured
     return Report("", aims, panels, {"settings": reports})
 
 
-def _auto_level(setting: Setting, cuda: bool) -> str:
+def _auto_level(num_ranks: int) -> str:
     """The level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
-    config = with_sharding(sharded_run(setting.wait_s, cuda, setting.num_ranks, 4), "auto")
+    config = with_sharding(sharded_run(num_ranks, 4), "auto")
     return resolve_sharding(config, MachineFacts.probe())[0].zero_stage.name.lower()
 
 
-def aims_of(setting: Setting, figures: dict[str, Rounds], cuda: bool) -> list[Aim]:
-    """What the issues ask of a setting; where layers compute, also beside upstream's plain settings."""
-    is_waiting = setting.layers == "wait"
-    auto = f"ours: {_auto_level(setting, cuda)}"
-    aims = []
+def aims_of(num_ranks: int, figures: dict[str, Rounds]) -> list[Aim]:
+    """What the issues ask of so many ranks."""
+    auto, aims = f"ours: {_auto_level(num_ranks)}", []
     for accumulation, found in figures.items():
-        is_first = accumulation == "1"
-        ours = found.best("ours") if is_first else auto
-        most = 0.90 if is_first else 0.97 if is_waiting else 1.0
-        for besides in ("",) if is_waiting else ("", ALL_TO_ALL):
-            rival = found.best("upstream", besides=besides)
-            name = f"{ours} / {rival} (perfect overlap: {1 / found.over_bound(rival):.3f})"
-            aims.append(Aim(_named(setting, accumulation, name), found.ratio(ours, rival), most))
+        is_first, where = accumulation == "1", f"DP={num_ranks}, accumulation {accumulation}"
+        ours, rival = found.best("ours") if is_first else auto, found.best("upstream")
+        name = f"{where}: {ours} / {rival} (perfect overlap: {1 / found.over_bound(rival):.3f})"
+        aims.append(Aim(name, found.ratio(ours, rival), 0.90 if is_first else 0.97))
         if is_first:
-            name = _named(setting, accumulation, f"{ours} / max(compute, communication)")
-            aims.append(Aim(name, found.over_bound(ours), 1.05 if is_waiting else 1.08))
+            aims.append(Aim(f"{where}: {ours} / max(compute, communication)", found.over_bound(ours), 1.05))
     return aims
 
 
-def _named(setting: Setting, accumulation: str, what: str) -> str:
-    return f"{setting.title}, accumulation {accumulation}: {what}"
-
-
-def sharded_run(
-    wait_s: float, cuda: bool, num_ranks: int, accumulation: int, buckets: int = _BUCKETS
-) -> RunConfig:
+def sharded_run(num_ranks: int, accumulation: int, buckets: int = _BUCKETS) -> RunConfig:
     """The run that all contenders train: bf16 weights, fp32 gradients.
 
     Args:
-        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
-        cuda: whether on GPUs.
         num_ranks: data-parallel ranks.
         accumulation: micro-batches of a step.
         buckets: of the model, if they were all of one size.
     """
-    model = _WAITING if wait_s else _ON_CUDA if cuda else _ON_CPU
+    batch, numel = num_ranks * accumulation, total_parameters(run_config(8, **_SHAPE).model)
     return run_config(
-        model, ParallelConfig(nproc_per_node=num_ranks),
-        {"reduce_bucket_size": total_parameters(model) // buckets},
-        global_batch_size=num_ranks * accumulation, precision="bf16",
+        8, **_SHAPE, nproc_per_node=num_ranks, global_batch_size=batch, reduce_bucket_size=numel // buckets,
+        precision="bf16",
     )  # fmt: skip
 
 
@@ -226,7 +179,6 @@ def build_contenders(
     config: RunConfig,
     groups: ProcessGroupCollection,
     device: torch.device,
-    wait_s: float = 0.0,
     without: Sequence[str] = (),
 ) -> dict[str, Contender]:
     """The contenders by name, on this rank; each has its own model with the same first weights.
@@ -235,42 +187,36 @@ def build_contenders(
         config: the run that all contenders train.
         groups: the process groups of the job.
         device: the device of this rank.
-        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
         without: the names of those that are left out.
     """
     sharded = with_sharding(config, ZeroStage.OPTIMIZER)
-    wait = partial(let_layers_wait, wait_s=wait_s, rank=dist.get_rank())
-    change: dict[str, Any] = {"change": wait} if wait_s else {}
-    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(sharded, groups, device, **change)}
+    wait = partial(let_layers_wait, wait_s=_WAIT_S, rank=dist.get_rank())
+    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(sharded, groups, device, change=wait)}
     for name, stage in OURS.items():
         if name not in without:
-            contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, **change)
+            contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, change=wait)
     for name, overlap in UPSTREAM.items():
         if name not in without:
-            contenders[name] = UpstreamTrainer(config, groups, device, overlap, **change)
+            contenders[name] = UpstreamTrainer(config, groups, device, overlap, change=wait)
     return contenders
 
 
-def measure(
-    context: DeviceContext, wait_s: float, buckets: int, schedule: dict[str, tuple[int, int]]
-) -> dict[str, Any]:
+def measure(context: DeviceContext, buckets: int, schedule: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """By accumulation: the cable's speed and the seconds of all contenders; equal on all ranks.
 
     Args:
         context: the device of this rank.
-        wait_s: see `sharded_run`.
         buckets: see `sharded_run`.
         schedule: see _FULL.
     """
     device, num_ranks = context.device, dist.get_world_size()
-    if not context.is_cuda:
-        prepare_cpu()
-    groups = initialize(sharded_run(wait_s, context.is_cuda, num_ranks, 1), context)
+    prepare_cpu()
+    groups = initialize(sharded_run(num_ranks, 1), context)
     found: dict[str, Any] = {}
     for accumulation, (rounds, steps) in schedule.items():
-        config = sharded_run(wait_s, context.is_cuda, num_ranks, int(accumulation), buckets)
-        without = _LEFT_OUT if wait_s and int(accumulation) > 1 else ()
-        contenders = build_contenders(config, groups, device, wait_s, without)
+        config = sharded_run(num_ranks, int(accumulation), buckets)
+        without = _LEFT_OUT if int(accumulation) > 1 else ()
+        contenders = build_contenders(config, groups, device, without)
         timed: dict[str, Callable[[], float]] = {
             name: partial(_seconds, one, steps, device) for name, one in contenders.items()
         }
@@ -279,7 +225,7 @@ def measure(
         timed[COMMUNICATION] = partial(
             time_on_ranks, partial(communicate, trained.run.optimizer), context
         )
-        found[accumulation] = compare(timed, context, rounds, share=0.0 if found else 1.0)
+        found[accumulation] = compare(timed, rounds, share=0.0 if found else 1.0)
     return found
 
 

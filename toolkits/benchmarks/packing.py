@@ -23,7 +23,7 @@ from patch.data import BatchReader, SampleSource, load_sft, load_tokenizer
 from patch.data.packing import PackedSource, PackingSummary, pack
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from toolkits.benchmarks._contenders import OurTrainer, llama, run_config
+from toolkits.benchmarks._contenders import OurTrainer, run_config
 from toolkits.benchmarks._measure import Columns, Rounds, Seconds, take_turns, time_call
 from toolkits.benchmarks._report import Aim, NotRunError, Report, run_benchmark
 from toolkits.benchmarks._runner import job
@@ -86,12 +86,11 @@ def _tokenize(data: Path, folder: Path, pad_len: int) -> Any:
 def _packing_run(pad_len: int, cuda: bool) -> RunConfig:
     """The run of both trainers: small on a CPU, of the width of a 1B model on a GPU."""
     width = 2048 if cuda else 256
-    model = llama(
+    return run_config(
         pad_len, num_layers=4, hidden_size=width, ffn_hidden_size=width * 11 // 4, kv_channels=64,
         num_attention_heads=width // 64, num_query_groups=width // 128, vocab_size=_VOCAB_SIZE,
+        micro_batch_size=2, global_batch_size=_ROWS, sft=True, precision="bf16" if cuda else "fp32",
     )  # fmt: skip
-    precision = "bf16" if cuda else "fp32"
-    return run_config(model, micro_batch_size=2, global_batch_size=_ROWS, sft=True, precision=precision)
 
 
 def _measure(sources: Mapping[str, SampleSource], pad_len: int, num_rounds: int) -> dict[str, list[Seconds]]:

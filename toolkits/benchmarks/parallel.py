@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.schema import ParallelConfig, RunConfig
+from patch.config.schema import RunConfig
 from patch.data.samples import cut_batch
 from patch.device import DeviceContext, same_device
 from patch.distributed.context_group import ContextGroup, Zigzag
@@ -32,7 +32,7 @@ from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
 from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
 from patch.training.step import run_schedule
-from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama, run_config
+from toolkits.benchmarks._contenders import OurTrainer, SameBatches, run_config
 from toolkits.benchmarks._measure import (
     COMMUNICATION,
     COMPUTE,
@@ -133,7 +133,7 @@ def _pipeline(is_quick: bool, rounds: int) -> Report:
     bubbles = []
     for stages, micro_batches in (_QUICK_MICRO_BATCHES if is_quick else _MICRO_BATCHES).items():
         cases = [(v, m) for v in (1, 2) for m in micro_batches]
-        measured = run_ranks(measure_bubbles, stages, _TIMEOUT_S, on_cpu=True, cases=cases, rounds=rounds)
+        measured = run_ranks(measure_bubbles, stages, _TIMEOUT_S, cases=cases, rounds=rounds)
         bubbles += [
             Bubble(stages, v, m, dict(zip(_WAITS_S, steps, strict=True)))
             for (v, m), steps in zip(cases, measured, strict=True)
@@ -174,15 +174,12 @@ def bubble_table(bubbles: Sequence[Bubble]) -> str:
 
 def pipeline_run(stages: int, virtual: int, micro_batches: int) -> RunConfig:
     """A model so small that all but the waiting takes next to no time."""
-    model = llama(
+    return run_config(
         8, num_layers=_PROCESS_LAYERS * stages, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1,
-        num_query_groups=1, kv_channels=8, vocab_size=16,
-    )  # fmt: skip
-    parallel = ParallelConfig(
+        num_query_groups=1, kv_channels=8, vocab_size=16, global_batch_size=micro_batches,
         nproc_per_node=stages, pipeline_model_parallel_size=stages,
         num_layers_per_virtual_pipeline_stage=_PROCESS_LAYERS // virtual if virtual > 1 else None,
     )  # fmt: skip
-    return run_config(model, parallel, global_batch_size=micro_batches)
 
 
 def time_schedule(
@@ -237,7 +234,7 @@ def _context(is_quick: bool, rounds: int) -> Report:
     try:
         with Cables(_NUM_RANKS) as cables:
             measured = run_ranks(
-                measure_ring, _NUM_RANKS, _TIMEOUT_S, cables=cables, on_cpu=True, rounds=rounds,
+                measure_ring, _NUM_RANKS, _TIMEOUT_S, cables=cables, rounds=rounds,
                 shares=_QUICK_SHARES if is_quick else _SHARES,
             )  # fmt: skip
     except NotRunError as reason:
@@ -254,15 +251,11 @@ def _context(is_quick: bool, rounds: int) -> Report:
 
 def context_run(way: str | None) -> RunConfig:
     """One sequence on each rank, or on all; `way` is --cp-comm-type, None: without context parallelism."""
-    model = llama(
+    return run_config(
         _TOKENS, num_layers=2, hidden_size=64, ffn_hidden_size=176, num_attention_heads=2, num_query_groups=1,
-        kv_channels=32, vocab_size=512,
+        kv_channels=32, vocab_size=512, nproc_per_node=_NUM_RANKS, cp_comm_type=way,
+        context_parallel_size=_NUM_RANKS if way else 1, global_batch_size=1 if way else _NUM_RANKS,
     )  # fmt: skip
-    parallel = ParallelConfig(
-        nproc_per_node=_NUM_RANKS, context_parallel_size=_NUM_RANKS if way else 1,
-        cp_comm_type=way,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return run_config(model, parallel, global_batch_size=1 if way else _NUM_RANKS)
 
 
 class _Arrived(NamedTuple):
@@ -347,7 +340,7 @@ def measure_ring(context: DeviceContext, shares: Sequence[float], rounds: int) -
     """
     contenders = build_contenders(initialize(context_run("p2p"), context))
     timed = {name: partial(time_on_ranks, step, CPU) for name, step in contenders.items()}
-    return {f"{share:g}": compare(timed, context, rounds, share) for share in shares}
+    return {f"{share:g}": compare(timed, rounds, share) for share in shares}
 
 
 def offload(share: float) -> str:
@@ -412,11 +405,10 @@ class _Activations:
 
 def activation_run(**training: Any) -> RunConfig:
     """The run that all contenders train."""
-    model = llama(
+    return run_config(
         _LENGTH, num_layers=_LAYERS, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4,
-        num_query_groups=2, kv_channels=64, vocab_size=512,
+        num_query_groups=2, kv_channels=64, vocab_size=512, **training,
     )  # fmt: skip
-    return run_config(model, **training)
 
 
 def measure_activations(shares: Sequence[float], rounds: int) -> dict[str, list[dict[str, float]]]:

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from patch.config.choices import Precision
-from patch.config.schema import ParallelConfig, RunConfig
+from patch.config.schema import RunConfig
 from patch.convert import iter_hf_weights
 from patch.device import DeviceContext, MachineFacts, usable_cores
 from patch.distributed.groups import initialize
 from patch.training.setup import Run
-from toolkits.benchmarks._contenders import Contender, OurTrainer, llama, run_config, time_round
+from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
 from toolkits.benchmarks._measure import Rounds, dearest_kernels, kernel_table, over_ranks, take_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import run_ranks
@@ -34,10 +34,10 @@ _AIM = 0.95
 _LOSS_BOUND = {"fp32": 1e-4, "bf16": 2e-2}
 _TIMEOUT_S = 900
 OURS, PLAIN = "the main job", "a plain loop"
-_MODEL = llama(
-    256, num_layers=8, hidden_size=512, ffn_hidden_size=1408, num_attention_heads=8, num_query_groups=8,
-    kv_channels=64, vocab_size=8192,
-)  # fmt: skip
+_SHAPE = {
+    "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8,
+    "num_query_groups": 8, "kv_channels": 64, "vocab_size": 8192,
+}  # fmt: skip
 _BATCH = 4
 
 
@@ -53,8 +53,8 @@ def _run(arguments: argparse.Namespace) -> Report:
     for precision, num_ranks, accumulation in _cases(arguments.only):
         name = f"{precision}, {num_ranks} process{'es'[: 2 * (num_ranks > 1)]}, accumulation {accumulation}"
         found[name] = run_ranks(
-            measure, num_ranks, _TIMEOUT_S, on_cpu=True,
-            threads=max(1, min(2, usable_cores()) // num_ranks), precision=precision,
+            measure, num_ranks, _TIMEOUT_S, threads=max(1, min(2, usable_cores()) // num_ranks),
+            precision=precision,
             accumulation=accumulation, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation),
         )  # fmt: skip
         losses, rounds = found[name]["losses"], found[name]["rounds"]
@@ -151,7 +151,7 @@ def measure(
     """
     num_ranks = dist.get_world_size()
     config = run_config(
-        _MODEL, ParallelConfig(nproc_per_node=num_ranks, use_distributed_optimizer=num_ranks > 1),
+        256, **_SHAPE, nproc_per_node=num_ranks, use_distributed_optimizer=num_ranks > 1,
         micro_batch_size=_BATCH, global_batch_size=_BATCH * num_ranks * accumulation, precision=precision,
     )  # fmt: skip
     ours = OurTrainer(config, initialize(config, context), context.device)

@@ -1,10 +1,9 @@
 """Measures how well tensor-parallel messages overlap with the matrix products of the same layer.
 
-    python -m toolkits.benchmarks.tensor_parallel [--compute] [--precision bf16|fp32] [--quick] [--json FILE]
+    python -m toolkits.benchmarks.tensor_parallel [--quick] [--json FILE]
 
-Without two GPUs: two ranks on one core each, in two network namespaces connected by a cable of limited speed
-(needs root and iproute2). With two GPUs: two NCCL ranks. All contenders run alternately in the same two
-processes.
+Two ranks on one core each, in two network namespaces connected by a cable of limited speed (needs root and
+iproute2). Products wait instead of computing. All contenders run alternately in the same two processes.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,19 +20,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from patch.compat.torch_internals import TorchDispatchMode
-from patch.config.choices import Precision
-from patch.config.schema import ParallelConfig, RunConfig
+from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.distributed.async_collectives import Pending
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
 from patch.model import build_llama_model, initialize_weights, overlapped_linear
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
-from toolkits.benchmarks._contenders import llama, run_config
+from toolkits.benchmarks._contenders import run_config
 from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, time_on_ranks
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
 from toolkits.benchmarks._rig import Cables, compare, way_of
-from toolkits.benchmarks._runner import has_gpus, run_ranks
+from toolkits.benchmarks._runner import run_ranks
 
 _CABLES = {"as long as compute": 1.0, "half as long": 0.5}
 """Name -> the time of communication alone, as a share of the time of compute alone."""
@@ -45,14 +42,10 @@ NUM_RANKS = 2
 UPSTREAM, PLAIN, OVERLAPPED = "upstream", "ours: no overlap", "ours: overlap"
 _CLASSES = {ColumnParallelLinear: OverlappedColumn, RowParallelLinear: OverlappedRow}
 
-_ON_CPU = llama(
-    256, num_layers=2, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, num_query_groups=4,
-    kv_channels=64, vocab_size=64,
-)  # fmt: skip
-_ON_CUDA = llama(
-    2048, num_layers=4, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
-    kv_channels=128, vocab_size=64,
-)  # fmt: skip
+_SHAPE = {
+    "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8,
+    "num_query_groups": 4, "kv_channels": 64, "vocab_size": 64,
+}  # fmt: skip
 _ROWS = 4
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.mm.out}
 _WAITING_FLOPS = 1e11
@@ -61,21 +54,12 @@ _WAITING_FLOPS = 1e11
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    options: dict[str, dict[str, Any]] = {
-        "--compute": {"action": "store_true", "help": "without GPUs: compute products, do not wait"},
-        "--precision": {"choices": ("fp32", "bf16"), "default": "bf16", "help": "of the layers"},
-    }
-    return run_benchmark(_run, argv, rounds=(9, 3), options=options)
+    return run_benchmark(_run, argv, rounds=(9, 3))
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    cuda = has_gpus(NUM_RANKS)
-    with nullcontext() if cuda else Cables() as cables:
-        measured = run_ranks(
-            measure, NUM_RANKS, _TIMEOUT_S, cables=cables, waits=not (cuda or arguments.compute),
-            precision=arguments.precision, cable_times={"NCCL": 1.0} if cuda else _CABLES,
-            rounds=arguments.rounds,
-        )  # fmt: skip
+    with Cables(NUM_RANKS) as cables:
+        measured = run_ranks(measure, NUM_RANKS, _TIMEOUT_S, cables=cables, rounds=arguments.rounds)
     figures = {name: Rounds(found["rounds"]) for name, found in measured.items()}
     texts = [
         f"{name}: {way_of(measured[name])}\n\n{found.table('', UPSTREAM)}" for name, found in figures.items()
@@ -117,16 +101,13 @@ class Layers:
         config: the run.
         context: the device of this rank.
         groups: the process groups of the job.
-        waits: whether products wait instead of computing, as if an accelerator computed them.
     """
 
-    def __init__(
-        self, config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection, *, waits: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection) -> None:
         stages = build_llama_model(config.model, groups, context.device, config.execution)
         initialize_weights(stages, config.model, seed=1)
         (self._model,) = stages
-        self._waits, self._is_cut = waits, config.parallel.sequence_parallel
+        self._is_cut = config.parallel.sequence_parallel
         length, width = config.model.seq_length, config.model.hidden_size
         dtype = self._model.config.params_dtype
         self._whole = torch.randn(length * _ROWS, width, device=context.device).to(dtype)
@@ -150,7 +131,7 @@ class Layers:
         vars(overlapped_linear)["TensorGroup"] = group
         hidden = self._hidden.clone().requires_grad_()
         angles = self._model.rotary_pos_emb(self._whole.shape[0] // _ROWS)
-        with _WaitingProducts() if self._waits else nullcontext():
+        with _WaitingProducts():
             out = self._model.decoder(hidden, None, rotary_pos_emb=angles, packed_seq_params=None)
             out.backward(self._hidden)
         self._model.zero_grad()
@@ -169,36 +150,29 @@ class Layers:
                 sums.wait()
 
 
-def tensor_parallel_run(precision: Precision, *, cuda: bool, is_cut: bool) -> RunConfig:
+def tensor_parallel_run(*, is_cut: bool) -> RunConfig:
     """The run whose layers all contenders compute; `is_cut`: with sequence parallelism."""
-    parallel = ParallelConfig(
-        nproc_per_node=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS, sequence_parallel=is_cut,
-        tp_comm_overlap=True,
+    return run_config(
+        256, **_SHAPE, nproc_per_node=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS,
+        sequence_parallel=is_cut, tp_comm_overlap=True, micro_batch_size=_ROWS, global_batch_size=_ROWS,
+        precision="bf16",
     )  # fmt: skip
-    model = _ON_CUDA if cuda else _ON_CPU
-    return run_config(model, parallel, micro_batch_size=_ROWS, global_batch_size=_ROWS, precision=precision)
 
 
-def measure(
-    context: DeviceContext, waits: bool, precision: Precision, cable_times: Mapping[str, float], rounds: int
-) -> dict[str, Any]:
+def measure(context: DeviceContext, rounds: int) -> dict[str, Any]:
     """Time all contenders in each setting; equal on both ranks.
 
     Args:
         context: the device of this rank.
-        waits: see `Layers`.
-        precision: of the layers.
-        cable_times: see _CABLES.
         rounds: how often each contender takes a step.
     """
-    run = partial(tensor_parallel_run, precision, cuda=context.is_cuda)
-    groups = initialize(run(is_cut=False), context)
+    groups = initialize(tensor_parallel_run(is_cut=False), context)
     found: dict[str, Any] = {}
     for layout, is_cut in (("TP", False), ("TP, SP", True)):
-        contenders = Layers(run(is_cut=is_cut), context, groups, waits=waits).contenders()
+        contenders = Layers(tensor_parallel_run(is_cut=is_cut), context, groups).contenders()
         timed = {name: partial(time_on_ranks, call, context) for name, call in contenders.items()}
-        for cable, share in cable_times.items():
-            found[f"{layout}, {cable}"] = compare(timed, context, rounds, share)
+        for cable, share in _CABLES.items():
+            found[f"{layout}, {cable}"] = compare(timed, rounds, share)
     return found
 
 

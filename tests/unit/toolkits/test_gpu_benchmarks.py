@@ -30,9 +30,7 @@ def test_without_a_gpu_they_are_not_run(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert importlib.import_module(f"toolkits.benchmarks.{name}").main([]) == 0
-    said = capsys.readouterr().out
-    assert said.endswith("not run: needs a GPU, found none\n")
-    assert said.startswith("PLAN, not measured" if name == "offload" else "not run")
+    assert capsys.readouterr().out == "not run: needs a GPU, found none\n"
 
 
 def test_our_attention_and_its_gradients_are_those_of_all_scores() -> None:
@@ -89,7 +87,7 @@ def _small(recipe: Recipe) -> RunConfig:
     return small_run(
         precision="bf16", num_layers=1, sft=False, global_batch_size=2, reduce_bucket_size=10**6,
         lr=1e-3, min_lr=1e-3, lr_warmup_iters=0, simulated_device_memory=10**9,
-        optimizer_offload_auto_threshold=10**6, **recipe.optimizer,
+        optimizer_offload_auto_threshold=10**6, **recipe.fields,
     )  # fmt: skip
 
 
