@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from patch.data import BatchReader
-from patch.data.prefetch import StepReader, read_ahead
+from patch.data.order import StepReader, read_ahead
 from patch.data.samples import Batch, learned_tokens
 from patch.distributed.collectives import max_over_world, sum_over
 from patch.training.guards.phases import Phase

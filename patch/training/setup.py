@@ -16,7 +16,7 @@ from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import BatchReader, build_datasets, load_tokenizer
-from patch.data.prefetch import StepReader
+from patch.data.order import StepReader
 from patch.data.samples import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from patch.checks.run_length import place_in_schedule
 from patch.compat.corrections import last_sends_arrive
 from patch.data import Batch
-from patch.data.prefetch import StepReader
+from patch.data.order import StepReader
 from patch.data.samples import StepWork, learned_tokens
 from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce

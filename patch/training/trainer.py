@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from patch.compat.torch_internals import region
-from patch.data.prefetch import read_ahead
+from patch.data.order import read_ahead
 from patch.distributed.collectives import barrier, is_on_all_ranks, max_over_world, on_all_ranks
 from patch.errors import TrainingError
 from patch.logger import get_logger

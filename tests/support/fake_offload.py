@@ -30,9 +30,8 @@ from patch.optimizer import (
     own_shards,
     param_buffer,
 )
-from patch.optimizer.kernels import UpdateItem
+from patch.optimizer.kernels import UpdateItem, sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
-from patch.optimizer.kernels.dispatch import sums_by_norms
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 

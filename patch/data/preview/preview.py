@@ -36,10 +36,9 @@ from patch.data.preview.tokens import (
     visible_name,
 )
 from patch.data.readers import read_rows
-from patch.data.sft.build import start_workers
 from patch.data.sft.options import SftOptions, sft_options
 from patch.data.sft.rows import Item, TokenizedRow
-from patch.data.sft.source import find_sft, load_sft
+from patch.data.sft.source import find_sft, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
 from patch.errors import ConfigError, DataError, about
 from patch.numbers import counted

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from patch.data.prefetch import read_ahead
+from patch.data.order import read_ahead
 from patch.data.samples import Batch
 from patch.errors import DataError
 
@@ -78,7 +78,7 @@ def test_thread_ends_with_the_context_also_when_nothing_or_not_all_was_taken() -
 
 
 def test_read_that_hangs_does_not_keep_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patch.data.prefetch._END_S", 0.05)
+    monkeypatch.setattr("patch.data.order._END_S", 0.05)
     release = threading.Event()
 
     class Hanging(Recording):

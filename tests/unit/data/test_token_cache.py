@@ -16,7 +16,7 @@ from llama3_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.formats import FormatOptions
-from patch.data.readers import sets
+from patch.data.readers import rows as sets
 from patch.data.rendering import RenderOptions
 from patch.data.sft.cache import TokenWriter
 from patch.data.sft.options import SftOptions, user_cache
@@ -87,7 +87,7 @@ def test_entry_serves_equal_rows_in_another_file(rows: Path, tmp_path: Path, mon
     """Also with options that do not decide the tokens; no row is read."""
     cache, copy = tmp_path / "cache", write_rows(tmp_path / "copy.json")
     load(rows, cache)
-    monkeypatch.setattr("patch.data.readers.sets.read_rows", lambda path: pytest.fail("the rows are read"))
+    monkeypatch.setattr("patch.data.readers.rows.read_rows", lambda path: pytest.fail("the rows are read"))
     load(copy, cache, num_workers=2, max_dropped_share=0.9)
     with pytest.raises(DataError, match="are dropped"):
         load(rows, cache, max_dropped_share=0.01)
@@ -148,7 +148,7 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
             stream.write('{"instruction": "late", "output": "late"}\n')
 
     build_read = sets.read_rows
-    monkeypatch.setattr("patch.data.readers.sets.read_rows", read_and_append)
+    monkeypatch.setattr("patch.data.readers.rows.read_rows", read_and_append)
     with pytest.raises(DataError, match=f"^{path} has changed while it was read"):
         load(path, cache)
     assert not entries(cache)
