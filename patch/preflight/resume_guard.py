@@ -101,7 +101,7 @@ def resume_notes(config: RunConfig) -> list[str]:
 def _now(config: RunConfig, field: str) -> str:
     now = scalar_of(config, field)
     if field == "load":
-        return f"{now} has no effect: the run goes on from its own checkpoints; for these weights {_ANEW}"
+        return f"{now} has no effect on a run with checkpoints; for these weights give {_ANEW}"
     return f"{now} from here on"
 
 

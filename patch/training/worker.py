@@ -120,9 +120,10 @@ def build_hooks(run: Run) -> list[TrainerHook]:
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)
-        settle, end = run.optimizer.finish_param_sync, run.config.training.train_iters
-        if steps.start > end:
-            _logger.warning("--profile begins at step %d, the run ends at %d: no trace", steps.start, end)
+        settle = run.optimizer.finish_param_sync
+        first, last = run.start_iteration + 1, run.config.training.train_iters
+        if steps.start > last or steps[-1] < first:
+            _logger.warning("--profile: no trace, because this run does steps %d to %d", first, last)
         hooks.append(
             StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda, settle=settle)
         )
