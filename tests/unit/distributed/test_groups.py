@@ -55,13 +55,38 @@ def test_generators_of_cut_weights_differ_over_tp_alone() -> None:
         assert first != second and others == [first, second] and not {first, second} & {*whole}
 
 
+EXPERTS = [(2, 1), (4, 1), (2, 2), (12, 1), (5, 1)]
+"""EP and ETP, some of which suit no order, some not every one."""
 ORDERS = ["tp-pp-dp", "pp-tp-dp", "tp-cp-ep-pp-dp", *map("-".join, itertools.permutations(AXES))]
+
+
+def build_experts(config: RunConfig, sizes: dict[str, int], order: str, ep: int, etp: int) -> bool:
+    """Whether we build groups of experts: upstream's, which refuses what we refuse."""
+    own, world, pp = dist.get_rank(), dist.get_world_size(), sizes["pp"]
+    order = order if "ep" in order else order.replace("cp", "cp-ep") if "cp" in order else f"{order}-cp-ep"
+    try:
+        groups = initialize(config, CPU, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    except ConfigError:
+        with pytest.raises((AssertionError, RuntimeError)):
+            parallel_state.initialize_model_parallel(
+                sizes["tp"], pp, context_parallel_size=sizes["cp"], expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp, order=order, create_gloo_process_groups=False,
+            )  # fmt: skip
+        return False
+    generator = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
+    for name, axes in {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "pp": "pp"}.items():
+        (expected,) = (ranks for ranks in generator.get_ranks(axes) if own in ranks)
+        assert dist.get_process_group_ranks(getattr(groups, name)) == expected, (order, name)
+    shutdown()
+    dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=world)
+    return True
 
 
 def run_orders(rank: int, world_size: int) -> None:
     """Build the groups of every order, by upstream's own checks, as one of 24 ranks that never talk."""
     compat.apply(cuda=False)
     dist.destroy_process_group()
+    is_refused: dict[tuple, bool] = {}
     for own, order in zip(itertools.cycle(range(24)), ORDERS):
         sizes = {"tp": 2, "cp": 1 if "cp" not in order else 2, "dp": 3, "pp": 2}
         config = _config(sizes, rank_order=order)
@@ -72,7 +97,14 @@ def run_orders(rank: int, world_size: int) -> None:
         for name, axes in {**{axis: axis for axis in AXES}, "dp_cp": "dp-cp", "mp": "tp-pp"}.items():
             (expected,) = (ranks for ranks in generator.get_ranks(axes) if own % world in ranks)
             assert dist.get_process_group_ranks(getattr(groups, name)) == expected, (order, name)
+        assert not hasattr(groups, "ep")
         shutdown()
+        dist.init_process_group("fake", store=FakeStore(), rank=own % world, world_size=world)
+        for ep, etp in EXPERTS:
+            is_refused[order, ep, etp] = not build_experts(config, sizes, order, ep, etp)
+        shutdown()
+    assert is_refused["tp-cp-dp-pp", 2, 2] is is_refused["tp-cp-ep-pp-dp", 4, 1] is False
+    assert is_refused["tp-cp-ep-pp-dp", 2, 1] is is_refused["tp-cp-dp-pp", 5, 1] is True
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the runner leaves one
 
 
@@ -85,10 +117,14 @@ def run_wrong_size(rank: int, world_size: int) -> None:
         initialize(small_run(tp=2, dp=2), CPU)
     with pytest.raises(ConfigError, match="has 2 processes, expected one"), alone(CPU):
         pass
+    for tp, etp in ((1, 2), (2, 1)):  # upstream builds them, and trains wrongly
+        config = small_run(tp=tp, dp=2 // tp)
+        with pytest.raises(ConfigError, match=rf"EP=1, ETP={etp}, TP={tp}.* expected ETP=TP at EP=1"):
+            initialize(config, CPU, expert_model_parallel_size=1, expert_tensor_parallel_size=etp)
     assert not parallel_state.model_parallel_is_initialized()
 
 
-def test_another_number_of_processes_is_refused_on_every_rank() -> None:
+def test_another_number_of_processes_or_experts_cut_otherwise_are_refused_on_every_rank() -> None:
     run_distributed(run_wrong_size, 2)
 
 
