@@ -91,7 +91,7 @@ class Trained:
     ) -> None:
         self.dp, self.folder, (layout, zero_stage) = groups.dp, Path(folder), case
         self.model = Experts(groups, *layout)
-        adam = OptimizerConfig(lr=LR, clip_grad=CLIP, adam_eps=EPS, reduce_bucket_size=3000)
+        adam = OptimizerConfig(lr=LR, clip_grad=CLIP, adam_eps=EPS, weight_decay=0.0, reduce_bucket_size=3000)
         self.optimizer = build_optimizer([self.model], adam, zero_stage, groups)
         if num_steps:
             load_checkpoint(self.folder, number, self.model.sections(self.optimizer))
@@ -123,13 +123,7 @@ def train_alone(rank: int, world_size: int, folder: str) -> list[tuple[float, di
     model.load_state_dict(trained.model.state_dict())
     trained.train([0])
     trained.save(0)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if (p.ndim > 1) is is_matrix], "weight_decay": decay}
-            for is_matrix, decay in ((True, 0.1), (False, 0.0))
-        ],
-        LR, (0.9, 0.95), EPS,
-    )  # fmt: skip
+    adamw = torch.optim.AdamW(model.parameters(), LR, (0.9, 0.95), EPS, weight_decay=0.0)
     found = []
     for step in range(NUM_STEPS + 2):
         adamw.zero_grad()
