@@ -148,7 +148,8 @@ def inspect(folder: AnyPath, advance: Callable[[int], None]) -> tuple[Inspection
         common = reader.common()
     except CheckpointError as error:
         reader, common = None, {}
-        complaints.append(str(error))
+        if not any(file.complaint and str(folder / file.name) in str(error) for file in files):
+            complaints.append(str(error))
     tensors = _grouped(reader.tensors) if reader else []
     config = _config_of(folder, common)
     is_legacy = is_legacy_checkpoint(folder)

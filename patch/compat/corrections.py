@@ -28,6 +28,10 @@ stages they always count the first one, unless parallel_state knows their number
 have the layers of its first one. Delete `StageLayout` when upstream's callers pass `pp_rank`, and the methods
 need nothing of parallel_state.
 
+Experts without Transformer Engine: transformer/moe/moe_utils.py:25-38 imports its functions in a `try`
+whose `except` leaves their names undefined, and the router's product reads one of them (1192, 1225). Delete
+the line in `apply` when upstream defines it.
+
 Warnings: dist_checkpointing/strategies/torch.py:138 uses torch's deprecated ShardedTensor, which would warn
 at every save; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed. A user cannot change
 that. Delete `_OLD_NAMES` when megatron-core uses the new names.
@@ -44,6 +48,7 @@ import torch
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 _OLD_NAMES = ("Please use DTensor instead", r"`torch\.distributed\.\w+_tensor` is deprecated")
@@ -53,7 +58,8 @@ _upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 
 def apply() -> None:
-    """Correct the reduction, the recomputation and the warnings in this process."""
+    """Correct the reduction, the recomputation, the router and the warnings in this process."""
+    vars(moe_utils).setdefault("te_general_gemm", None)
     mappings._reduce = _reduce
     random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
     random.CheckpointWithoutOutput.__init__ = _init

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
 
 # Module of megatron-core -> reason (line numbers of 0.16.1).
 MODULES = {
@@ -28,9 +30,25 @@ MODULES = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding": (
         "current_device at 78, 162: of upstream's own model; ours has other angles"
     ),
+    "megatron.core.transformer.moe.router": "torch.cuda.current_device() at 90-92, 169-198",
+    "megatron.core.transformer.moe.token_dispatcher": "torch.cuda.Stream() at 445, which is used at 871-898",
 }
 
 _CPU = torch.device("cpu")
+
+
+class StreamOnCpu(nullcontext):
+    """Stands in for a stream, and for an event: what was queued is done."""
+
+    def wait_stream(self, other: StreamOnCpu) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> StreamOnCpu:
+        """Something that can be waited for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class CudaOnCpu:
@@ -38,6 +56,11 @@ class CudaOnCpu:
 
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda *unused: torch.get_rng_state())
+    Stream = current_stream = StreamOnCpu
+
+    def stream(self, stream: StreamOnCpu) -> StreamOnCpu:
+        """A context that changes nothing."""
+        return stream
 
     def current_device(self) -> torch.device:
         """The CPU."""
@@ -87,14 +110,23 @@ def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool =
     torch.set_rng_state(new_state)
 
 
+def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def apply() -> None:
     """Replace `torch` in MODULES, and the state of the CUDA generator by that of the CPU generator.
 
     tensor_parallel/random.py:40-106 reads that state from torch.cuda.default_generators, for the RNG tracker
     (sequence parallelism) and for activation recomputation.
+
+    The number of tokens that a rank sends to the experts of another must be no tensor in torch 2.13;
+    moe_utils.py:1093 makes numbers only of what is on a GPU. (GPTModel imports the modules of experts in any
+    case, so that a run without experts pays nothing for them.)
     """
     for module_name in MODULES:
         replace_torch(module_name)
+    vars(token_dispatcher).update(maybe_move_tensor_to_cpu=_move_to_cpu)
     vars(random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
 
 

@@ -2,6 +2,9 @@
 
 megatron-core's parallel_state builds them once; they are passed on explicitly as a ProcessGroupCollection.
 The rank order is that of --rank-order; by default megatron-core's: TP fastest, then CP, DP, PP.
+
+The experts of a layer divide the same ranks anew, without CP: ranks that share an expert (ETP), have other
+experts of the layer (EP), or copies of an expert (EDP). Pipelines are the same; EP may span TP, CP and DP.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -24,16 +28,32 @@ from patch.distributed.job import join
 from patch.distributed.worker_process import DETERMINISTIC
 from patch.errors import ConfigError
 
+_OF_EXPERTS = ("ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp")
+"""Groups that a run without experts does not have."""
 
-def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
+
+def initialize(
+    config: RunConfig,
+    context: DeviceContext,
+    *,
+    expert_model_parallel_size: int | None = None,
+    expert_tensor_parallel_size: int | None = None,
+) -> ProcessGroupCollection:
     """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups, seed the generators.
 
     Deterministic mode is switched on first, because NCCL reads NCCL_ALGO only once, when it starts. If
     torch.distributed is initialized already (by a test, or by a program that embeds this one), that job is
     used.
 
+    Args:
+        config: the run.
+        context: the device of this rank.
+        expert_model_parallel_size: ranks over which the experts of a layer are distributed (EP); None: there
+            are no experts, and no groups of theirs.
+        expert_tensor_parallel_size: ranks over which each expert is cut (ETP); None: as other layers are.
     Raises:
-        ConfigError: the number of processes differs from the one the configuration was resolved for.
+        ConfigError: the number of processes differs from the one the configuration was resolved for, or does
+            not suit the experts.
         TrainingError: the job could not be joined.
     """
     if config.training.deterministic_mode:
@@ -45,27 +65,72 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
             f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
             "(--nnodes x --nproc-per-node): give the number that torchrun starts"
         )
-    return _build_groups(config.parallel, config.training.seed)
+    return _build_groups(
+        config.parallel, config.training.seed, expert_model_parallel_size, expert_tensor_parallel_size
+    )
 
 
-def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
-    axes = parallel.rank_axes
-    # Upstream also builds groups of experts, which know no CP, and refuses an order in which their pipelines
-    # differ from the model's (parallel_state.py:808-817). Experts in the place of CP make them equal.
+def _build_groups(
+    parallel: ParallelConfig, seed: int, ep_size: int | None = None, etp_size: int | None = None
+) -> ProcessGroupCollection:
+    has_experts, etp_size = ep_size is not None, etp_size or parallel.tensor_model_parallel_size
+    order = "-".join("cp-ep" if axis == "cp" else axis for axis in parallel.rank_axes)
+    if ep_size is None:
+        # Upstream builds groups of experts all the same, and refuses an order in which their pipelines differ
+        # from the model's (parallel_state.py:808-817). Experts in the place of CP make them equal.
+        ep_size = 1 if order.endswith("pp") else parallel.context_parallel_size
+    else:
+        order = parallel.rank_order if "ep" in parallel.rank_order.split("-") else order
+        _check_experts(parallel, order, ep_size, etp_size)
     with shared_devices():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=1 if axes[-1] == "pp" else parallel.context_parallel_size,
+            expert_model_parallel_size=ep_size,
+            expert_tensor_parallel_size=etp_size,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-            order="-".join("cp-ep" if axis == "cp" else axis for axis in axes),
+            order=order,
             create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         split_instances(groups, parallel.num_distributed_optimizer_instances)
+    for name in () if has_experts else _OF_EXPERTS:
+        delattr(groups, name)
     seed_generators(seed)
     return groups
+
+
+def _check_experts(parallel: ParallelConfig, order: str, ep_size: int, etp_size: int) -> None:
+    """Refuse experts that megatron-core cannot place (parallel_state.py:793-817), or would train wrongly.
+
+    At EP=1 it takes them for other weights (tensor_parallel/layers.py:886, 1209), whose gradients are summed
+    over data-parallel ranks. Where ETP is not TP, these hold other parts of an expert, or not all its copies.
+    """
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    world_size, cp_size = dist.get_world_size(), parallel.context_parallel_size
+    sizes = f"EP={ep_size}, ETP={etp_size}, TP={tp_size}, PP={pp_size}, CP={cp_size}"
+    if ep_size == 1 and etp_size != tp_size:
+        raise ConfigError(
+            f"got {sizes}, expected ETP=TP at EP=1, otherwise experts would have wrong gradients: change "
+            "--expert-tensor-parallel-size, or distribute experts (--expert-model-parallel-size)"
+        )
+    edp_size, rest = divmod(world_size, etp_size * ep_size * pp_size)
+    if rest:
+        raise ConfigError(
+            f"got {sizes} and {world_size} processes, expected a multiple of EP x ETP x PP: change "
+            "--expert-model-parallel-size or --expert-tensor-parallel-size"
+        )
+    dp_size = world_size // (tp_size * pp_size * cp_size)
+    of_others = RankGenerator(tp_size, 1, dp_size, pp_size, cp_size, order)
+    of_experts = RankGenerator(etp_size, ep_size, edp_size, pp_size, 1, order)
+    is_placed = order.endswith("pp") or pp_size == 1 or edp_size == dp_size
+    if not is_placed or of_others.get_ranks("pp") != of_experts.get_ranks("pp"):
+        raise ConfigError(
+            f"got {order} with {sizes}, expected an order that ends in pp, or EP x ETP = CP x TP and "
+            "these axes on one side of pp: experts would have other pipelines than the layers around them",
+            field="rank_order",
+        )
 
 
 def split_instances(groups: ProcessGroupCollection, num_instances: int) -> None:

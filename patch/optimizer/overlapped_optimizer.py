@@ -98,7 +98,9 @@ class OverlappedDistributedOptimizer:
         check_arguments(stages, zero_stage)
         named, stage_indices = trained_in(stages)
         check_parameters(stages, named, is_offloading=offload is not None)
-        self.param_groups = default_param_groups(stages, config) if param_groups is None else param_groups
+        if param_groups is None:
+            param_groups = default_param_groups(stages, config, groups)
+        self.param_groups = param_groups
         group_indices = assign_groups(named, self.param_groups)
         self.parameters = [parameter for _, parameter in named]
         like = like_trained(self.parameters, stages)

@@ -2,7 +2,8 @@
 
 Some gradients are summed over more ranks than their bucket: those of sequence-parallel parameters over
 tensor-parallel ranks, those of a tied embedding over the two stages that hold it. The norm counts each weight
-of the model once, though several ranks hold a copy.
+of the model once, though several ranks hold a copy. Experts that are distributed have tensor-parallel ranks
+of their own; ranks that only some other group of parameters is said to have hold no copies beyond them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class OwnShards:
     Args:
         parameters: all trainable ones; buckets refer to them by index. specs: what the layout knows of them.
         buckets: their gradients. param_buffer: their values.
-        groups: dp_cp, tp, mp and embd are used.
+        groups: dp_cp, tp, mp and embd are used; of distributed experts also expt_dp and expt_tp.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class OwnShards:
         parts = [bucket.domain.own(bucket.range) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
+        self._tp_groups = [_tp_group(bucket.domain, groups) for bucket in buckets]
         self.shards = [
             BucketShard(bucket.shard, param_buffer.shard(bucket.index), self._ranges(bucket.index))
             for bucket in buckets
@@ -73,25 +75,25 @@ class OwnShards:
         Args:
             clock: gets the time that compute waits.
         """
-        if self._groups.tp.size() > 1:
-            self._sum_sequence_parallel(clock)
+        for group in (self._groups.tp, getattr(self._groups, "expt_tp", None)):  # the same order on all ranks
+            self._sum_sequence_parallel(group, clock)
         for bucket in self._buckets:
             for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
                 if _is_tied(self._parameters[param.parameter]):
                     with clock.waiting():
                         dist.all_reduce(bucket.shard, group=self._groups.embd)
 
-    def _sum_sequence_parallel(self, clock: WaitClock) -> None:
-        """In one message."""
+    def _sum_sequence_parallel(self, group: dist.ProcessGroup | None, clock: WaitClock) -> None:
+        """In one message to the tensor-parallel ranks of these parameters."""
         parts = [
             self._grad(index, param)
             for index, param in self._all()
-            if _is_sequence_parallel(self._parameters[param.parameter])
+            if self._tp_groups[index] is group and self._is_summed_over_tp(index, param)
         ]
         if parts:
             coalesced = torch.cat(parts)
             with clock.waiting():
-                dist.all_reduce(coalesced, group=self._groups.tp)
+                dist.all_reduce(coalesced, group=group)
             for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
                 part.copy_(summed)
 
@@ -145,34 +147,39 @@ class OwnShards:
 
     def _counted(self, index: int) -> list[torch.Tensor]:
         """The gradients of a bucket that this rank counts in the norm."""
-        is_counted = partial(self._is_counted, self._buckets[index].domain)
-        merged = _merge(self._params[index], is_counted)
+        merged = _merge(self._params[index], partial(self._is_counted, index))
         return [self._grad(index, param) for is_counted_here, param in merged if is_counted_here]
 
     def _ranges(self, index: int) -> list[ShardRange]:
         begin = self._begins[index]
         return [
             ShardRange(merged.begin - begin, merged.end - begin, *treatment)
-            for treatment, merged in _merge(self._params[index], self._treatment)
+            for treatment, merged in _merge(self._params[index], partial(self._treatment, index))
         ]
 
-    def _treatment(self, param: ParamRange) -> tuple[int, bool]:
+    def _treatment(self, index: int, param: ParamRange) -> tuple[int, bool]:
         """The group of a parameter, and whether its gradient is summed over more ranks than the bucket."""
-        parameter = self._parameters[param.parameter]
-        is_summed_over_tp = self._groups.tp.size() > 1 and _is_sequence_parallel(parameter)
-        return self._specs[param.parameter].group, is_summed_over_tp or _is_tied(parameter)
+        is_tied = _is_tied(self._parameters[param.parameter])
+        return self._specs[param.parameter].group, is_tied or self._is_summed_over_tp(index, param)
 
-    def _is_counted(self, domain: Domain, param: ParamRange) -> bool:
+    def _is_summed_over_tp(self, index: int, param: ParamRange) -> bool:
+        """Whether each of its tensor-parallel ranks saw a part of the tokens (megatron-core's mark)."""
+        group = self._tp_groups[index]
+        is_marked = getattr(self._parameters[param.parameter], "sequence_parallel", False)
+        return is_marked and group is not None and group.size() > 1
+
+    def _is_counted(self, index: int, param: ParamRange) -> bool:
         """Whether this rank counts a parameter in the norm, of the model-parallel ranks that hold a copy."""
-        parameter = self._parameters[param.parameter]
-        has_other_ranks = domain.group is not self._groups.dp_cp  # all that hold a copy are in its group
-        is_cut = has_other_ranks or getattr(parameter, "tensor_model_parallel", False)
-        return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
+        parameter, group = self._parameters[param.parameter], self._tp_groups[index]
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        return not getattr(parameter, "shared", False) and (is_cut or group is None or group.rank() == 0)
 
 
-def _is_sequence_parallel(parameter: torch.nn.Parameter) -> bool:
-    """Whether each tensor-parallel rank saw a part of the tokens (megatron-core's mark)."""
-    return getattr(parameter, "sequence_parallel", False)
+def _tp_group(domain: Domain, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+    """The tensor-parallel ranks of a domain's parameters; None: all that hold a copy are in its group."""
+    if domain.group is groups.dp_cp:
+        return groups.tp
+    return groups.expt_tp if domain.group is getattr(groups, "expt_dp", None) else None
 
 
 def _is_tied(parameter: torch.nn.Parameter) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
@@ -30,32 +31,47 @@ class ParamGroup:
     them has such a group too, without parameters: all ranks of the job must know that there is one."""
 
 
-def default_param_groups(stages: Sequence[torch.nn.Module], config: OptimizerConfig) -> list[ParamGroup]:
+def default_param_groups(
+    stages: Sequence[torch.nn.Module], config: OptimizerConfig, groups: ProcessGroupCollection | None = None
+) -> list[ParamGroup]:
     """Megatron-core's rules: matrices decay; vectors (norms, biases) and everything named "bias" do not.
 
     With a decoupled rate (--decoupled-lr) the weights that megatron-core marks as those of the embedding and
-    the output layer form groups of their own.
+    the output layer form groups of their own; so do the experts that it marks as distributed
+    (`allreduce=False`), on all ranks, also those that hold none.
 
+    Args:
+        stages: the pipeline stages of this rank.
+        config: weight decay and decoupled rates.
+        groups: `ep` and `expt_dp` are used where experts are distributed (EP > 1).
     Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter
     without any dimension decays, here it does not.
     """
-    members: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for is_decoupled in (False, True) if config.decoupled_lr is not None else (False,):
-        members |= {(is_decoupled, True): [], (is_decoupled, False): []}
+    is_decoupling = config.decoupled_lr is not None
+    of_experts = None
+    if groups is not None and hasattr(groups, "ep") and groups.ep.size() > 1:
+        of_experts = groups.expt_dp
+    members: dict[tuple[bool, dist.ProcessGroup | None, bool], list[torch.nn.Parameter]] = {
+        (*kind, decays): []
+        for kind in ((False, None), (False, of_experts), (is_decoupling, None))
+        for decays in (True, False)
+    }
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:
                 is_marked = getattr(parameter, "is_embedding_or_output_parameter", False)
+                holders = None if getattr(parameter, "allreduce", True) else of_experts
                 decays = parameter.ndim > 1 and not name.endswith(".bias")
-                members[is_marked and config.decoupled_lr is not None, decays].append(parameter)
+                members[is_marked and is_decoupling, holders, decays].append(parameter)
     return [
         ParamGroup(
             params,
             config.weight_decay if decays else 0.0,
             max_lr=config.decoupled_lr if is_decoupled else None,
             min_lr=config.decoupled_min_lr if is_decoupled else None,
+            data_parallel_group=holders,
         )
-        for (is_decoupled, decays), params in members.items()
+        for (is_decoupled, holders, decays), params in members.items()
     ]
 
 

@@ -99,6 +99,7 @@ class OomRetry:
         self._optimizer, self._what = optimizer, what
         self._group = optimizer.groups.dp_cp
         is_whole = self._group.size() == dist.get_world_size() and optimizer.groups.cp.size() == 1
+        is_whole &= not any(group.data_parallel_group for group in optimizer.param_groups)
         self._can_agree = optimizer.is_offloading and is_whole
         self._random = random_state() if self._can_agree else {}
         self._error: Exception | None = None

@@ -107,7 +107,7 @@ class UpstreamTrainer:
             grad_reduce_in_fp32=True, use_distributed_optimizer=True,
             bucket_size=config.optimizer.reduce_bucket_size, **overlap,
         )  # fmt: skip
-        self.model = DistributedDataParallel(model.config, settings, model, pg_collection=groups)
+        self.model = DistributedDataParallel(model.config, settings, model)
         self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
         self._optimizer = get_megatron_optimizer(
             _optimizer_config(config, offload), [self.model], use_gloo_process_groups=False

@@ -16,7 +16,6 @@ from pathlib import Path
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
-from toolkits.doctor import folder, gpus, host, messages, self_test, software, speed
 from toolkits.doctor.check import (
     Check,
     Finding,
@@ -28,44 +27,50 @@ from toolkits.doctor.check import (
     verdict_of,
 )
 
-CHECKS = (
-    Check("processor", host.check_processor),
-    Check("memory", host.check_memory),
-    Check("limits", host.check_limits),
-    Check("ranks", host.check_ranks),
-    Check("GPUs", gpus.check_gpus, 180),
-    Check("versions", software.check_versions, 60),
-    Check("imports", software.check_imports, 240),
-    Check("compilers", software.check_compilers, 120),
-    Check("kernels", software.check_accelerations),
-    Check("variables", host.check_variables),
-    Check("network", host.check_network),
-    Check("speed of the host", speed.measure_host, 60),
-    Check("speed of the GPUs", speed.measure_gpus, 120),
-    Check("messages between processes", messages.measure_messages, 90),
-    Check("file system", folder.check_folder, 120),
-    Check("self-test", self_test.run_self_test, 600),
-)
+
+def _checks() -> tuple[Check, ...]:
+    # They import torch, for which --help and a wrong argument need not wait.
+    from toolkits.doctor import folder, gpus, host, messages, self_test, software, speed
+
+    return (
+        Check("processor", host.check_processor),
+        Check("memory", host.check_memory),
+        Check("limits", host.check_limits),
+        Check("ranks", host.check_ranks),
+        Check("GPUs", gpus.check_gpus, 180),
+        Check("versions", software.check_versions, 60),
+        Check("imports", software.check_imports, 240),
+        Check("compilers", software.check_compilers, 120),
+        Check("kernels", software.check_accelerations),
+        Check("variables", host.check_variables),
+        Check("network", host.check_network),
+        Check("speed of the host", speed.measure_host, 60),
+        Check("speed of the GPUs", speed.measure_gpus, 120),
+        Check("messages between processes", messages.measure_messages, 90),
+        Check("file system", folder.check_folder, 120),
+        Check("self-test", self_test.run_self_test, 600),
+    )
 
 
 def main(argv: list[str]) -> int:
     """Run all checks; 0, or 1 if something is broken."""
-    machine = MachineFacts.probe()
-    options = _parse(argv, machine)
-    settings = Settings(machine, options.nproc, options.folder)
+    options = _parse(argv)
+    settings = Settings(options.machine, options.nproc, options.folder)
     report: dict[str, list[Finding]] = {}
-    for check in CHECKS:
+    for check in _checks():
         report[check.title] = run_check(check, settings)
         if report[check.title]:
             print("\n".join(lines_of(check.title, report[check.title])), flush=True)
     print("\n" + "\n".join(verdict_lines(report)))
     if options.json:
-        write_atomically(options.json, json_of(report, speed.machine_part(report, settings), options.folder))
+        from toolkits.doctor.speed import machine_part
+
+        write_atomically(options.json, json_of(report, machine_part(report, settings), options.folder))
         print(f"report: {options.json}")
     return int(verdict_of(report) == "broken")
 
 
-def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         prog=typed("python -m toolkits.doctor"),
         description=__doc__,
@@ -73,7 +78,7 @@ def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
-        "--nproc", type=positive, metavar="N", default=machine.cuda_devices or 2,
+        "--nproc", type=positive, metavar="N",
         help="processes between which messages are measured; default: the GPUs of this machine, or 2",
     )  # fmt: skip
     parser.add_argument(
@@ -81,6 +86,8 @@ def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
         help="where checkpoints would be written; 256 MiB are written there and removed; default: here",
     )  # fmt: skip
     options = parser.parse_args(argv)
+    machine = options.machine = MachineFacts.probe()
+    options.nproc = options.nproc or machine.cuda_devices or 2
     if machine.cuda_devices and options.nproc > machine.cuda_devices:
         parser.error(f"--nproc {options.nproc}: expected at most {machine.cuda_devices}, a GPU each")
     if not options.folder.is_dir():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from distributed_runner import run_distributed
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from small_runs import small_run
 from training_runs import CPU
 
@@ -131,23 +132,35 @@ def recompute() -> list[float] | str:
     return hidden.grad.tolist()
 
 
-def run_backward(rank: int, world_size: int, is_corrected: bool) -> tuple[list[float], list[float] | str]:
+def route() -> list[float] | str:
+    """What a router's product gives, where Transformer Engine is missing; or the error."""
+    if find_spec("transformer_engine"):
+        return [3.0, 3.0]
+    try:
+        return router_gating_linear(torch.ones(1, 3), torch.ones(2, 3), None, torch.float32)[0].tolist()
+    except NameError as error:
+        return str(error)
+
+
+def run_backward(rank: int, world_size: int, is_corrected: bool) -> tuple[list, list | str, list | str]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     if is_corrected:
         corrections.apply()
         corrections.apply()
     cpu.apply()
-    return sum_a_transposed_gradient(rank), recompute()
+    return sum_a_transposed_gradient(rank), recompute(), route()
 
 
-def test_gradients_are_summed_and_recomputed() -> None:
-    for summed, recomputed in run_distributed(run_backward, 2, True):
+def test_gradients_are_summed_and_recomputed_and_tokens_routed() -> None:
+    for summed, recomputed, routed in run_distributed(run_backward, 2, True):
         assert summed == [3.0]
         assert recomputed == pytest.approx([0.0, math.e, 2 * math.e])
+        assert routed == [3.0, 3.0]
 
 
 def test_upstream_alone_still_loses_the_sum_and_asks_for_transformer_engine() -> None:
-    """When this fails, upstream has mended it: delete `_reduce`, or `_init`, in compat/corrections.py."""
-    for rank, (summed, said) in enumerate(run_distributed(run_backward, 2, False)):
+    """When this fails, upstream has mended it: delete `_reduce`, `_init` or the router's name in compat."""
+    for rank, (summed, said, routed) in enumerate(run_distributed(run_backward, 2, False)):
         assert summed == [rank + 1.0]
         assert isinstance(said, str) and ("FP8GlobalStateManager" in said or "CUDA" in said)
+        assert routed == [3.0, 3.0] if find_spec("transformer_engine") else "te_general_gemm" in routed

@@ -5,7 +5,6 @@ weights of the job, the update is torch's AdamW on fp32 masters.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from optimizer_runs import LR, build_optimizer, states_of, take_step
+from optimizer_runs import LR, build_optimizer, take_step
 
 from patch import compat
-from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
@@ -194,96 +191,46 @@ def test_states_of_each_type_take_their_own_bytes(ranks: list, dtype: torch.dtyp
             assert held == vectors + matrices + WORLD_SIZE // num_copies * matrices
 
 
-def run_norm(rank: int, world_size: int, layout: dict[str, int]) -> list[tuple[float, float]]:
-    """Another expert on each rank of the first pipeline stage; other weights are whole on tensor ranks."""
+def run_norm(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Experts on the first pipeline stage, of which each tensor rank saw a part of the tokens.
+
+    They are whole on their tensor-parallel ranks, as the other weights are on theirs.
+    """
     compat.apply(cuda=False)
-    parallel_state.initialize_model_parallel(**layout)
+    parallel_state.initialize_model_parallel(**dict(zip(SIZES, sizes, strict=True)))
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    singles = [dist.new_group([other]) for other in range(world_size)]
     found = []
     for zero_stage in ZeroStage:
-        model = Block(torch.float32, rank)
-        has_expert = groups.pp.rank() == 0
-        if not has_expert:
-            model.expert.requires_grad_(False)
-        others = [model.gain, model.shared]
-        experts = [model.expert] if has_expert else []
+        model = Block(torch.float32, groups.ep.rank())
+        model.expert.sequence_parallel = True  # type: ignore[attr-defined]
+        model.expert.requires_grad_(groups.pp.rank() == 0)
         batch = torch.randn(5, 19, generator=torch.Generator().manual_seed(rank))
-        trained = [*others, *experts]
-        found_by = torch.autograd.grad(model(batch).square().sum(), trained)
-        gradients = dict(zip(trained, found_by, strict=True))
-        param_groups = [ParamGroup(others, 0.0), ParamGroup(experts, 0.0, data_parallel_group=singles[rank])]
-        optimizer = OverlappedDistributedOptimizer(
-            [model], OptimizerConfig(lr=LR), zero_stage, groups, param_groups=param_groups
-        )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(model(batch).square().sum(), trained)
+        optimizer = OverlappedDistributedOptimizer([model], OptimizerConfig(lr=LR), zero_stage, groups)
         optimizer.zero_grad(LR)
         model(batch).square().sum().backward()
         squares = torch.zeros((), dtype=torch.float64)
-        for parameter in others:
-            dist.all_reduce(gradients[parameter], group=groups.dp)
-            if groups.tp.rank() == 0:
-                squares += gradients[parameter].double().square().sum() / groups.dp.size()
-        for parameter in experts:
-            squares += gradients[parameter].double().square().sum()
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            dp, tp = groups.dp, groups.tp
+            if parameter is model.expert:
+                dp, tp = groups.expt_dp, groups.expt_tp
+                dist.all_reduce(gradient, group=tp)
+            dist.all_reduce(gradient, group=dp)
+            if tp.rank() == 0:
+                squares += gradient.double().square().sum() / dp.size()
         dist.all_reduce(squares)
         found.append((optimizer.step().grad_norm, squares.sqrt().item()))
     return found
 
 
-@pytest.mark.parametrize("layout", ["pipeline_model_parallel_size", "tensor_model_parallel_size"])
-def test_the_norm_counts_experts_of_some_stages_and_of_all_tensor_ranks(layout: str) -> None:
-    for found in run_distributed(run_norm, WORLD_SIZE, {layout: 2}):
+SIZES = tuple(
+    f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (2, 1, 4, 1), (2, 1, 2, 2), (2, 1, 2, 1)], ids=str)
+def test_the_norm_counts_experts_of_some_stages_once_on_their_own_tensor_ranks(sizes: tuple) -> None:
+    for found in run_distributed(run_norm, WORLD_SIZE, sizes):
         for ours, expected in found:
             assert ours == pytest.approx(expected, rel=NORM_BOUND[torch.float32])
-
-
-def model_state(model: Model, expert: int, rank: int) -> dict[str, ShardedTensor]:
-    """Weights as megatron-core's sharded tensors; the two experts of a block are rows of one tensor."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("expert"):
-            found[name] = ShardedTensor.from_rank_offsets(
-                name, parameter, (0, expert, 2), replica_id=(0, 0, rank % 2)
-            )
-        else:
-            found[name] = ShardedTensor.from_rank_offsets(name, parameter, replica_id=(0, 0, rank))
-    return found
-
-
-def run_chain(rank: int, world_size: int, folder: str) -> None:
-    """States go to files, into another ZeRO stage and bucket size, to files and back."""
-    copies = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    wanted: dict[str, list[torch.Tensor]] = {}
-    layouts = [
-        (ZeroStage.NONE, 300),
-        (ZeroStage.GRADIENTS, 10**9),
-        (ZeroStage.OPTIMIZER, 1),
-        (ZeroStage.NONE, 300),
-    ]
-    for iteration, (zero_stage, bucket_size) in enumerate(layouts):
-        model = Model(torch.bfloat16, rank // 2)
-        optimizer = build(model, zero_stage, copies, bucket_size)
-
-        def state(model: Model = model, optimizer: Any = optimizer) -> dict[str, Any]:
-            weights = model_state(model, rank // 2, rank)
-            return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-        if iteration == 0:
-            for micro_batches in batches(rank):
-                take_step(model, optimizer, micro_batches)
-            optimizer.finish_param_sync()
-            wanted = {
-                name: [s.clone() for s, _ in states_of(optimizer, name)] for name in optimizer.adam.dtypes
-            }
-        else:
-            load_checkpoint(Path(folder), iteration - 1, state())
-        save_checkpoint(Path(folder), iteration, state(), {"iteration": iteration})
-    assert set(wanted) == {"exp_avg", "exp_avg_sq", "master_low"}
-    for name, expected in wanted.items():
-        found = [values for values, _ in states_of(optimizer, name)]
-        assert any(values.any() for values in expected)
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected)), name
-
-
-def test_states_come_back_from_other_layouts_to_the_bit(tmp_path: Path) -> None:
-    run_distributed(run_chain, WORLD_SIZE, str(tmp_path))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from megatron.core import parallel_state
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as UpstreamConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from optimizer_runs import LR, OddModel, build_optimizer, make_steps, on_host
 from small_runs import small_run
 from training_runs import build_seeded_run
@@ -28,27 +30,31 @@ DECOUPLED = [
     {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3},
 ]
 WARMUP_ITERS = 4
+UPSTREAMS = ("max_lr", "min_lr", "is_expert_parallel")
 
-Members = dict[tuple[float, float, float], set[int]]
-"""Ids of the parameters by weight decay, and highest and lowest learning rate."""
+Members = dict[tuple[float, float, float, bool], set[int]]
+"""Ids of the parameters by weight decay, highest and lowest learning rate, and whether they are experts."""
 
 
-def ours(stages: Sequence[torch.nn.Module], rates: dict[str, Any]) -> Members:
+def ours(
+    stages: Sequence[torch.nn.Module], rates: dict[str, Any], groups: ProcessGroupCollection | None = None
+) -> Members:
     config = OptimizerConfig(**RATES, **rates)
     return {
         (
             group.weight_decay,
             config.lr if group.max_lr is None else group.max_lr,
             config.min_lr if group.min_lr is None else group.min_lr,
+            group.data_parallel_group is not None,
         ): {id(parameter) for parameter in group.params}
-        for group in default_param_groups(stages, config)
+        for group in default_param_groups(stages, config, groups)
         if group.params
     }
 
 
 def upstreams(stages: Sequence[torch.nn.Module], rates: dict[str, Any]) -> Members:
     return {
-        (group["wd_mult"] * RATES["weight_decay"], group["max_lr"], group["min_lr"]): {
+        (group["wd_mult"] * RATES["weight_decay"], *(group[name] for name in UPSTREAMS)): {
             id(parameter) for parameter in group["params"]
         }
         for group in _get_param_groups(stages, UpstreamConfig(**RATES, **rates), None)
@@ -75,8 +81,14 @@ def compare_members(rank: int, world_size: int) -> None:
             found.append(len(ours(stages, rates)))
         new_job()
     assert set(found) == {2, 3}
-    model = [WideBias()]
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = [WideBias(), torch.nn.Linear(2, 3)]
     assert ours(model, DECOUPLED[0]) == upstreams(model, DECOUPLED[0])
+    for parameter in model[0].parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+    for rates in DECOUPLED:
+        assert ours(model, rates, groups) == upstreams(model, rates)
 
 
 def test_every_parameter_is_in_the_group_that_megatron_core_puts_it_in() -> None:

@@ -126,12 +126,10 @@ def test_other_types_nan_and_signed_zero(one_process, tmp_path):
 def test_damaged_file_is_named(one_process, tmp_path, capsys, name):
     """Whatever may happen to a file: tests/unit/checkpoint/test_manifest.py."""
     path = save(tmp_path / "run", values()) / name
-    contents = bytearray(path.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    path.write_bytes(contents)
+    path.write_bytes(path.read_bytes()[:-9])
     code, report = inspect(tmp_path, tmp_path / "run")
     (found,) = report["checkpoints"]
-    assert code == 4 and any(str(path) in said for said in found["complaints"])
+    assert code == 4 and [str(path) in said for said in found["complaints"]] == [True]
     assert f"DAMAGED {path}" in capsys.readouterr().out and not found["loads_into"]
 
 
