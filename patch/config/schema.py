@@ -364,6 +364,26 @@ class RunConfig:
         return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
 
     @property
+    def shares_states(self) -> bool:
+        """Whether replicas share optimizer states."""
+        return self.zero_stage.shares_states
+
+    @property
+    def num_state_parts(self) -> int:
+        """Parts in which ranks keep optimizer states; 1: each keeps all of its weights' states."""
+        return self.num_state_shares if self.shares_states else 1
+
+    @property
+    def num_gradient_parts(self) -> int:
+        """Parts in which ranks keep the sums of gradients; 1: each keeps all."""
+        return self.num_state_shares if self.zero_stage.shares_gradients else 1
+
+    @property
+    def reductions_per_step(self) -> int:
+        """How often a step reduces all gradients."""
+        return self.num_micro_batches if self.zero_stage.shares_gradients else 1
+
+    @property
     def num_weight_copies(self) -> int:
         """Ranks that have the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size

@@ -30,9 +30,9 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup, host_update
-from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
+from patch.optimizer.offload import Offload
 from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move, StaticPlacementPolicy
 
 ZERO_STAGES = tuple(ZeroStage)

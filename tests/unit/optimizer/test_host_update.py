@@ -27,7 +27,7 @@ from optimizer_runs import (
 
 from patch.config.choices import ZeroStage
 from patch.memory import UNLIMITED, SimulatedDevice
-from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.offload import Offload
 
 NUM_STEPS = 20
 CLIPPED, SOMETIMES, FREE = 0.01, 0.5, 0.0

@@ -31,7 +31,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.grad_buffer import NUM_STAGING
-from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move, StaticPlacementPolicy
 
