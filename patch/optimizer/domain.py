@@ -10,7 +10,6 @@ What these ranks share of them is the domain's `Sharding`, one class for each Ze
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -21,22 +20,26 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.distributed.async_collectives import (
-    Pending,
-    RoundedSums,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from patch.distributed.async_collectives import Pending, RoundedSums, start_all_reduce, start_reduce_scatter
 from patch.errors import ConfigError
 from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
 from patch.optimizer.trained import TrainedParameters
 
 
-class Sharding(ABC):
+class Places(NamedTuple):
+    """Where a rank keeps the gradients of one bucket."""
+
+    shard: torch.Tensor
+    """(n,) the sum of its shard."""
+    buffer: torch.Tensor | None
+    """All gradients of the bucket; None: it is staged."""
+
+
+class Sharding:
     """What the ranks of a domain share: what is reduced, kept and gathered, and when."""
 
     stage: ClassVar[ZeroStage]
-    collective: ClassVar[str]
+    collective: ClassVar[str] = "reduce-scatter"
     """What reduces a bucket."""
     shares_states: ClassVar[bool] = True
     """Whether a rank updates its shards only, so that parameters are gathered afterwards."""
@@ -48,14 +51,11 @@ class Sharding(ABC):
         """Zeros for what a rank keeps of the gradients of a domain of `numel` elements."""
         return like.new_zeros(numel)
 
-    def places(
-        self, domain: Domain, kept: torch.Tensor, bucket: BucketRange
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of a bucket: where the sum of this rank's shard is kept, and its own buffer of gradients if any."""
+    def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
+        """Where a bucket's gradients are kept."""
         begin, end = domain.own(bucket)
-        return kept[begin:end], kept[bucket.begin : bucket.end]
+        return Places(kept[begin:end], kept[bucket.begin : bucket.end])
 
-    @abstractmethod
     def start_reduction(
         self, domain: Domain, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
     ) -> Pending:
@@ -64,9 +64,12 @@ class Sharding(ABC):
         Args:
             domain: of the bucket.
             buffer: the gradients.
-            out: gets the sum of this rank's shard.
+            out: gets the sum of this rank's shard; a part of the buffer, or other memory.
             rounded_sums: over NCCL, for gradients that travel in fewer bits.
         """
+        if rounded_sums is not None:
+            return rounded_sums.start(buffer, out, domain.instance)
+        return start_reduce_scatter(buffer, out, domain.instance, domain.travels_as)
 
 
 class Replicated(Sharding):
@@ -77,25 +80,17 @@ class Replicated(Sharding):
     def start_reduction(
         self, domain: Domain, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
     ) -> Pending:
-        """All of it, in place; `out` is a part of the buffer."""
+        """All of it, in place: `out` is a part of the buffer."""
         return start_all_reduce(buffer, domain.group)
 
 
 class ShardedStates(Sharding):
     """`OPTIMIZER`: a rank has the states of its shards; gradients have full buffers."""
 
-    stage, collective = ZeroStage.OPTIMIZER, "reduce-scatter"
-
-    def start_reduction(
-        self, domain: Domain, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
-    ) -> Pending:
-        """Inside this rank's instance."""
-        if rounded_sums is not None:
-            return rounded_sums.start(buffer, out, domain.instance)
-        return start_reduce_scatter(buffer, out, domain.instance, domain.travels_as)
+    stage = ZeroStage.OPTIMIZER
 
 
-class ShardedGradients(ShardedStates):
+class ShardedGradients(Sharding):
     """`GRADIENTS`: a rank has states and sums of its shards; buckets take turns in staging buffers."""
 
     stage, is_staged = ZeroStage.GRADIENTS, True
@@ -104,11 +99,9 @@ class ShardedGradients(ShardedStates):
         """Of this rank's shards alone."""
         return like.new_zeros(numel // domain.num_shards)
 
-    def places(
-        self, domain: Domain, kept: torch.Tensor, bucket: BucketRange
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
         """The shard; gradients have no place of their own."""
-        return kept[bucket.begin // domain.num_shards : bucket.end // domain.num_shards], None
+        return Places(kept[bucket.begin // domain.num_shards : bucket.end // domain.num_shards], None)
 
 
 SHARDINGS = {each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients())}
@@ -174,10 +167,7 @@ class FlatLayout:
 
 
 def flat_layout(
-    trained: TrainedParameters,
-    config: OptimizerConfig,
-    zero_stage: ZeroStage,
-    groups: ProcessGroupCollection,
+    trained: TrainedParameters, config: OptimizerConfig, zero_stage: ZeroStage, groups: ProcessGroupCollection
 ) -> FlatLayout:
     """Find the domains of parameters, and cut them into buckets.
 
@@ -193,8 +183,9 @@ def flat_layout(
     dp_groups = [group.data_parallel_group or groups.dp_cp for group in trained.groups]
     own, across = _instances(groups, zero_stage, dp_groups)
     # The same on all ranks of the job, whatever parameters they hold.
-    is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
-    sharding = SHARDINGS[ZeroStage.NONE if is_alone else zero_stage]
+    if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
+        zero_stage, across = ZeroStage.NONE, None
+    sharding = SHARDINGS[zero_stage]
     if config.grad_reduce_in_bf16 and sharding.stage.sums_on_the_way(groups.dp_cp.size()):
         raise ConfigError(
             "got true, expected false: without sharding gradients are all-reduced, which adds up in the type "

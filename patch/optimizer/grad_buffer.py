@@ -31,12 +31,14 @@ import torch
 import torch.distributed as dist
 
 from patch.compat.torch_internals import region
+from patch.config.schema import OptimizerConfig
+from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock, follows_on_device
 from patch.errors import TrainingError
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, ParamRange
 from patch.optimizer.bucket import Bucket, Staging
 from patch.optimizer.domain import Domain, FlatLayout
-from patch.optimizer.main_grad import MainGrad, StandIns
+from patch.optimizer.main_grad import MainGrad, StandIns, is_fused
 from patch.optimizer.micro_batch import LastMicroBatchCheck, MicroBatches
 
 
@@ -52,26 +54,24 @@ class GradBuffer:
 
     Args:
         layout: of the parameters.
-        like: a tensor on their device, of the type in which gradients are collected and reduced.
+        config: the type in which gradients are collected, and whether layers add them up themselves.
         group: the data-parallel ranks, which have equally many micro-batches at stage `gradients`.
         clock: gets the time that compute waits for reductions.
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
-        is_fused: whether layers may add gradients to the buffer themselves (main_grad.py).
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        like: torch.Tensor,
+        config: OptimizerConfig,
         group: dist.ProcessGroup,
         clock: WaitClock,
-        *,
         on_backward: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
-        is_fused: bool,
     ) -> None:
         domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.trained.named
+        like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.trained.device)
         self._group, self._clock, self._like = group, clock, like
         self._on_backward, self._on_final = on_backward, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
@@ -99,7 +99,7 @@ class GradBuffer:
         self._checks: list[LastMicroBatchCheck] = []
         self.local_check: LocalCheck | None = None
         """Gets what is found in each bucket before its reduction; None: nobody looks."""
-        self._is_fused, self._stand_ins = is_fused, StandIns()
+        self._is_fused, self._stand_ins = is_fused(config, like.device), StandIns()
         self._main_grads: list[MainGrad] = []
         self.reset()
         places: dict[int, list[tuple[Bucket, ParamRange]]] = {}
@@ -207,7 +207,7 @@ class GradBuffer:
             place = self._flats[parts[0][0].range.domain][parts[0][1].begin : parts[-1][1].end]
         return place.view(shape), is_first
 
-    def _begin_micro_batch(self, stage: int, *, is_last: bool) -> None:
+    def _begin_micro_batch(self, stage: int, is_last: bool) -> None:
         self._on_backward()
         begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
         if self._staging is not None and begun:

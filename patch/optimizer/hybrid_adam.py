@@ -88,6 +88,7 @@ class HybridAdam:
         self._chunks_of = self._register(shards, are_moved=offload is not None)
         self.host_updates = self._build_host_updates(offload) if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
+        self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(state_dtypes)
         self._scalars: list[AdamScalars] | None = None
         """The scalars of each parameter group in the current step."""

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +25,20 @@ _NO_BACKWARD = -1
 """What `current_backward` returns outside of any backward."""
 
 
-class OnBegin(Protocol):
-    """What is called before the first gradient of a micro-batch, or the zeros of one without any."""
-
-    def __call__(self, stage: int, *, is_last: bool) -> None:
-        """A micro-batch of a stage begins; whether it is the stage's last of the step."""
-
-
 class MicroBatches:
     """The micro-batches of a rank's stages in one step.
 
     Args:
         stages: the pipeline stages of this rank.
-        on_begin: called where one begins.
+        on_begin: called with the stage, and whether it is its last micro-batch, before the first gradient.
         on_end: called with the stages to which an open backward had come, when no further gradient comes.
     """
 
     def __init__(
-        self, stages: Sequence[torch.nn.Module], on_begin: OnBegin, on_end: Callable[[Set[int]], None]
+        self,
+        stages: Sequence[torch.nn.Module],
+        on_begin: Callable[[int, bool], None],
+        on_end: Callable[[Set[int]], None],
     ) -> None:
         self._on_begin, self._on_end = on_begin, on_end
         self.is_accumulating = False
@@ -100,7 +96,7 @@ class MicroBatches:
 
     def begin(self, stage: int, *, is_last: bool) -> None:
         """Begin a micro-batch of a stage."""
-        self._on_begin(stage, is_last=is_last)
+        self._on_begin(stage, is_last)
         self._open.add(stage)
         if is_last:
             self.ended.add(stage)

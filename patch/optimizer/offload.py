@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -36,21 +36,19 @@ class Placement:
     """
 
     def __init__(
-        self,
-        manager: ChunkManager,
-        offload: Offload | None,
-        fixed_bytes: int,
-        on_moved: Callable[[], None],
+        self, manager: ChunkManager, offload: Offload | None, fixed_bytes: int, on_moved: Callable[[], None]
     ) -> None:
         self._manager, self._offload, self._on_moved = manager, offload, on_moved
         self.fixed_bytes = fixed_bytes
         self.largest_peak = 0
         """The largest of the device's peaks in bytes that this class has read and reset."""
+        self.before_move: list[Callable[[], object]] = []
+        """Called before chunks move: they cancel the step that has begun, and end the last one's updates."""
         if offload is not None:
             for chunk in manager.chunks:
                 chunk.is_on_host = True
-            for move in self.wanted_moves():
-                manager.chunks[move.chunk.index].is_on_host = move.to_host
+            for move in self._wanted_moves():
+                move.chunk.is_on_host = move.to_host
 
     @property
     def is_offloading(self) -> bool:
@@ -67,29 +65,39 @@ class Placement:
         """Whether there are states on the device that may leave it."""
         return self._offload is not None and not all(chunk.is_on_host for chunk in self._manager.chunks)
 
-    def wanted_moves(self) -> list[Move]:
-        """The moves that the policy wants now, between two steps."""
+    def apply(self) -> list[Move]:
+        """Let the policy move states between host and device; call between two steps. What has moved."""
+        return self._move(self._wanted_moves())
+
+    def evict(self, num_bytes: int) -> list[Move]:
+        """Out of memory: move states of at least `num_bytes` to the host, if the device has them.
+
+        A step that has begun is not taken; it may be begun again. What has moved.
+        """
+        return self._move(
+            self._offload.policy.evict(self._manager.chunks, num_bytes) if self._offload else []
+        )
+
+    def _wanted_moves(self) -> list[Move]:
         if self._offload is None:
             return []
         memory = DeviceMemory(self._offload.device.usable_bytes(), self.fixed_bytes)
         return self._offload.policy.moves(self._manager.chunks, memory)
 
-    def evictions(self, num_bytes: int) -> list[Move]:
-        """Moves that free at least `num_bytes` on the device, or all chunks there if they have fewer."""
-        return self._offload.policy.evict(self._manager.chunks, num_bytes) if self._offload else []
-
-    def move(self, moves: Sequence[Move]) -> list[Move]:
-        """Move chunks while no update is running; moves to the device may still go on when this returns.
+    def _move(self, moves: list[Move]) -> list[Move]:
+        """Move chunks; moves to the device may still go on when this returns.
 
         Returns:
             the moves that were made; a chunk for which the device has too little memory stays on the host.
         """
-        if self._offload is None:
+        if self._offload is None or not moves:
             return []
+        for prepare in self.before_move:
+            prepare()
         done = []
         for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they free memory
             try:
-                self._manager.move(self._manager.chunks[move.chunk.index], to_host=move.to_host)
+                self._manager.move(move.chunk, to_host=move.to_host)
             except torch.OutOfMemoryError:  # enough bytes are free, but not in one piece
                 if isinstance(self._offload.policy, AutoPlacementPolicy):
                     self._offload.policy.back_off()

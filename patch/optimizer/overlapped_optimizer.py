@@ -29,7 +29,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
 from patch.optimizer.domain import flat_layout
@@ -37,13 +36,11 @@ from patch.optimizer.eight_bit_flat import WholeWeights, check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.loss_scale import loss_scale_of
-from patch.optimizer.main_grad import is_fused
 from patch.optimizer.offload import Offload
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
-from patch.optimizer.placement import Move
 from patch.optimizer.sharded_state import ShardStates
 from patch.optimizer.trained import TrainedParameters, check_arguments
 
@@ -71,8 +68,7 @@ class OverlappedDistributedOptimizer:
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
     Raises:
-        ConfigError: other arguments than these; parameters that it cannot train, see `check_parameters`, or a
-            parameter in no group or in several.
+        ConfigError: other arguments than these; parameters that it cannot train (`TrainedParameters`).
     """
 
     def __init__(
@@ -95,29 +91,23 @@ class OverlappedDistributedOptimizer:
         self.is_sharded = layout.domains[0].sharding.shares_states
         self.loss_scale = loss_scale_of(config, [domain.dtype for domain in layout.domains])
         self._clock = WaitClock(self.device)
+        self._is_grad_synced = False
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
-        self._is_grad_synced = False
         self.param_buffer = ParamBuffer(
             layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
         ParamReads(layout, self.param_buffer)
         self._whole_weights = WholeWeights(self.param_buffer.in_8_bits.values(), trained)
-        self.grad_buffer = GradBuffer(
-            layout,
-            torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=self.device),
-            groups.dp_cp,
-            self._clock,
-            on_backward=self.param_buffer.finish_before_backward,
-            on_final=self._on_final_gradient,
-            is_fused=is_fused(config, self.device),
-        )
+        before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
+        self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
         self._own = OwnShards(
             self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
         )
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
         self.placement = self.adam.placement
+        self.placement.before_move.append(self.start_param_sync)
         self._states = ShardStates(
             self.adam.dtypes,
             lambda name: self._own.state_ranges(partial(self.adam.state, name)),
@@ -133,8 +123,6 @@ class OverlappedDistributedOptimizer:
         """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig, where megatron-core looks."""
         model_config.no_sync_func = self.no_sync
         model_config.grad_scale_func = self.scale_loss
-
-    # The step.
 
     def zero_grad(self, lr: float | Sequence[float]) -> None:
         """Forget the last step's gradients; call before the first backward of a step.
@@ -203,11 +191,7 @@ class OverlappedDistributedOptimizer:
         elif is_overflow:
             self.loss_scale.shrink()
         elif not skip_non_finite:
-            raise TrainingError(
-                f"optimizer step {self.adam.step_count + 1}: gradient norm {grad_norm}, expected a finite "
-                "number; the weights are those of the step before. Lower --lr, raise --lr-warmup-iters, or "
-                "look at this step's data"
-            )
+            raise _not_finite(self.adam.step_count + 1, grad_norm)
         self._lr = None
         return StepOutcome(grad_norm, not is_finite, is_overflow)
 
@@ -256,8 +240,6 @@ class OverlappedDistributedOptimizer:
             parameter.grad = None  # one that its bucket had no memory for
         self.grad_buffer.abandon_backward(num_micro_batches)
 
-    # Parameters.
-
     def start_param_sync(self) -> None:
         """Wait for this rank's updates, and start the gathers that are left; wait for no other rank."""
         self.param_buffer.start_all_gathers()
@@ -270,10 +252,9 @@ class OverlappedDistributedOptimizer:
     def full_weights(self) -> Iterator[None]:
         """Context in which every parameter has its new value in its own type; a collective over the job.
 
-        Only weights that are gathered in 8 bits have another type outside of it.
-        Whoever reads or writes the model's weights then opens it. What was written, the same on all ranks
-        that hold a parameter, is what training goes on from.
-        Contexts inside it change nothing.
+        Only weights that are gathered in 8 bits have another type outside of it. Whoever reads or writes the
+        model's weights then opens it. What was written, the same on all ranks that hold a parameter, is what
+        training goes on from. Contexts inside it change nothing.
         """
         self.finish_param_sync()
         with self._whole_weights.reading():
@@ -284,28 +265,6 @@ class OverlappedDistributedOptimizer:
         self.finish_param_sync()
         self.adam.copy_model_params_to_main_params()
 
-    # Where states lie.
-
-    def apply_placement(self) -> list[Move]:
-        """Let the policy move states between host and device; call between two steps. What has moved."""
-        return self._move(self.placement.wanted_moves())
-
-    def evict(self, num_bytes: int) -> list[Move]:
-        """Out of memory: move states of at least `num_bytes` to the host, if the device has them.
-
-        A step that has begun is not taken; it may be begun again.
-        """
-        return self._move(self.placement.evictions(num_bytes))
-
-    def _move(self, moves: list[Move]) -> list[Move]:
-        if not moves:
-            return []
-        self.adam.cancel_step()
-        self.start_param_sync()
-        return self.placement.move(moves)
-
-    # Reports.
-
     def report(self) -> OptimizerReport:
         """Where states lie on this rank now, and what that costs."""
         return self.adam.report()
@@ -313,8 +272,6 @@ class OverlappedDistributedOptimizer:
     def exposed_communication_ms(self) -> float:
         """Milliseconds that compute waited for gradients and parameters since the last call."""
         return self._clock.read_ms()
-
-    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on, beside the model's state_dict; call it on all ranks.
@@ -359,3 +316,10 @@ class OverlappedDistributedOptimizer:
             is_loading: leave out the zeros that fill up states of partly frozen layers.
         """
         return self._states.sharded(model_state, is_loading=is_loading)
+
+
+def _not_finite(step: int, grad_norm: float) -> TrainingError:
+    return TrainingError(
+        f"optimizer step {step}: gradient norm {grad_norm}, expected a finite number; the weights are those "
+        "of the step before. Lower --lr, raise --lr-warmup-iters, or look at this step's data"
+    )

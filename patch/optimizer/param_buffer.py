@@ -40,10 +40,7 @@ class ParamBuffer:
     that nobody here needs any more."""
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        wait_for_update: Callable[[int, bool], bool],
-        clock: WaitClock,
+        self, layout: FlatLayout, wait_for_update: Callable[[int, bool], bool], clock: WaitClock
     ) -> None:
         bucket_ranges, domains = self._bucket_ranges, self._domains = layout.bucket_ranges, layout.domains
         self._wait_for_update, self._clock = wait_for_update, clock

@@ -118,10 +118,7 @@ def _sharded_ranges(
                 size = math.prod(shape)
                 values = state[begin - first : begin - first + size]
                 begin += size
-                key = f"{prefix}.{shard.key}"
-                found[f"{key}{_global_offset(shard, offset)}"] = _shard_of(
-                    shard, key, values, offset, shape, dp_rank
-                )
+                found |= _entry(shard, prefix, values, (offset, shape), dp_rank)
     return found
 
 
@@ -159,9 +156,7 @@ def zeros_of_frozen(
         offset = (0,) * len(shape)
         for name, dtype in dtypes_of(shard.data.dtype).items():
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            key = f"{prefix}.{name}.{shard.key}"
-            entry = _shard_of(shard, key, zeros, offset, shape, _replica(shard)[2])
-            filled[f"{key}{_global_offset(shard, offset)}"] = entry
+            filled |= _entry(shard, f"{prefix}.{name}", zeros, (offset, shape), _replica(shard)[2])
     return filled
 
 
@@ -206,33 +201,26 @@ def _local_shape(shard: ShardedTensor) -> tuple[int, ...]:
     return tuple(shard.data.shape)
 
 
-def _global_offset(shard: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
-    axes = shard.prepend_axis_num
-    inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
-    return (*shard.global_offset[:axes], *inner)
-
-
 def _replica(shard: ShardedTensor) -> tuple[int, ...]:
     """Which copy of the weight this is, over pipeline, tensor and data-parallel ranks; (0, 0, 0) writes."""
     return shard.replica_id if isinstance(shard.replica_id, tuple) else (0, 0, shard.replica_id)
 
 
-def _shard_of(
-    shard: ShardedTensor,
-    key: str,
-    values: torch.Tensor,
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    dp_rank: int,
-) -> ShardedTensor:
-    whole = (1,) * shard.prepend_axis_num + shape
-    return ShardedTensor(
+def _entry(
+    shard: ShardedTensor, prefix: str, values: torch.Tensor, rectangle: Rectangle, dp_rank: int
+) -> ShardedStateDict:
+    """A state of a rectangle of a weight's shard, by its key and place."""
+    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}.{shard.key}"
+    inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
+    whole, global_offset = (1,) * axes + shape, (*shard.global_offset[:axes], *inner)
+    found = ShardedTensor(
         key=key,
         data=values.view(whole),
         dtype=values.dtype,
         local_shape=whole,
         global_shape=shard.global_shape,
-        global_offset=_global_offset(shard, offset),
+        global_offset=global_offset,
         axis_fragmentations=None,
         replica_id=(*_replica(shard)[:2], dp_rank),
     )
+    return {f"{key}{global_offset}": found}

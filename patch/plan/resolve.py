@@ -67,7 +67,7 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     shares, copies = config.num_state_shares, config.num_weight_copies
     instances = copies // shares
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
-    if not config.shares_states:
+    if not config.zero_stage.shares_states:
         sent = 2 * gradients * (copies - 1) // copies
     else:
         travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients

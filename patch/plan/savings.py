@@ -89,7 +89,7 @@ def _advice(value: str, field: str) -> Change:
 
 
 def _sharded_states(config: RunConfig, limit: int) -> Iterator[Change]:
-    if config.num_state_shares > 1 and not config.shares_states:
+    if config.num_state_shares > 1 and not config.zero_stage.shares_states:
         words = f"true at {where('use_distributed_optimizer')}"
         yield _change("parallel", words, use_distributed_optimizer=True, data_parallel_sharding=None)
 

@@ -52,7 +52,7 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
 def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
     """Let the policy move states before a step, and log what it moved and why."""
     before = optimizer.report().offload_fraction
-    moves = optimizer.apply_placement()
+    moves = optimizer.placement.apply()
     if moves:
         _moves_logger.info("%s", _describe(moves, before, optimizer))
 
@@ -68,7 +68,7 @@ def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) ->
     from patch.plan.savings import more_offload  # with it the planner, which a step does not need
 
     report = optimizer.report()
-    moves = optimizer.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
+    moves = optimizer.placement.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
     _moves_logger.warning(
         "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
         what, reason, _describe(moves, report.offload_fraction, optimizer), more_offload(optimizer.config),

@@ -171,7 +171,7 @@ def gradient_travel(config: RunConfig, machine: Machine) -> GradientTravel:
     optimizer, instances = config.optimizer, config.parallel.num_distributed_optimizer_instances
     of_gradient = 2 if optimizer.grad_reduce_in_bf16 else element_bytes(optimizer.main_grads_dtype)
     nothing = Collective(0.0, 0.0, 0.0)
-    if not config.shares_states:
+    if not config.zero_stage.shares_states:
         once = ring(machine, group_of(config, "dp", "cp"), of_gradient)
         twice = Collective(2 * once.latency, 2 * once.seconds_per_byte, of_gradient)
         return GradientTravel(twice, nothing, nothing)
