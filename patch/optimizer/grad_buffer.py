@@ -1,9 +1,7 @@
 """The gradients of a rank: collected from backward, reduced bucket by bucket while backward goes on.
 
-    ZeRO stage none         full gradients; each bucket is all-reduced in the last micro-batch of a step
-    ZeRO stage optimizer    full gradients; each bucket is reduce-scattered in the last micro-batch
-    ZeRO stage gradients    a rank keeps its shards only; each bucket is staged in one of a few rotating
-                            buffers (bucket.py) and reduce-scattered in every micro-batch
+How a bucket is reduced and what a rank keeps is said by the domain's `Sharding` (domain.py). A rank that
+keeps its shards only has a few rotating buffers, in which buckets are staged (bucket.py).
 
 Reductions start in one order on every rank: a bucket's when it and all earlier buckets are full. What unused
 parameters leave open is reduced, in order, when the micro-batch ends.

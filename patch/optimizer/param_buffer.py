@@ -144,7 +144,7 @@ class ParamBuffer:
                 for number, flat in self.in_8_bits.items():
                     flat.start_scales([i for i in indices if self._bucket_ranges[i].domain == number])
             if before:
-                self._start_gathers_to(before[-1])
+                self._start_gathers(before[-1])
             self._note_settled()
 
     def start_param_sync(self, index: int) -> None:
@@ -175,7 +175,7 @@ class ParamBuffer:
         with self._lock:
             if self._updating:
                 with self._clock.waiting():
-                    self._start_gathers_to(self._updating[-1])
+                    self._start_gathers(self._updating[-1])
             self._note_settled()
 
     def start_gathers_of_others(self) -> None:
@@ -192,16 +192,13 @@ class ParamBuffer:
         if not self.is_settled:
             self.wait_for([*self._pending, *self._updating])
 
-    def _start_gathers(self) -> None:
-        """Start the gathers whose turn has come, as far as this rank's updates are done."""
-        while self._updating and self._start_next_gather(block=False):
-            pass
+    def _start_gathers(self, up_to: int | None = None) -> None:
+        """Start the gathers up to that of a bucket, and those whose turn has come by then.
 
-    def _start_gathers_to(self, index: int) -> None:
-        """Start the gathers up to that of bucket `index`, and those whose turn has come by then."""
-        while index in self._updating:
-            self._start_next_gather(block=True)
-        self._start_gathers()
+        That is as far as this rank's updates are done.
+        """
+        while self._updating and self._start_next_gather(block=up_to in self._updating):
+            pass
 
     def _start_next_gather(self, *, block: bool) -> bool:
         """Start the gather whose turn it is; False where its update is not done yet and `block` is False."""
@@ -234,7 +231,7 @@ class ParamBuffer:
             for index in indices:
                 if self._updating:
                     with self._clock.waiting():
-                        self._start_gathers_to(index)
+                        self._start_gathers(index)
                 pending = self._pending.pop(index, None)
                 if pending is not None:
                     pending.wait(self._clock)
