@@ -69,13 +69,23 @@ class ZeroStage(IntEnum):
     GRADIENTS = 2
     """Optimizer states and gradients."""
 
+    @property
+    def shares_states(self) -> bool:
+        """Whether a rank keeps the optimizer states of its shards only."""
+        return self >= ZeroStage.OPTIMIZER
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether a rank keeps the sums of its shards only, so that every micro-batch is reduced."""
+        return self >= ZeroStage.GRADIENTS
+
     def sums_on_the_way(self, num_copies: int) -> bool:
         """Whether gradients are all-reduced, which adds up in the type that travels.
 
         Args:
             num_copies: ranks with the same weights.
         """
-        return self is ZeroStage.NONE and num_copies > 1
+        return not self.shares_states and num_copies > 1
 
 
 Sharding = ZeroStage | Literal["auto"]

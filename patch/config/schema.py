@@ -364,6 +364,21 @@ class RunConfig:
         return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
 
     @property
+    def num_state_parts(self) -> int:
+        """Parts in which ranks keep optimizer states; 1: each keeps all of its weights' states."""
+        return self.num_state_shares if self.zero_stage.shares_states else 1
+
+    @property
+    def num_gradient_parts(self) -> int:
+        """Parts in which ranks keep the sums of gradients; 1: each keeps all."""
+        return self.num_state_shares if self.zero_stage.shares_gradients else 1
+
+    @property
+    def reductions_per_step(self) -> int:
+        """How often a step reduces all gradients."""
+        return self.num_micro_batches if self.zero_stage.shares_gradients else 1
+
+    @property
     def num_weight_copies(self) -> int:
         """Ranks that have the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size
@@ -439,9 +454,8 @@ class RunConfig:
     @property
     def recompute(self) -> Recompute | None:
         """What is recomputed in a run whose `auto` has been resolved."""
-        granularity = self.training.recompute_granularity
-        assert granularity != "auto", "resolve_activations chooses before anything is built"
-        return granularity
+        assert self.training.recompute_granularity != "auto", "resolve_activations chooses before all else"
+        return self.training.recompute_granularity
 
     @property
     def num_micro_batches(self) -> int:
@@ -452,11 +466,9 @@ class RunConfig:
     @property
     def micro_batch_group(self) -> int:
         """Micro-batches that pass a stage before its process changes to its next stage (VPP)."""
-        parallel = self.parallel
-        given = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        return given or smallest_micro_batch_group(
-            self.num_micro_batches, parallel.pipeline_model_parallel_size
-        )
+        given = self.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        pp_size = self.parallel.pipeline_model_parallel_size
+        return given or smallest_micro_batch_group(self.num_micro_batches, pp_size)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from patch.config.choices import ZeroStage
-from patch.distributed.async_collectives import (
-    Pending,
-    RoundedSums,
-    WaitClock,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock
 from patch.layout.buckets import BucketRange, ParamRange
 from patch.optimizer.domain import Domain
 from patch.optimizer.micro_batch import LastMicroBatchCheck
@@ -90,7 +81,7 @@ class Bucket:
         self._missing = set(self.range.params)
         self.is_open, self._is_over, self.has_left = True, False, False
         self.is_last = is_last
-        self._is_due = is_last or self.domain.zero_stage is ZeroStage.GRADIENTS
+        self._is_due = is_last or self.domain.sharding.is_staged
 
     def end_micro_batch(self) -> None:
         """The micro-batch will give no further gradient."""
@@ -161,19 +152,14 @@ class Bucket:
             else:
                 place.add_(gradient)
         self._has_repeats |= param not in self._missing
-        # Stage `gradients` cannot wait for repeats: it has no memory for all buckets.
-        self._has_nested |= is_nested and self.domain.zero_stage is not ZeroStage.GRADIENTS
+        # What is staged cannot wait for repeats: there is no memory for all buckets.
+        self._has_nested |= is_nested and not self.domain.sharding.is_staged
         self._missing.discard(param)
-
-    @property
-    def collective(self) -> str:
-        """What reduces it."""
-        return "all-reduce" if self.domain.zero_stage is ZeroStage.NONE else "reduce-scatter"
 
     @property
     def is_shard_final(self) -> bool:
         """Whether the reduction writes the final sum into the shard, with nothing to be added afterwards."""
-        return self.domain.zero_stage is not ZeroStage.GRADIENTS or self._is_shard_empty
+        return not self.domain.sharding.is_staged or self._is_shard_empty
 
     def complete(self) -> None:
         """Before the reduction: a parameter without a gradient counts as zeros, as padding does."""
@@ -190,26 +176,17 @@ class Bucket:
     def start_grad_sync(self) -> None:
         """Start the reduction of what was collected and completed."""
         self._is_shard_summed = False
-        if self.domain.zero_stage is ZeroStage.NONE:
-            self.pending = start_all_reduce(self._collected, self.domain.group)
-        else:
-            # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
-            is_direct = self.domain.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
-            out = self.shard if is_direct else self._own_part()
-            instance, across = self.domain.instance, self.domain.across
-            if self._rounded_sums is not None:
-                self.pending = self._rounded_sums.start(self._collected, out, instance)
-            else:
-                self.pending = start_reduce_scatter(self._collected, out, instance, self.domain.travels_as)
-            if across is not None and self.is_last:
-                follow = partial(self._start_sum_of_instances, across)
-                self.pending = self.pending.then(follow, instance, self.shard.device)
+        domain, buffer = self.domain, self._collected
+        out = self.shard if self.is_shard_final else self._own_part()
+        self.pending = domain.sharding.start_reduction(domain, buffer, out, self._rounded_sums)
+        if domain.across is not None and self.is_last:
+            self.pending = self.pending.then(self._sum_instances, domain.instance, self.shard.device)
         self.has_left = True
 
-    def _start_sum_of_instances(self, across: dist.ProcessGroup) -> Pending:
+    def _sum_instances(self) -> Pending:
         """The instance's sum of the step is there: add up those of all instances."""
         self._add_to_shard()
-        return start_all_reduce(self.shard, across)
+        return self.domain.start_sum_of_instances(self.shard)
 
     def _add_to_shard(self) -> None:
         """Add what was reduced to the sum of the micro-batches before, if it is not there yet."""

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, CudaDevice, OffloadDevice, SimulatedDevice
-from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.offload import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import AutoPlacementPolicy, StaticPlacementPolicy
@@ -50,7 +50,7 @@ def build_optimizer(
         stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups
     )
     if offload is not None and isinstance(offload.device, SimulatedDevice):
-        offload.device.reserve(optimizer.adam.fixed_bytes)
+        offload.device.reserve(optimizer.placement.fixed_bytes)
     return optimizer
 
 

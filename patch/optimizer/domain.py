@@ -1,23 +1,116 @@
-"""Domains: parameters that share a flat buffer, as the same ranks hold copies of them in the same type."""
+"""Domains: parameters that share a flat buffer, as the same ranks hold copies of them in the same type.
+
+What these ranks share of them is the domain's `Sharding`, one class for each ZeRO stage:
+
+    stage        reduced                              kept of gradients     gathered
+    NONE         once a step, all-reduce              the sums of all       nothing
+    OPTIMIZER    once a step, reduce-scatter          full buffers          each bucket, after its update
+    GRADIENTS    every micro-batch, reduce-scatter    the rank's shards     each bucket, after its update
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
+from patch.config.schema import OptimizerConfig
+from patch.distributed.async_collectives import Pending, RoundedSums, start_all_reduce, start_reduce_scatter
 from patch.errors import ConfigError
-from patch.layout.buckets import BucketRange
+from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
+from patch.optimizer.trained import TrainedParameters
+
+
+class Places(NamedTuple):
+    """Where a rank keeps the gradients of one bucket."""
+
+    shard: torch.Tensor
+    """(n,) the sum of its shard."""
+    buffer: torch.Tensor | None
+    """All gradients of the bucket; None: it is staged."""
+
+
+class Sharding:
+    """What the ranks of a domain share: what is reduced, kept and gathered, and when."""
+
+    stage: ClassVar[ZeroStage]
+    collective: ClassVar[str] = "reduce-scatter"
+    """What reduces a bucket."""
+    shares_states: ClassVar[bool] = True
+    """Whether a rank updates its shards only, so that parameters are gathered afterwards."""
+    is_staged: ClassVar[bool] = False
+    """Whether a rank keeps the sums of its shards only: each bucket is collected in a staging buffer, and
+    reduced in every micro-batch instead of the last."""
+
+    def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Zeros for what a rank keeps of the gradients of a domain of `numel` elements."""
+        return like.new_zeros(numel)
+
+    def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
+        """Where a bucket's gradients are kept."""
+        begin, end = domain.own(bucket)
+        return Places(kept[begin:end], kept[bucket.begin : bucket.end])
+
+    def start_reduction(
+        self, domain: Domain, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
+    ) -> Pending:
+        """Sum a bucket's gradients over the ranks that share it.
+
+        Args:
+            domain: of the bucket.
+            buffer: the gradients.
+            out: gets the sum of this rank's shard; a part of the buffer, or other memory.
+            rounded_sums: over NCCL, for gradients that travel in fewer bits.
+        """
+        if rounded_sums is not None:
+            return rounded_sums.start(buffer, out, domain.instance)
+        return start_reduce_scatter(buffer, out, domain.instance, domain.travels_as)
+
+
+class Replicated(Sharding):
+    """`NONE`: every rank keeps all sums and states, and updates all parameters."""
+
+    stage, collective, shares_states = ZeroStage.NONE, "all-reduce", False
+
+    def start_reduction(
+        self, domain: Domain, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
+    ) -> Pending:
+        """All of it, in place: `out` is a part of the buffer."""
+        return start_all_reduce(buffer, domain.group)
+
+
+class ShardedStates(Sharding):
+    """`OPTIMIZER`: a rank has the states of its shards; gradients have full buffers."""
+
+    stage = ZeroStage.OPTIMIZER
+
+
+class ShardedGradients(Sharding):
+    """`GRADIENTS`: a rank has states and sums of its shards; buckets take turns in staging buffers."""
+
+    stage, is_staged = ZeroStage.GRADIENTS, True
+
+    def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Of this rank's shards alone."""
+        return like.new_zeros(numel // domain.num_shards)
+
+    def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
+        """The shard; gradients have no place of their own."""
+        return Places(kept[bucket.begin // domain.num_shards : bucket.end // domain.num_shards], None)
+
+
+SHARDINGS = {each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients())}
 
 
 class Domain(NamedTuple):
     """What the buckets of one flat buffer have in common."""
 
-    zero_stage: ZeroStage
+    sharding: Sharding
     """What the ranks of `instance` share; the same in all domains of a rank."""
     group: dist.ProcessGroup
     """The data-parallel ranks (with context parallelism) that hold copies of the parameters."""
@@ -35,93 +128,103 @@ class Domain(NamedTuple):
     @property
     def num_shards(self) -> int:
         """Ranks that share the sum; 1 where every rank gets all of it."""
-        return 1 if self.zero_stage is ZeroStage.NONE else self.instance.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's shard."""
-        return 0 if self.zero_stage is ZeroStage.NONE else self.instance.rank()
+        return self.instance.size() if self.sharding.shares_states else 1
 
     def own(self, bucket_range: BucketRange) -> tuple[int, int]:
         """This rank's part [begin, end) of a bucket, counted in the flat buffer."""
-        return bucket_range.shard(self.rank, self.num_shards)
+        rank = self.instance.rank() if self.sharding.shares_states else 0
+        return bucket_range.shard(rank, self.num_shards)
+
+    def start_sum_of_instances(self, shard: torch.Tensor) -> Pending:
+        """Sum this rank's shard, which its instance has summed, over all instances."""
+        assert self.across is not None
+        return start_all_reduce(shard, self.across)
 
     @property
     def replica(self) -> int:
         """Which of the ranks with the same shard this one is."""
-        if self.zero_stage is ZeroStage.NONE:
-            return self.group.rank()
-        return 0 if self.across is None else self.across.rank()
+        copies = self.across if self.sharding.shares_states else self.group
+        return 0 if copies is None else copies.rank()
 
 
-class Instances(NamedTuple):
-    """The instances of the distributed optimizer, as a rank sees them."""
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each parameter of a rank lies."""
 
-    own: dist.ProcessGroup
-    """The ranks of its instance."""
-    across: dist.ProcessGroup
-    """The ranks with its shard in all instances."""
+    trained: TrainedParameters
+    """The parameters; the rest refers to them by index."""
+    domains: list[Domain]
+    """All of one sharding; at least one."""
+    specs: list[ParamSpec]
+    """Of the parameters."""
+    bucket_ranges: list[BucketRange]
+    """Buckets in the order of backward, which refer to domains by index."""
 
-
-def find_instances(
-    groups: ProcessGroupCollection, zero_stage: ZeroStage, dp_groups: Sequence[dist.ProcessGroup]
-) -> Instances | None:
-    """The instances of the distributed optimizer; None: all data-parallel ranks are one.
-
-    Args:
-        groups: with inter_dist_opt and intra_dp_cp where there are several instances.
-        zero_stage: what data-parallel ranks share.
-        dp_groups: the ranks that hold copies of the parameters of each parameter group.
-    Raises:
-        ConfigError: several instances that share nothing, or of parameters that other ranks hold.
-    """
-    across = getattr(groups, "inter_dist_opt", None)  # not there if nobody set it
-    if across is None:
-        return None
-    if zero_stage is ZeroStage.NONE or any(group is not groups.dp_cp for group in dp_groups):
-        why = "share states (optimizer, gradients) of parameters that all data-parallel ranks hold"
-        raise ConfigError(
-            f"got {across.size()} instances, expected 1: instances {why}",
-            field="num_distributed_optimizer_instances",
-        )
-    return Instances(groups.intra_dp_cp, across)
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each domain's flat buffer."""
+        return flat_numels(self.bucket_ranges, len(self.domains))
 
 
-def find_domains(
-    placed: Sequence[tuple[dist.ProcessGroup, torch.dtype, torch.dtype | None]],
-    zero_stage: ZeroStage,
-    default: tuple[dist.ProcessGroup, torch.dtype],
-    instances: Instances | None = None,
-    travels_as: torch.dtype | None = None,
-) -> tuple[list[Domain], list[int]]:
-    """The domains of parameters, and the index of each parameter's.
+def flat_layout(
+    trained: TrainedParameters, config: OptimizerConfig, zero_stage: ZeroStage, groups: ProcessGroupCollection
+) -> FlatLayout:
+    """Find the domains of parameters, and cut them into buckets.
 
     Args:
-        placed: of each parameter its data-parallel ranks, its type, and the type in which it is gathered if
-            that is another one.
+        trained: the parameters. Those with an attribute `gather_dtype` are gathered in that type.
+        config: bucket size, and the type in which gradients travel.
         zero_stage: what data-parallel ranks share.
-        default: of the one domain of a rank without parameters.
-        instances: into which the data-parallel ranks are divided, the same ones for all parameters.
-        travels_as: the type in which gradients travel.
+        groups: dp_cp; of several instances also intra_dp_cp and inter_dist_opt.
     Raises:
-        ConfigError: a type for gradients that an all-reduce would add up in it.
+        ConfigError: a type for gradients that an all-reduce would add up in it; several instances that share
+            nothing, or of parameters that other ranks hold.
     """
-    if travels_as is not None and zero_stage.sums_on_the_way(default[0].size()):
+    dp_groups = [group.data_parallel_group or groups.dp_cp for group in trained.groups]
+    own, across = _instances(groups, zero_stage, dp_groups)
+    # The same on all ranks of the job, whatever parameters they hold.
+    if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
+        zero_stage, across = ZeroStage.NONE, None
+    sharding = SHARDINGS[zero_stage]
+    if config.grad_reduce_in_bf16 and sharding.stage.sums_on_the_way(groups.dp_cp.size()):
         raise ConfigError(
             "got true, expected false: without sharding gradients are all-reduced, which adds up in the type "
             "that travels",
             field="grad_reduce_in_bf16",
         )
-    own, across = instances or (None, None)
-    shares = zero_stage is not ZeroStage.NONE
-    # What nobody else needs is not gathered.
-    placed = [
-        (group, dtype, gathered_as if shares and (own or group).size() > 1 else None)
-        for group, dtype, gathered_as in placed
-    ]
-    keys = list(dict.fromkeys(placed)) or [(*default, None)]
+    travels_as = torch.bfloat16 if config.grad_reduce_in_bf16 and sharding.shares_states else None
+    placed = []
+    for index, parameter in zip(trained.group_indices, trained.parameters, strict=True):
+        group, gathered_as = dp_groups[index], getattr(parameter, "gather_dtype", None)
+        # What nobody else needs is not gathered.
+        is_gathered = sharding.shares_states and (own or group).size() > 1
+        placed.append((group, parameter.dtype, gathered_as if is_gathered else None))
+    keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None)]
     domains = [
-        Domain(zero_stage, group, dtype, own or group, across, travels_as, gathered_as)
+        Domain(sharding, group, dtype, own or group, across, travels_as, gathered_as)
         for group, dtype, gathered_as in keys
     ]
-    return domains, [keys.index(key) for key in placed]
+    specs = trained.specs([keys.index(key) for key in placed])
+    is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in domains)
+    shares = [domain.num_shards for domain in domains]
+    buckets = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
+    return FlatLayout(trained, domains, specs, buckets)
+
+
+def _instances(
+    groups: ProcessGroupCollection, zero_stage: ZeroStage, dp_groups: Sequence[dist.ProcessGroup]
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's instance of the distributed optimizer, and the ranks with its shard in all of them.
+
+    None: there is one.
+    """
+    across = getattr(groups, "inter_dist_opt", None)  # not there if nobody set it
+    if across is None:
+        return None, None
+    if not zero_stage.shares_states or any(group is not groups.dp_cp for group in dp_groups):
+        why = "share states (optimizer, gradients) of parameters that all data-parallel ranks hold"
+        raise ConfigError(
+            f"got {across.size()} instances, expected 1: instances {why}",
+            field="num_distributed_optimizer_instances",
+        )
+    return groups.intra_dp_cp, across

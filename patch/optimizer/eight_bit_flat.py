@@ -14,16 +14,20 @@ attribute `scale_inv`, a float32 tensor of one number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.autograd.graph import increment_version
 
 from patch.compat.torch_internals import foreach_norm
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather, start_all_reduce
+from patch.distributed.collectives import all_or_none
 from patch.eight_bits import cast, scale_inv_of
+from patch.errors import ConfigError, TrainingError
 from patch.layout.buckets import BucketRange
 from patch.optimizer.domain import Domain
+from patch.optimizer.trained import TrainedParameters
 
 
 class _Round:
@@ -174,8 +178,7 @@ class EightBitFlat:
     @torch.no_grad()
     def take_whole(self) -> None:
         """Round what parameters hold now, the same on all ranks, and give up the whole weights."""
-        if self._whole is None:
-            return
+        assert self._whole is not None
         for index, bucket_range in self._ranges.items():
             begin, end = self._domain.own(bucket_range)
             self.shard(index).copy_(self._whole[begin:end])
@@ -195,6 +198,79 @@ class EightBitFlat:
         for parameter, begin in self._members:
             parameter.data = flat[begin : begin + parameter.numel()].view(parameter.shape)
         increment_version([parameter for parameter, _ in self._members])
+
+
+class WholeWeights:
+    """All weights of a rank in their own type, as long as somebody reads or writes them.
+
+    Args:
+        flats: the weights that have another form otherwise.
+        trained: is told of the memory that they get.
+    """
+
+    def __init__(self, flats: Iterable[EightBitFlat], trained: TrainedParameters) -> None:
+        self._flats, self._trained = list(flats), trained
+        self._num_readers = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which they are whole; a collective over the whole job. Others inside it change nothing.
+
+        Raises:
+            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
+        """
+        with all_or_none():  # also over ranks without any, which would go on alone
+            found = [(flat, flat.new_whole()) for flat in self._flats if not flat.is_whole]
+        for flat, whole in found:
+            flat.gather_whole(whole)
+            self._trained.note(flat.parameters)
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self.end()
+
+    def end(self) -> None:
+        """Round what they hold now, where they are whole."""
+        for flat in self._flats:
+            if flat.is_whole:
+                flat.take_whole()
+                self._trained.note(flat.parameters)
+
+
+def check_whole(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Refuse to read or write rounded weights.
+
+    Raises:
+        TrainingError: some are rounded.
+    """
+    if any(parameter.itemsize == 1 for parameter in parameters):
+        raise TrainingError(
+            "got weights in 8 bits (--fp8-param-gather), expected whole ones: read and write weights "
+            "within `optimizer.full_weights()`"
+        )
+
+
+def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
+    """Refuse weights that are gathered in 8 bits of which this rank's shards are not ready when that begins.
+
+    Args:
+        domains: all of this rank's.
+        is_offloading: whether optimizer states may go to the host.
+    Raises:
+        ConfigError: their states may go to the host, or they have masters beside them (fp16).
+    """
+    rounded = [domain for domain in domains if domain.gathered_as is not None]
+    if rounded and is_offloading:
+        raise ConfigError(
+            "got weights that are gathered in 8 bits, expected none (--fp8-param-gather): their scales "
+            "are found when the device has updated them, and the host updates later",
+            field="optimizer_offload_policy",
+        )
+    if any(domain.dtype == torch.float16 for domain in rounded):
+        raise ConfigError("got float16 weights that are gathered in 8 bits, expected bfloat16 or float32")
 
 
 def _largest(parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,18 +1,14 @@
 """The gradients of a rank: collected from backward, reduced bucket by bucket while backward goes on.
 
-    ZeRO stage none         full gradients; each bucket is all-reduced in the last micro-batch of a step
-    ZeRO stage optimizer    full gradients; each bucket is reduce-scattered in the last micro-batch
-    ZeRO stage gradients    a rank keeps its shards only; each bucket is staged in one of a few rotating
-                            buffers (bucket.py) and reduce-scattered in every micro-batch
+How a bucket is reduced and what a rank keeps is said by the domain's `Sharding` (domain.py). A rank that
+keeps its shards only has a few rotating buffers, in which buckets are staged (bucket.py).
 
 Reductions start in one order on every rank: a bucket's when it and all earlier buckets are full. What unused
 parameters leave open is reduced, in order, when the micro-batch ends.
 
-A micro-batch of a pipeline stage begins with the first gradient that comes to the stage in a backward: at any
-tensor that its forward returned, or at a parameter that somebody used beside the forward. It ends where the
-next backward begins, or the reductions of the step. So ranks whose unused parameters differ still agree. A
-stage whose last micro-batch was not seen when the step ends is reduced then, with what came before. At stage
-`gradients` every micro-batch is reduced, so ranks must have equally many (`LastMicroBatchCheck`).
+A stage whose last micro-batch (micro_batch.py) was not seen when the step ends is reduced then, with what
+came before. At stage `gradients` every micro-batch is reduced, so ranks must have equally many
+(`LastMicroBatchCheck`).
 
 A bucket is full when each of its parameters has had a gradient. A weight in several reentrant checkpoints
 gets several, one in each backward inside the backward; so the first micro-batch with such gradients tells
@@ -25,24 +21,23 @@ passes. Each domain has a flat buffer of its own; the buckets of all domains lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from patch.compat.torch_internals import call_at_end_of_backward, current_backward, region
-from patch.config.choices import ZeroStage
+from patch.compat.torch_internals import region
+from patch.config.schema import OptimizerConfig
+from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock, follows_on_device
 from patch.errors import TrainingError
-from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, BucketRange, ParamRange, flat_numels
+from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, ParamRange
 from patch.optimizer.bucket import Bucket, Staging
-from patch.optimizer.domain import Domain
-from patch.optimizer.main_grad import MainGrad, StandIns
-from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
-from patch.optimizer.trained import Named
+from patch.optimizer.domain import Domain, FlatLayout
+from patch.optimizer.main_grad import MainGrad, StandIns, is_fused
+from patch.optimizer.micro_batch import LastMicroBatchCheck, MicroBatches
 
 
 @dataclass
@@ -56,85 +51,76 @@ class GradBuffer:
     """The gradients of a rank's pipeline stages.
 
     Args:
-        stages: the pipeline stages of this rank.
-        trained: their trainable parameters with their names; `bucket_ranges` refer to them by index.
-        bucket_ranges: buckets in the order of backward.
-        like: a tensor on their device, of the type in which gradients are collected and reduced.
-        domains: of the buckets, which refer to them by index; all of one ZeRO stage.
+        layout: of the parameters.
+        config: the type in which gradients are collected, and whether layers add them up themselves.
         group: the data-parallel ranks, which have equally many micro-batches at stage `gradients`.
         clock: gets the time that compute waits for reductions.
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
-        is_fused: whether layers may add gradients to the buffer themselves (main_grad.py).
     """
 
     def __init__(
         self,
-        stages: Sequence[torch.nn.Module],
-        trained: Named,
-        bucket_ranges: list[BucketRange],
-        *,
-        like: torch.Tensor,
-        domains: Sequence[Domain],
+        layout: FlatLayout,
+        config: OptimizerConfig,
         group: dist.ProcessGroup,
         clock: WaitClock,
         on_backward: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
-        is_fused: bool,
     ) -> None:
+        domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.trained.named
+        like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.trained.device)
         self._group, self._clock, self._like = group, clock, like
-        self._is_sharded = domains[0].zero_stage is ZeroStage.GRADIENTS
         self._on_backward, self._on_final = on_backward, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
-        num_staging = min(NUM_STAGING, len(bucket_ranges))
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
-        self._rounded_sums = _rounded_sums(largest, domains, like.device)
-        self.buckets = self._make_buckets(bucket_ranges, domains)
-        self._staging = Staging(like, largest, num_staging) if self._is_sharded else None
+        self._rounded_sums = _rounded_sums(largest, domains[0], like.device)
+        self._flats = [
+            domain.sharding.kept(domain, like, numel)
+            for domain, numel in zip(domains, layout.numels, strict=True)
+        ]
+        self.buckets = []
+        for index, bucket_range in enumerate(bucket_ranges):
+            domain, flat = domains[bucket_range.domain], self._flats[bucket_range.domain]
+            shard, buffer = domain.sharding.places(domain, flat, bucket_range)
+            self.buckets.append(Bucket(index, bucket_range, shard, buffer, domain, self._rounded_sums))
+        num_staging = min(NUM_STAGING, len(bucket_ranges))
+        self._staging = Staging(like, largest, num_staging) if domains[0].sharding.is_staged else None
         self._travelling: deque[Bucket] = deque()
         """Buckets whose reductions are under way."""
         self._leaving: deque[Bucket] = deque()
         """Buckets that are to be reduced, in the one order in which they leave."""
-        self.is_accumulating = False
-        """Whether a micro-batch that begins is followed by others on its stage (see `no_sync`)."""
-        self._forwarded: set[int] = set()
-        """Stages with a forward since the last step."""
-        self._ended: set[int] = set()
-        """Stages whose last micro-batch of this step has begun."""
-        self._backward, self._open = NO_BACKWARD, set[int]()
-        """The backward whose micro-batch is open, and the stages that it has come to."""
-        self._is_backward_over = False
-        """Whether that backward is known to have ended."""
+        self.micro_batches = MicroBatches(
+            layout.trained.stages, self._begin_micro_batch, self._end_micro_batches
+        )
         self._checks: list[LastMicroBatchCheck] = []
         self.local_check: LocalCheck | None = None
         """Gets what is found in each bucket before its reduction; None: nobody looks."""
-        self._is_fused, self._stand_ins = is_fused, StandIns()
+        self._is_fused, self._stand_ins = is_fused(config, like.device), StandIns()
         self._main_grads: list[MainGrad] = []
         self.reset()
-        for number, stage in enumerate(stages):
-            on_forward = partial(self._forwarded.add, number)
-            follow_backward(stage, on_forward, partial(self._begin_backward, number))
         places: dict[int, list[tuple[Bucket, ParamRange]]] = {}
         for bucket in self.buckets:
             for param in bucket.range.params:
                 places.setdefault(param.parameter, []).append((bucket, param))
         for index, parts in places.items():
-            self._register(*trained[index], parts)
+            self._register(*named[index], parts)
 
     def reset(self) -> None:
         """Forget the last step's gradients, and a backward that an error ended."""
         while self._travelling:
             self._finish_next()
-        self._backward, self._open, self._is_backward_over = NO_BACKWARD, set(), False
-        self._ended, self._checks = set(), []
+        self.micro_batches.reset()
+        self._checks = []
         for main_grad in self._main_grads:
             main_grad.reset()
         for bucket in self.buckets:
             bucket.reset()
+        self._leaving = deque(self.buckets)
         if self._staging is not None:
             self._staging.reset()
-        self._leaving = deque() if self._is_sharded else deque(self.buckets)
+            self._leaving.clear()  # they come with each micro-batch
 
     @property
     def num_bytes(self) -> int:
@@ -142,17 +128,9 @@ class GradBuffer:
         others = [part.num_bytes for part in (self._staging, self._rounded_sums) if part is not None]
         return sum(flat.nbytes for flat in self._flats) + sum(others)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Context of the micro-batches before the last one: their gradients are added up."""
-        return _NoSync(self)
-
     def start_grad_sync(self) -> None:
         """End the step's last micro-batch, and start every reduction that is left."""
-        self._end_backward()
-        for stage in dict.fromkeys(bucket.range.stage for bucket in self.buckets):
-            if stage not in self._ended:  # its last micro-batch had no gradient on this rank
-                self._begin_micro_batch(stage, is_last=True)
-                self._end_backward()
+        self.micro_batches.end_all(dict.fromkeys(bucket.range.stage for bucket in self.buckets))
 
     def finish_grad_sync(self) -> None:
         """Wait until every shard holds the sum over micro-batches and ranks.
@@ -161,7 +139,7 @@ class GradBuffer:
             TrainingError: stage `gradients`, and ranks have unequal numbers of micro-batches.
         """
         self.start_grad_sync()
-        self._forwarded.clear()
+        self.micro_batches.forget_forwards()
         for check in self._checks:
             check.wait(WaitClock(self._like.device) if self._like.is_cuda else self._clock)
         self._checks = []
@@ -176,39 +154,19 @@ class GradBuffer:
         Args:
             num_micro_batches: how many the step has on each rank.
         """
-        self._end_backward()
-        while self._is_sharded and not self._ended and len(self._checks) < num_micro_batches - 1:
-            self._begin_micro_batch(0, is_last=False)
-            self._end_backward()
+        self.micro_batches.end()
+        while self._staging and not self.micro_batches.ended and len(self._checks) < num_micro_batches - 1:
+            self.micro_batches.begin(0, is_last=False)
+            self.micro_batches.end()
         self.start_grad_sync()
-
-    def _make_buckets(self, bucket_ranges: list[BucketRange], domains: Sequence[Domain]) -> list[Bucket]:
-        """Cut the gradient memory: full buffers, or at stage `gradients` shards of the sums alone."""
-        numels = flat_numels(bucket_ranges, len(domains))
-        flats = [
-            self._like.new_zeros(numel // (domain.num_shards if self._is_sharded else 1))
-            for numel, domain in zip(numels, domains, strict=True)
-        ]
-        self._flats = flats
-        buckets = []
-        for index, bucket_range in enumerate(bucket_ranges):
-            domain, flat = domains[bucket_range.domain], flats[bucket_range.domain]
-            if self._is_sharded:
-                begin, end = bucket_range.begin // domain.num_shards, bucket_range.end // domain.num_shards
-                buffer = None
-            else:
-                begin, end = domain.own(bucket_range)
-                buffer = flat[bucket_range.begin : bucket_range.end]
-            buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain, self._rounded_sums))
-        return buckets
 
     def _register(
         self, name: str, parameter: torch.nn.Parameter, parts: list[tuple[Bucket, ParamRange]]
     ) -> None:
         """Have a parameter's gradients collected, in one bucket or several, as backward completes them."""
         main_grad: MainGrad | None = None
-        # At stage `gradients` the parts of a parameter that is cut are not beside each other.
-        if self._is_fused and (len(parts) == 1 or not self._is_sharded):
+        # Staged, the parts of a parameter that is cut are not beside each other.
+        if self._is_fused and (len(parts) == 1 or self._staging is None):
             place = partial(self._find_place, name, parameter.shape, parts)
             main_grad = MainGrad(parameter, self._stand_ins, place)
             self._main_grads.append(main_grad)
@@ -219,7 +177,7 @@ class GradBuffer:
             _check_gradient(name, gradient)
             assert gradient is not None
             self._begin_writing(name, parts)
-            is_nested = current_backward() != self._backward
+            is_nested = self.micro_batches.is_nested
             for bucket, param in parts:
                 self._provide_buffer(bucket)
                 part = None if is_written else _part(gradient, param, len(parts))
@@ -230,9 +188,7 @@ class GradBuffer:
 
     def _begin_writing(self, name: str, parts: list[tuple[Bucket, ParamRange]]) -> None:
         """A gradient of a parameter is about to be written to its buckets."""
-        stage = parts[0][0].range.stage
-        if (self._is_backward_over or stage not in self._open) and stage in self._forwarded:
-            self._begin_backward(stage, current_backward())  # used beside the forward
+        self.micro_batches.note_gradient(parts[0][0].range.stage)
         for bucket, _ in parts:
             _check_bucket(name, bucket)
 
@@ -249,46 +205,19 @@ class GradBuffer:
             place = self._flats[parts[0][0].range.domain][parts[0][1].begin : parts[-1][1].end]
         return place.view(shape), is_first
 
-    def _begin_backward(self, stage: int, backward: int) -> None:
-        """A gradient has come to a stage: the first one in a backward begins the stage's micro-batch."""
-        if backward == self._backward and stage in self._open:
-            return
-        if stage in self._ended:
-            raise TrainingError(
-                f"a backward of stage {stage} began after the step's last, expected one micro-batch outside "
-                "`no_sync`, the last: put the others, `torch.autograd.grad` through the model, and all but "
-                "the last backward of a retained graph, inside `with optimizer.no_sync()`; between steps "
-                "call `zero_grad`; a reentrant checkpoint outside of the forward is a backward of its own: "
-                "use_reentrant=False"
-            )
-        if backward != self._backward:
-            self._end_backward()
-            if backward == current_backward():  # else an outer one, which is not known to end with this one
-                call_at_end_of_backward(partial(self._note_end, backward))
-        self._backward = backward
-        self._begin_micro_batch(stage, is_last=not self.is_accumulating)
-
-    def _note_end(self, backward: int) -> None:
-        self._is_backward_over |= backward == self._backward
-
-    def _begin_micro_batch(self, stage: int, *, is_last: bool) -> None:
+    def _begin_micro_batch(self, stage: int, is_last: bool) -> None:
         self._on_backward()
         begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
         if self._staging is not None and begun:
             self._checks.append(LastMicroBatchCheck(stage, is_last, self._group, self._like))
             self._leaving += begun
-        self._open.add(stage)
-        if is_last:
-            self._ended.add(stage)
         for bucket in begun:
             bucket.begin_micro_batch(is_last=is_last)
 
-    def _end_backward(self) -> None:
-        """No further gradient comes from the open backward."""
+    def _end_micro_batches(self, stages: Set[int]) -> None:
         for bucket in self.buckets:
-            if bucket.range.stage in self._open:
+            if bucket.range.stage in stages:
                 bucket.end_micro_batch()
-        self._backward, self._open, self._is_backward_over = NO_BACKWARD, set(), False
         self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -302,7 +231,7 @@ class GradBuffer:
         bucket.complete()
         if self.local_check is not None:
             self.local_check.is_finite &= bucket.is_finite()
-        with region("bucket %d %s", bucket.index, bucket.collective):
+        with region("bucket %d %s", bucket.index, bucket.domain.sharding.collective):
             bucket.start_grad_sync()
         self._travelling.append(self._leaving.popleft())  # not before: memory may run out above
         bucket.check = self._checks[-1] if self._checks else None
@@ -339,14 +268,11 @@ class GradBuffer:
             bucket.use_staging(self._staging.take())
 
 
-def _rounded_sums(numel: int, domains: Sequence[Domain], device: torch.device) -> RoundedSums | None:
-    """For gradients that travel in fewer bits over NCCL, if they do."""
-    travels_as = domains[0].travels_as  # the same in all
-    if travels_as is None or domains[0].zero_stage is ZeroStage.NONE:
+def _rounded_sums(numel: int, domain: Domain, device: torch.device) -> RoundedSums | None:
+    """For gradients that travel in fewer bits over NCCL, if they do; what is true of one domain is of all."""
+    if domain.travels_as is None or not follows_on_device(domain.instance):
         return None
-    if not follows_on_device(domains[0].instance):
-        return None
-    return RoundedSums(numel, travels_as, device)
+    return RoundedSums(numel, domain.travels_as, device)
 
 
 def _part(gradient: torch.Tensor, param: ParamRange, num_parts: int) -> torch.Tensor:
@@ -380,20 +306,3 @@ def _check_bucket(name: str, bucket: Bucket) -> None:
             "in several reentrant checkpoints. Use use_reentrant=False, or --data-parallel-sharding "
             "optimizer, which waits for all of them where the first micro-batch has them too"
         )
-
-
-class _NoSync(AbstractContextManager[None]):
-    """What `no_sync` gives.
-
-    A class, because schedules that only run forward never leave it: a generator would end by itself when it
-    is collected, perhaps in the midst of a later step.
-    """
-
-    def __init__(self, grad_buffer: GradBuffer) -> None:
-        self._grad_buffer = grad_buffer
-
-    def __enter__(self) -> None:
-        self._grad_buffer.is_accumulating = True
-
-    def __exit__(self, *error: object) -> None:
-        self._grad_buffer.is_accumulating = False

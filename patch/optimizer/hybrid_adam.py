@@ -7,28 +7,19 @@ It knows nothing of communication: the caller reports when the gradient of a buc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from patch.compat.torch_internals import region
 from patch.config.schema import OptimizerConfig
-from patch.memory import (
-    UNLIMITED,
-    Joinable,
-    OffloadDevice,
-    SimulatedDevice,
-    StagedCopier,
-    TorchAllocator,
-)
+from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator
 from patch.optimizer.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.offload import Offload, Placement
 from patch.optimizer.param_groups import ParamGroup, group_rates
-from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
 
 _MASTERS = {
     torch.float32: {},
@@ -43,18 +34,6 @@ parameter has a separate master."""
 def state_dtypes(param_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The states of parameters of some type, and their types."""
     return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} | _MASTERS[param_dtype]
-
-
-@dataclass(frozen=True)
-class Offload:
-    """The device that chunks may leave, and the policy that decides which of them do."""
-
-    device: OffloadDevice
-    policy: StaticPlacementPolicy | AutoPlacementPolicy
-    chunk_size: int = 0
-    """Elements of a chunk; 0: `find_best_chunk_size` decides."""
-    host_bytes: int = UNLIMITED
-    """Host memory that this process may use."""
 
 
 class OptimizerReport(NamedTuple):
@@ -95,28 +74,21 @@ class HybridAdam:
         offload: Offload | None = None,
         fixed_bytes: int = 0,
     ) -> None:
-        self.shards, self._config, self._groups, self._offload = shards, config, groups, offload
+        self.shards, self._config, self._groups = shards, config, groups
         self.step_count = 0
         self.dtypes: dict[str, torch.dtype] = {}
         """The type of each state, by its name; parameters of one type have only some of the states."""
         for shard in shards:
             self.dtypes |= state_dtypes(shard.param.dtype)
-        self.fixed_bytes = fixed_bytes
-        self.largest_peak = 0
-        """The largest of the device's peaks in bytes that this class has read and reset."""
         device = shards[0].param.device
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
         self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
-        self._chunks_of = self._register(shards)
-        self.host_updates: HostUpdates | None = None
-        if offload:
-            self.host_updates = self._build_host_updates(offload)
-            for chunk in self.manager.chunks:
-                chunk.is_on_host = True
-            for move in self.wanted_moves():
-                self.manager.chunks[move.chunk.index].is_on_host = move.to_host
+        self._chunks_of = self._register(shards, are_moved=offload is not None)
+        self.host_updates = self._build_host_updates(offload) if offload else None
+        self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
+        self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(state_dtypes)
         self._scalars: list[AdamScalars] | None = None
         """The scalars of each parameter group in the current step."""
@@ -128,12 +100,12 @@ class HybridAdam:
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
 
-    def _register(self, shards: Sequence[BucketShard]) -> list[list[StateChunk]]:
-        """Assign all ranges to chunks; returns the chunks of each shard."""
+    def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
+        """Assign all ranges to chunks, which may move to the host; returns the chunks of each shard."""
         for index, shard in enumerate(shards):
             for range_ in shard.ranges:
                 # Only updates during backward need separate chunks; else one per type suffices.
-                needs_own_chunk = range_.needs_extra_reduction and self.is_offloading
+                needs_own_chunk = range_.needs_extra_reduction and are_moved
                 elements = range_._replace(needs_extra_reduction=needs_own_chunk)
                 self.manager.register(index, elements, shard.param.dtype)
         self.manager.finish_registration()
@@ -167,70 +139,6 @@ class HybridAdam:
                 for r in chunk.ranges:
                     chunk.states["master"].data[r.in_chunk].copy_(self.shards[r.shard].param[r.in_shard])
 
-    def wanted_moves(self) -> list[Move]:
-        """The moves that the policy wants now, between two steps."""
-        if self._offload is None:
-            return []
-        memory = DeviceMemory(self._offload.device.usable_bytes(), self.fixed_bytes)
-        return self._offload.policy.moves(self.manager.chunks, memory)
-
-    @property
-    def offload_device(self) -> OffloadDevice | None:
-        """The device that states may leave."""
-        return self._offload.device if self._offload else None
-
-    @property
-    def is_offloading(self) -> bool:
-        """Whether states may leave the device in this run."""
-        return self._offload is not None
-
-    @property
-    def can_evict(self) -> bool:
-        """Whether there are states on the device that may leave it."""
-        return self._offload is not None and not all(chunk.is_on_host for chunk in self.manager.chunks)
-
-    def evictions(self, num_bytes: int) -> list[Move]:
-        """Moves that free at least `num_bytes` on the device, or all chunks there if they have fewer."""
-        return self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
-
-    def move(self, moves: Sequence[Move]) -> list[Move]:
-        """Move chunks while no update is running; moves to the device may still go on when this returns.
-
-        Returns:
-            the moves that were made; a chunk for which the device has too little memory stays on the host.
-        """
-        if self._offload is None:
-            return []
-        done = []
-        for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they free memory
-            try:
-                self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
-            except torch.OutOfMemoryError:  # enough bytes are free, but not in one piece
-                if isinstance(self._offload.policy, AutoPlacementPolicy):
-                    self._offload.policy.back_off()
-                break
-            done.append(move)
-        self._resize_host_buffers()
-        # Reset the peak, so that the next one does not include chunks that have just left.
-        self.largest_peak = max(self.largest_peak, self._offload.device.pop_peak_bytes())
-        return done
-
-    def count_activations(self) -> AbstractContextManager[None]:
-        """A context for forward and backward, in which a simulated device counts saved tensors."""
-        return self._offload.device.count_activations() if self._offload else nullcontext()
-
-    def record_memory(self, kind: str) -> None:
-        """Record the device's peak since the last call, for the policy `auto`.
-
-        Args:
-            kind: what the process did since then: "train", "evaluate" or "save".
-        """
-        if self._offload and isinstance(self._offload.policy, AutoPlacementPolicy):
-            peak = self._offload.device.pop_peak_bytes()
-            self.largest_peak = max(self.largest_peak, peak)
-            model_bytes = self.fixed_bytes + self.manager.total_bytes(on_host=False)
-            self._offload.policy.stats.record(kind, peak, model_bytes)
-
     def report(self) -> OptimizerReport:
         """Where states lie now, and what that costs."""
         updates = self.host_updates
@@ -242,7 +150,7 @@ class HybridAdam:
             offload_fraction=self.manager.offload_fraction,
             host_busy_s=updates.busy_s if updates else 0.0,
             host_wait_s=updates.waited_s if updates else 0.0,
-            largest_peak=self.largest_peak,
+            largest_peak=self.placement.largest_peak,
         )
 
     def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:

@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,33 +29,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
-from patch.errors import CheckpointError, TrainingError
-from patch.layout.buckets import lay_out
-from patch.memory import OffloadDevice
-from patch.optimizer.domain import Domain, find_domains, find_instances
+from patch.errors import TrainingError
+from patch.optimizer.domain import flat_layout
+from patch.optimizer.eight_bit_flat import WholeWeights, check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
-from patch.optimizer.hybrid_adam import HybridAdam, Offload, OptimizerReport, state_dtypes
+from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.loss_scale import loss_scale_of
-from patch.optimizer.main_grad import is_fused
+from patch.optimizer.offload import Offload
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
-from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
-from patch.optimizer.placement import Move
-from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
-from patch.optimizer.trained import (
-    TrainedParameters,
-    check_arguments,
-    check_gathers,
-    check_parameters,
-    like_trained,
-    specs_of,
-    trained_in,
-)
-
-_STATE = "optimizer.state"
-"""What the keys of states in checkpoints begin with."""
+from patch.optimizer.param_groups import ParamGroup, default_param_groups
+from patch.optimizer.param_reads import ParamReads
+from patch.optimizer.sharded_state import ShardStates
+from patch.optimizer.trained import TrainedParameters, check_arguments
 
 
 class StepOutcome(NamedTuple):
@@ -82,8 +68,7 @@ class OverlappedDistributedOptimizer:
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
     Raises:
-        ConfigError: other arguments than these; parameters that it cannot train, see `check_parameters`, or a
-            parameter in no group or in several.
+        ConfigError: other arguments than these; parameters that it cannot train (`TrainedParameters`).
     """
 
     def __init__(
@@ -96,70 +81,37 @@ class OverlappedDistributedOptimizer:
         param_groups: Sequence[ParamGroup] | None = None,
     ) -> None:
         check_arguments(stages, zero_stage)
-        named, stage_indices = trained_in(stages)
-        check_parameters(stages, named, is_offloading=offload is not None)
         if param_groups is None:
             param_groups = default_param_groups(stages, config, groups)
-        self.param_groups = param_groups
-        group_indices = assign_groups(named, self.param_groups)
-        self.parameters = [parameter for _, parameter in named]
-        like = like_trained(self.parameters, stages)
-        self.config, self.groups, self.device = config, groups, like.device
-        domains, domain_indices = self._find_domains(zero_stage, group_indices, like.dtype)
-        check_gathers(domains, is_offloading=offload is not None)
-        specs = specs_of(named, stage_indices, group_indices, domain_indices)
-        self.loss_scale = loss_scale_of(config, [domain.dtype for domain in domains])
-        self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
-        shares, is_sent = [d.num_shards for d in domains], any(d.group.size() > 1 for d in domains)
-        is_padded = is_sent and config.ddp_pad_buckets_for_high_nccl_busbw
-        bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
+        trained = self._trained = TrainedParameters(stages, param_groups, is_offloading=offload is not None)
+        self.param_groups, self.parameters, self.device = param_groups, trained.parameters, trained.device
+        self.config, self.groups = config, groups
+        layout = flat_layout(trained, config, zero_stage, groups)
+        check_gathers(layout.domains, is_offloading=offload is not None)
+        self.is_sharded = layout.domains[0].sharding.shares_states
+        self.loss_scale = loss_scale_of(config, [domain.dtype for domain in layout.domains])
         self._clock = WaitClock(self.device)
+        self._is_grad_synced = False
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
-        self._is_grad_synced, self._num_reading = False, 0  # contexts of `full_weights` that are open
         self.param_buffer = ParamBuffer(
-            stages,
-            self.parameters,
-            bucket_ranges,
-            domains=domains,
-            device=self.device,
-            wait_for_update=lambda index, block: self.adam.wait_for_update(index, block=block),
-            clock=self._clock,
+            layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
-        self._trained = TrainedParameters(stages, named)
-        self.grad_buffer = GradBuffer(
-            stages,
-            named,
-            bucket_ranges,
-            like=torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=self.device),
-            domains=domains,
-            group=groups.dp_cp,
-            clock=self._clock,
-            on_backward=self._finish_updates,
-            on_final=self._on_final_gradient,
-            is_fused=is_fused(config, self.device),
+        ParamReads(layout, self.param_buffer)
+        self._whole_weights = WholeWeights(self.param_buffer.in_8_bits.values(), trained)
+        before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
+        self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
+        self._own = OwnShards(
+            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
         )
-        self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
-        self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
-
-    def _find_domains(
-        self, zero_stage: ZeroStage, group_indices: list[int], default: torch.dtype
-    ) -> tuple[list[Domain], list[int]]:
-        groups = self.groups
-        dp_groups = [group.data_parallel_group or groups.dp_cp for group in self.param_groups]
-        # The same on all ranks of the job, whatever parameters they hold.
-        is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
-        self._has_other_ranks = any(group is not groups.dp_cp for group in dp_groups)
-        return find_domains(
-            [
-                (dp_groups[i], p.dtype, getattr(p, "gather_dtype", None))
-                for i, p in zip(group_indices, self.parameters, strict=True)
-            ],
-            ZeroStage.NONE if is_alone else zero_stage,
-            default=(groups.dp_cp, default),
-            instances=find_instances(groups, zero_stage, dp_groups),
-            travels_as=torch.bfloat16 if self.config.grad_reduce_in_bf16 else None,
+        self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
+        self.placement = self.adam.placement
+        self.placement.before_move.append(self.start_param_sync)
+        self._states = ShardStates(
+            self.adam.dtypes,
+            lambda name: self._own.state_ranges(partial(self.adam.state, name)),
+            self.parameters,
         )
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
@@ -167,18 +119,10 @@ class OverlappedDistributedOptimizer:
         if after is None and self.device.type == "cpu":  # a GPU computes all norms at the end, at one go
             self._own.start_norm(index)
 
-    def _finish_updates(self) -> None:
-        # Modules that this step's forward did not use have not waited for their weights: their updates on the
-        # host end before their gradients are overwritten.
-        self.finish_param_sync()
-        self.param_buffer.start_gathers_of_others()
-
     def connect(self, model_config: ModelParallelConfig) -> None:
         """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig, where megatron-core looks."""
         model_config.no_sync_func = self.no_sync
         model_config.grad_scale_func = self.scale_loss
-
-    # The step.
 
     def zero_grad(self, lr: float | Sequence[float]) -> None:
         """Forget the last step's gradients; call before the first backward of a step.
@@ -190,8 +134,7 @@ class OverlappedDistributedOptimizer:
                 many as the groups.
         """
         self._trained.check()
-        if self.param_buffer.is_whole:
-            self._take_full_weights()
+        self._whole_weights.end()
         self._lr, self._is_grad_synced = lr, False
         self.grad_buffer.reset()
         self._own.forget_norms()
@@ -203,7 +146,7 @@ class OverlappedDistributedOptimizer:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of the backwards of all micro-batches but a step's last one, as in torch's DDP."""
-        return self.grad_buffer.no_sync()
+        return self.grad_buffer.micro_batches.no_sync()
 
     def start_grad_sync(self) -> None:
         """Start the reductions that are left; call when all backwards are done.
@@ -248,11 +191,7 @@ class OverlappedDistributedOptimizer:
         elif is_overflow:
             self.loss_scale.shrink()
         elif not skip_non_finite:
-            raise TrainingError(
-                f"optimizer step {self.adam.step_count + 1}: gradient norm {grad_norm}, expected a finite "
-                "number; the weights are those of the step before. Lower --lr, raise --lr-warmup-iters, or "
-                "look at this step's data"
-            )
+            raise _not_finite(self.adam.step_count + 1, grad_norm)
         self._lr = None
         return StepOutcome(grad_norm, not is_finite, is_overflow)
 
@@ -277,7 +216,8 @@ class OverlappedDistributedOptimizer:
         Infinity or NaN anywhere shows in it, on every rank.
         """
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
-        group = None if self.is_sharded or self._has_other_ranks else self.groups.mp
+        is_same = all(group.data_parallel_group in (None, self.groups.dp_cp) for group in self.param_groups)
+        group = self.groups.mp if is_same and not self.is_sharded else None
         return self._own.grad_norm(group) / self.loss_scale.value
 
     def _update(self, grad_norm: float, lr: float | Sequence[float]) -> None:
@@ -285,14 +225,7 @@ class OverlappedDistributedOptimizer:
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
         self.adam.start_update(lr, scale)
-        # The next forward needs the last bucket of backward first.
-        units = self.param_buffer.units()[::-1]
-        for indices in _doubling(units) if self.is_sharded else [list(chain.from_iterable(units))]:
-            self.adam.update(indices)
-            self.param_buffer.start_scales(indices)
-            for index in indices:
-                self.param_buffer.start_param_sync(index)
-        self.param_buffer.start_scales([])
+        self.param_buffer.update_in_turns(self.adam.update)
 
     def abandon_backward(self, num_micro_batches: int) -> None:
         """An error ended forward or backward of a step: send what the other ranks expect all the same.
@@ -307,8 +240,6 @@ class OverlappedDistributedOptimizer:
             parameter.grad = None  # one that its bucket had no memory for
         self.grad_buffer.abandon_backward(num_micro_batches)
 
-    # Parameters.
-
     def start_param_sync(self) -> None:
         """Wait for this rank's updates, and start the gathers that are left; wait for no other rank."""
         self.param_buffer.start_all_gathers()
@@ -321,94 +252,26 @@ class OverlappedDistributedOptimizer:
     def full_weights(self) -> Iterator[None]:
         """Context in which every parameter has its new value in its own type; a collective over the job.
 
-        Only weights that are gathered in 8 bits (`--fp8-param-gather`) have another type outside of it.
-        Whoever reads or writes the model's weights then opens it. What was written, the same on all ranks
-        that hold a parameter, is what training goes on from.
-        Contexts inside it change nothing.
+        Only weights that are gathered in 8 bits have another type outside of it. Whoever reads or writes the
+        model's weights then opens it. What was written, the same on all ranks that hold a parameter, is what
+        training goes on from. Contexts inside it change nothing.
         """
         self.finish_param_sync()
-        self.param_buffer.gather_whole()
-        self._trained.note(self.param_buffer.in_8_bits)
-        self._num_reading += 1
-        try:
+        with self._whole_weights.reading():
             yield
-        finally:
-            self._num_reading -= 1
-            if not self._num_reading:
-                self._take_full_weights()
-
-    def _take_full_weights(self) -> None:
-        self.param_buffer.take_whole()
-        self._trained.note(self.param_buffer.in_8_bits)
 
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""
         self.finish_param_sync()
         self.adam.copy_model_params_to_main_params()
 
-    # Where states lie.
-
-    def apply_placement(self) -> list[Move]:
-        """Let the policy move states between host and device; call between two steps. What has moved."""
-        return self._move(self.adam.wanted_moves())
-
-    def evict(self, num_bytes: int) -> list[Move]:
-        """Out of memory: move states of at least `num_bytes` to the host, if the device has them.
-
-        A step that has begun is not taken; it may be begun again.
-        """
-        return self._move(self.adam.evictions(num_bytes))
-
-    def _move(self, moves: list[Move]) -> list[Move]:
-        if not moves:
-            return []
-        self.adam.cancel_step()
-        self.start_param_sync()
-        return self.adam.move(moves)
-
-    @property
-    def is_offloading(self) -> bool:
-        """Whether states may leave the device in this run."""
-        return self.adam.is_offloading
-
-    @property
-    def offload_device(self) -> OffloadDevice | None:
-        """The device that states may leave."""
-        return self.adam.offload_device
-
-    @property
-    def can_evict(self) -> bool:
-        """Whether there are states on the device that may leave it."""
-        return self.adam.can_evict
-
-    def count_activations(self) -> AbstractContextManager[None]:
-        """Context of forward and backward, so that a simulated device sees what they hold."""
-        return self.adam.count_activations()
-
-    # Reports.
-
-    @property
-    def offload_fraction(self) -> float:
-        """Share of the elements whose states are in host memory."""
-        return self.adam.manager.offload_fraction
-
     def report(self) -> OptimizerReport:
         """Where states lie on this rank now, and what that costs."""
         return self.adam.report()
 
-    def record_memory(self, kind: str) -> None:
-        """Note for placement `auto` what the device held at most since the last call.
-
-        Args:
-            kind: of what: "train" of a step, "evaluate", "save".
-        """
-        self.adam.record_memory(kind)
-
     def exposed_communication_ms(self) -> float:
         """Milliseconds that compute waited for gradients and parameters since the last call."""
         return self._clock.read_ms()
-
-    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on, beside the model's state_dict; call it on all ranks.
@@ -419,11 +282,7 @@ class OverlappedDistributedOptimizer:
             `common_state_dict()` and "states": each state of this rank's shards, flat, on the CPU.
         """
         self.finish_param_sync()
-        states = {
-            name: torch.cat([torch.empty(0, dtype=dtype), *(values.cpu() for values in self._views(name))])
-            for name, dtype in self.adam.dtypes.items()
-        }
-        return {**self.common_state_dict(), "states": states}
+        return {**self.common_state_dict(), "states": self._states.flat()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank; the model loads its weights by itself.
@@ -432,23 +291,8 @@ class OverlappedDistributedOptimizer:
             CheckpointError: the states are those of other shards.
         """
         self.finish_param_sync()
-        views = {name: self._views(name) for name in self.adam.dtypes}
-        expected = {name: sum(values.numel() for values in found) for name, found in views.items()}
-        got = {name: values.numel() for name, values in state["states"].items()}
-        if got != expected:
-            raise CheckpointError(
-                f"optimizer states have {got} elements on this rank, expected {expected}: load them with the "
-                "model, bucket size, number of ranks and ZeRO stage that they were saved with"
-            )
-        for name, found in views.items():
-            parts = state["states"][name].split([values.numel() for values in found])
-            for values, part in zip(found, parts, strict=True):
-                values.copy_(part)
+        self._states.load_flat(state["states"])
         self.load_common_state_dict(state)
-
-    def _views(self, name: str) -> list[torch.Tensor]:
-        """A state of this rank's shards, parameter after parameter."""
-        return [part.values for part in self._own.state_ranges(partial(self.adam.state, name))]
 
     def common_state_dict(self) -> dict[str, Any]:
         """What is the same on all ranks: the number of steps and the loss scale."""
@@ -471,20 +315,11 @@ class OverlappedDistributedOptimizer:
             model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
             is_loading: leave out the zeros that fill up states of partly frozen layers.
         """
-        sharded: ShardedStateDict = {}
-        for name in self.adam.dtypes:
-            ranges = self._own.state_ranges(partial(self.adam.state, name))
-            sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}")
-        if not is_loading:
-            trained = {id(parameter) for parameter in self.parameters}
-            sharded |= zeros_of_frozen(model_state, trained, state_dtypes, _STATE)
-        return sharded
+        return self._states.sharded(model_state, is_loading=is_loading)
 
 
-def _doubling(units: list[list[int]]) -> Iterator[list[int]]:
-    """The indices of one unit, of two, of four, ...: the first gather starts at once, and few calls are made
-    for the others."""
-    begin, size = 0, 1
-    while begin < len(units):
-        yield list(chain.from_iterable(units[begin : begin + size]))
-        begin, size = begin + size, 2 * size
+def _not_finite(step: int, grad_norm: float) -> TrainingError:
+    return TrainingError(
+        f"optimizer step {step}: gradient norm {grad_norm}, expected a finite number; the weights are those "
+        "of the step before. Lower --lr, raise --lr-warmup-iters, or look at this step's data"
+    )

@@ -1,13 +1,9 @@
 """The parameters of a rank in flat buffers, gathered bucket by bucket while the next forward already runs.
 
 The model's parameters are views of the buffers. After the update each rank holds new values in its shards;
-`start_param_sync` sends them, and a bucket is waited for by whoever first gets one of its parameters from a
-module by name (`module.weight`), by `state_dict` or `load_state_dict`, within a stage's forward also by
-`parameters()`; or, before anything else of its forward, by the module that owns it, which may hold it in
-another way (torch.nn.LSTM). A stage's forward ends with all its parameters in place. Whoever got a parameter
-in another way (`parameters()` outside forward, which many call without reading) calls `finish_param_sync`
-first. What autograd saved of one too early is an error in backward, as with torch's own optimizers: versions
-change when an update begins and when it ends.
+`start_param_sync` sends them, and a bucket is waited for by whoever first reads one of its parameters
+(param_reads.py). What autograd saved of one too early is an error in backward, as with torch's own
+optimizers: versions change when an update begins and when it ends.
 """
 
 from __future__ import annotations
@@ -17,18 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
 
-from patch.compat.torch_internals import own_parameters, region, watch_reads
+from patch.compat.torch_internals import region
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
-from patch.distributed.collectives import all_or_none
-from patch.errors import TrainingError
-from patch.layout.buckets import BucketRange, flat_numels
-from patch.optimizer.domain import Domain
+from patch.optimizer.domain import FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 
 
@@ -36,11 +29,7 @@ class ParamBuffer:
     """The parameters of a rank's pipeline stages.
 
     Args:
-        stages: whoever gets a parameter from a module of theirs waits for it.
-        parameters: the trainable ones; they become views of the buffers, values kept.
-        bucket_ranges: buckets in the order of backward.
-        domains: of the buckets, which refer to them by index.
-        device: of the parameters.
+        layout: of the parameters; they become views of the buffers, values kept.
         wait_for_update: lets the current stream wait for this rank's new part of a bucket; False where it is
             not there yet and the second argument, whether to block this thread, is false.
         clock: gets the time that compute waits for parameters.
@@ -51,18 +40,11 @@ class ParamBuffer:
     that nobody here needs any more."""
 
     def __init__(
-        self,
-        stages: Sequence[torch.nn.Module],
-        parameters: list[torch.nn.Parameter],
-        bucket_ranges: list[BucketRange],
-        *,
-        domains: Sequence[Domain],
-        device: torch.device,
-        wait_for_update: Callable[[int, bool], bool],
-        clock: WaitClock,
+        self, layout: FlatLayout, wait_for_update: Callable[[int, bool], bool], clock: WaitClock
     ) -> None:
-        self._bucket_ranges, self._domains = bucket_ranges, domains
+        bucket_ranges, domains = self._bucket_ranges, self._domains = layout.bucket_ranges, layout.domains
         self._wait_for_update, self._clock = wait_for_update, clock
+        parameters, device = layout.trained.parameters, layout.trained.device
         self._updating: deque[int] = deque()
         """Buckets whose gathers are not started, in their order, the same on all ranks."""
         self._pending: dict[int, Pending] = {}
@@ -70,11 +52,9 @@ class ParamBuffer:
         """Whether every parameter has its new value: nobody has to wait."""
         self._lock = threading.RLock()
         """Threads that share a model may wait for the same parameters."""
-        self._num_forwards = 0
-        """Forwards of stages, under way."""
         self.flats: list[torch.Tensor] = []
         """The flat buffer of each domain; bytes where parameters are gathered in 8 bits."""
-        for domain, numel in zip(domains, flat_numels(bucket_ranges, len(domains)), strict=True):
+        for domain, numel in zip(domains, layout.numels, strict=True):
             self.flats.append(torch.zeros(numel, dtype=domain.dtype, device=device))
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._device, self._streams = device, streams_of(device)
@@ -83,68 +63,70 @@ class ParamBuffer:
         self._members = [
             [parameters[param.parameter] for param in bucket_range.params] for bucket_range in bucket_ranges
         ]
-        self._buckets_of: dict[torch.Tensor, list[int]] = {}
-        """Buckets that hold a parameter, or parts of it."""
         with torch.no_grad():
             for index, bucket_range in enumerate(bucket_ranges):
                 for param, parameter in zip(bucket_range.params, self._members[index], strict=True):
                     if param.offset == 0:  # its other parts follow without gaps
                         whole = self.flats[bucket_range.domain].narrow(0, param.begin, parameter.numel())
                         parameter.data = whole.view(parameter.shape).copy_(parameter)
-                    self._buckets_of.setdefault(parameter, []).append(index)
-        self._in_8_bits: dict[int, EightBitFlat] = {}
+        layout.trained.note(parameters)
+        self.in_8_bits: dict[int, EightBitFlat] = {}
         """By domain: those that are gathered in 8 bits."""
         for number, domain in enumerate(domains):
             if domain.gathered_as is not None:
                 ranges = {index: r for index, r in enumerate(bucket_ranges) if r.domain == number}
                 values = torch.zeros(self.flats[number].numel(), dtype=torch.uint8, device=device)
                 flat = EightBitFlat(parameters, ranges, domain, values, self.flats[number], clock)
-                self._in_8_bits[number], self.flats[number] = flat, values
-        self._watch(stages)
-
-    def _watch(self, stages: Sequence[torch.nn.Module]) -> None:
-        """Be asked before parameters are read."""
-        for module in chain.from_iterable(stage.modules() for stage in stages):
-            own = [p for p in own_parameters(module).values() if p in self._buckets_of]
-            if own:
-                watch_reads(module, self)
-                wait = self._waiter(own)
-                module.register_forward_pre_hook(wait, prepend=True)
-                wait_for_whole = self._waiter(own, in_8_bits=False)
-                module.register_state_dict_pre_hook(wait_for_whole)
-                module.register_load_state_dict_pre_hook(wait_for_whole)
-        for number, stage in enumerate(stages):
-            needed = [index for index, r in enumerate(self._bucket_ranges) if r.stage == number]
-            self._follow(stage, needed)
+                self.in_8_bits[number], self.flats[number] = flat, values
 
     def shard(self, index: int) -> torch.Tensor:
         """This rank's part of a bucket: a view of the buffer, if parameters travel in their own type."""
         bucket_range = self._bucket_ranges[index]
-        if bucket_range.domain in self._in_8_bits:
-            return self._in_8_bits[bucket_range.domain].shard(index)
+        if bucket_range.domain in self.in_8_bits:
+            return self.in_8_bits[bucket_range.domain].shard(index)
         begin, end = self._domains[bucket_range.domain].own(bucket_range)
         return self.flats[bucket_range.domain][begin:end]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parameters, padding included, and of this rank's shards where these are not views."""
-        shards = sum(flat.own.nbytes for flat in self._in_8_bits.values())
+        shards = sum(flat.own.nbytes for flat in self.in_8_bits.values())
         return shards + sum(flat.nbytes for flat in self.flats)
 
-    def units(self) -> list[list[int]]:
+    def update_in_turns(self, update: Callable[[list[int]], None]) -> None:
+        """Let this rank's parts of buckets be updated, and send each turn's while the next is updated.
+
+        The next forward needs the last bucket of backward first. Where ranks share buckets, the first gather
+        starts at once, and few calls are made for the others: turns are of one unit, two, four, ...
+
+        Args:
+            update: updates this rank's parts of some buckets.
+        """
+        units = self._units()[::-1]
+        begin, size = 0, 1 if self._domains[0].sharding.shares_states else len(units)
+        while begin < len(units):
+            indices = list(chain.from_iterable(units[begin : begin + size]))
+            update(indices)
+            self._start_scales(indices)
+            for index in indices:
+                self.start_param_sync(index)
+            begin, size = begin + size, 2 * size
+        self._start_scales([])
+
+    def _units(self) -> list[list[int]]:
         """The buckets in their order; those together that hold parts of one parameter and need one scale."""
         units: list[list[int]] = []
         last: int | None = None
         for index, bucket_range in enumerate(self._bucket_ranges):
             parameter = bucket_range.params[-1].parameter if bucket_range.params else None
-            if bucket_range.domain in self._in_8_bits and parameter is not None and parameter == last:
+            if bucket_range.domain in self.in_8_bits and parameter is not None and parameter == last:
                 units[-1].append(index)
             else:
                 units.append([index])
             last = parameter
         return units
 
-    def start_scales(self, indices: Sequence[int]) -> None:
+    def _start_scales(self, indices: Sequence[int]) -> None:
         """Ranks exchange the scales of what is gathered in 8 bits; call when these buckets are updated.
 
         The gathers of the buckets of the call before start now, since their scales have arrived meanwhile.
@@ -152,44 +134,18 @@ class ParamBuffer:
         Args:
             indices: whole `units`, the last one first; none: the update is complete.
         """
-        if not self._in_8_bits:
+        if not self.in_8_bits:
             return
         if self._aside is not None:
             self._aside.wait_stream(self._streams.current_stream())
         with self._lock:
             before = list(self._updating)
             with nullcontext() if self._aside is None else self._streams.stream(self._aside):
-                for number, flat in self._in_8_bits.items():
+                for number, flat in self.in_8_bits.items():
                     flat.start_scales([i for i in indices if self._bucket_ranges[i].domain == number])
             if before:
-                self._start_gathers_to(before[-1])
+                self._start_gathers(before[-1])
             self._note_settled()
-
-    @property
-    def in_8_bits(self) -> list[torch.nn.Parameter]:
-        """The parameters that are gathered in 8 bits."""
-        return list(chain.from_iterable(flat.parameters for flat in self._in_8_bits.values()))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether parameters that are gathered in 8 bits are in their own type now."""
-        return any(flat.is_whole for flat in self._in_8_bits.values())
-
-    def gather_whole(self) -> None:
-        """Give all parameters their own type, and wait for them; a collective over the whole job.
-
-        Raises:
-            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
-        """
-        with all_or_none():  # also over ranks without any, which would go on alone
-            found = [(flat, flat.new_whole()) for flat in self._in_8_bits.values() if not flat.is_whole]
-        for flat, whole in found:
-            flat.gather_whole(whole)
-
-    def take_whole(self) -> None:
-        """Round what parameters hold now where they are gathered in 8 bits."""
-        for flat in self._in_8_bits.values():
-            flat.take_whole()
 
     def start_param_sync(self, index: int) -> None:
         """Take note that this rank's part of a bucket is being updated; then ranks exchange their parts.
@@ -205,6 +161,11 @@ class ParamBuffer:
             self._start_gathers()
             self._note_settled()
 
+    def finish_before_backward(self) -> None:
+        """Before gradients are overwritten: modules that forward did not use have not waited for updates."""
+        self.finish_param_sync()
+        self.start_gathers_of_others()
+
     def start_all_gathers(self) -> None:
         """Wait until this rank's parts are updated, and start the gathers that are left.
 
@@ -214,7 +175,7 @@ class ParamBuffer:
         with self._lock:
             if self._updating:
                 with self._clock.waiting():
-                    self._start_gathers_to(self._updating[-1])
+                    self._start_gathers(self._updating[-1])
             self._note_settled()
 
     def start_gathers_of_others(self) -> None:
@@ -229,25 +190,22 @@ class ParamBuffer:
     def finish_param_sync(self) -> None:
         """Wait until every parameter has its new value on this rank."""
         if not self.is_settled:
-            self._wait_for([*self._pending, *self._updating])
+            self.wait_for([*self._pending, *self._updating])
 
-    def _start_gathers(self) -> None:
-        """Start the gathers whose turn has come, as far as this rank's updates are done."""
-        while self._updating and self._start_next_gather(block=False):
+    def _start_gathers(self, up_to: int | None = None) -> None:
+        """Start the gathers up to that of a bucket, and those whose turn has come by then.
+
+        That is as far as this rank's updates are done.
+        """
+        while self._updating and self._start_next_gather(block=up_to in self._updating):
             pass
-
-    def _start_gathers_to(self, index: int) -> None:
-        """Start the gathers up to that of bucket `index`, and those whose turn has come by then."""
-        while index in self._updating:
-            self._start_next_gather(block=True)
-        self._start_gathers()
 
     def _start_next_gather(self, *, block: bool) -> bool:
         """Start the gather whose turn it is; False where its update is not done yet and `block` is False."""
         index = self._updating[0]
         with nullcontext() if self._aside is None else self._streams.stream(self._aside):
             bucket_range = self._bucket_ranges[index]
-            in_8_bits = self._in_8_bits.get(bucket_range.domain)
+            in_8_bits = self.in_8_bits.get(bucket_range.domain)
             if in_8_bits is not None and not (block or in_8_bits.has_scales(index)):
                 return False
             if not self._wait_for_update(index, block):
@@ -267,12 +225,13 @@ class ParamBuffer:
                 self._pending[index] = queued_on(self._aside, self._device)
         return True
 
-    def _wait_for(self, indices: Iterable[int]) -> None:
+    def wait_for(self, indices: Iterable[int]) -> None:
+        """Wait until the parameters of these buckets have their new values on this rank."""
         with self._lock:
             for index in indices:
                 if self._updating:
                     with self._clock.waiting():
-                        self._start_gathers_to(index)
+                        self._start_gathers(index)
                 pending = self._pending.pop(index, None)
                 if pending is not None:
                     pending.wait(self._clock)
@@ -285,48 +244,3 @@ class ParamBuffer:
         else:
             self._with_gathers_left.discard(self)
         self.is_settled = not self._updating and not self._pending
-
-    def on_read(self, parameter: torch.nn.Parameter | None) -> None:
-        """Wait for a parameter."""
-        self._need((parameter,))
-
-    def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
-        """Wait for parameters within a forward; outside they may only be counted."""
-        if self._num_forwards:
-            self._need(parameters)
-
-    def _need(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
-        if self.is_settled:
-            return
-        if torch.compiler.is_compiling():  # traced: one break of the graph, not one for each bucket
-            self.finish_param_sync()
-            return
-        known = (self._buckets_of[p] for p in parameters if p in self._buckets_of)
-        self._wait_for(sorted(set(chain.from_iterable(known))))
-
-    def _waiter(self, own: list[torch.nn.Parameter], *, in_8_bits: bool = True) -> Callable[..., None]:
-        """A hook that waits for a module's own parameters; they may be in 8 bits, or that is an error."""
-
-        def wait(module: torch.nn.Module, *arguments: Any) -> None:
-            self._need(own)
-            if not in_8_bits and any(p.itemsize == 1 for p in own):
-                raise TrainingError(
-                    "got weights in 8 bits (--fp8-param-gather), expected whole ones: read and write weights "
-                    "within `optimizer.full_weights()`"
-                )
-
-        return wait
-
-    def _follow(self, stage: torch.nn.Module, needed: list[int]) -> None:
-        """Know when a stage's forward is under way, and let it end with its parameters (buckets `needed`)."""
-
-        def begin(module: torch.nn.Module, *arguments: Any) -> None:
-            self._num_forwards += 1
-
-        def end(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            self._num_forwards -= 1
-            if not self.is_settled and output is not None:  # else an error ended it
-                self._wait_for(needed)
-
-        stage.register_forward_pre_hook(begin, prepend=True)
-        stage.register_forward_hook(end, always_call=True)

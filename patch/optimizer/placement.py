@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from patch.numbers import size_text
+from patch.optimizer.chunk import StateChunk
 
 WINDOW = 64
 """Number of peaks of each kind that are kept; also the steps that memory must stay free after an eviction."""
@@ -26,30 +27,10 @@ WARM_UP = 2
 _MAX_PATIENCE = 4096
 
 
-class ChunkInfo(Protocol):
-    """What a policy reads of a chunk."""
-
-    @property
-    def index(self) -> int:
-        """Index in the order of backward."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of each state."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for all states of the chunk."""
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether its states are in host memory."""
-
-
 class Move(NamedTuple):
     """A move of one chunk, to the host or to the device."""
 
-    chunk: ChunkInfo
+    chunk: StateChunk
     to_host: bool
     reason: str
     """The reason, for the log."""
@@ -104,7 +85,7 @@ class StaticPlacementPolicy:
         self._fraction = fraction
         self._is_decided = False
 
-    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
+    def moves(self, chunks: Sequence[StateChunk], memory: DeviceMemory) -> list[Move]:
         """At the first call the moves that reach the fraction, afterwards none.
 
         Args:
@@ -122,11 +103,11 @@ class StaticPlacementPolicy:
             key=lambda move: (not move.to_host, move.chunk.index),
         )
 
-    def evict(self, chunks: Sequence[ChunkInfo], num_bytes: int) -> list[Move]:
+    def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
         """Moves that free memory on the device; see `AutoPlacementPolicy.evict`."""
         return _evictions(chunks, num_bytes, "out of memory")
 
-    def _num_host(self, chunks: Sequence[ChunkInfo]) -> int:
+    def _num_host(self, chunks: Sequence[StateChunk]) -> int:
         """The number of first chunks whose elements are nearest to the fraction; the smaller one of a tie."""
         wanted = self._fraction * sum(chunk.numel for chunk in chunks)
         on_host = accumulate((chunk.numel for chunk in chunks), initial=0)
@@ -153,7 +134,7 @@ class AutoPlacementPolicy:
         """Free bytes in each of the last steps, since a chunk moved or a peak grew."""
         self._largest_peak = -1
 
-    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
+    def moves(self, chunks: Sequence[StateChunk], memory: DeviceMemory) -> list[Move]:
         """Evictions if memory is short, promotions if it has been free for long enough.
 
         Args:
@@ -180,11 +161,11 @@ class AutoPlacementPolicy:
             self._free.clear()
         return promotions
 
-    def evict(self, chunks: Sequence[ChunkInfo], num_bytes: int) -> list[Move]:
+    def evict(self, chunks: Sequence[StateChunk], num_bytes: int) -> list[Move]:
         """Moves that free at least `num_bytes` on the device, or all chunks there if they have fewer."""
         return self._evict(chunks, num_bytes, "out of memory")
 
-    def _evict(self, chunks: Sequence[ChunkInfo], num_bytes: int, reason: str) -> list[Move]:
+    def _evict(self, chunks: Sequence[StateChunk], num_bytes: int, reason: str) -> list[Move]:
         evictions = _evictions(chunks, num_bytes, reason)
         if evictions:
             self.back_off()
@@ -197,7 +178,7 @@ class AutoPlacementPolicy:
         self._free = deque(maxlen=self._patience)
 
 
-def _evictions(chunks: Sequence[ChunkInfo], num_bytes: int, reason: str) -> list[Move]:
+def _evictions(chunks: Sequence[StateChunk], num_bytes: int, reason: str) -> list[Move]:
     """Moves to the host in the order of indices, until they free `num_bytes`."""
     moves, freed = [], 0
     for chunk in chunks:
@@ -209,7 +190,7 @@ def _evictions(chunks: Sequence[ChunkInfo], num_bytes: int, reason: str) -> list
     return moves
 
 
-def _promotions(chunks: Sequence[ChunkInfo], free: int, reason: str) -> list[Move]:
+def _promotions(chunks: Sequence[StateChunk], free: int, reason: str) -> list[Move]:
     """Moves to the device, from the last index down, that need no more than `free` bytes."""
     moves = []
     for chunk in reversed(chunks):

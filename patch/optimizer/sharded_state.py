@@ -9,7 +9,7 @@ megatron/core/dist_checkpointing/mapping.py:133.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from patch.errors import CheckpointError
+from patch.optimizer.hybrid_adam import state_dtypes
+
+_STATE = "optimizer.state"
+"""What the keys of states in checkpoints begin with."""
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -34,7 +40,63 @@ class StateRange(NamedTuple):
     """Among the data-parallel ranks that hold the same elements; 0 writes, the others only read."""
 
 
-def sharded_ranges(
+class ShardStates:
+    """The optimizer states of this rank's shards, as files hold them.
+
+    Args:
+        dtypes: the types of the states, by their names.
+        ranges: gives the parts of a state by its name: views, valid until chunks move or a step is taken.
+        parameters: all trainable ones of this rank.
+    """
+
+    def __init__(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        ranges: Callable[[str], Iterable[StateRange]],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self._dtypes, self._ranges, self._parameters = dtypes, ranges, parameters
+
+    def flat(self) -> dict[str, torch.Tensor]:
+        """Each state, parameter after parameter, on the CPU."""
+        return {
+            name: torch.cat([torch.empty(0, dtype=dtype), *(values.cpu() for values in self._views(name))])
+            for name, dtype in self._dtypes.items()
+        }
+
+    def load_flat(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set them to what `flat` returned.
+
+        Raises:
+            CheckpointError: the states are those of other shards.
+        """
+        views = {name: self._views(name) for name in self._dtypes}
+        expected = {name: sum(values.numel() for values in found) for name, found in views.items()}
+        got = {name: values.numel() for name, values in states.items()}
+        if got != expected:
+            raise CheckpointError(
+                f"optimizer states have {got} elements on this rank, expected {expected}: load them with the "
+                "model, bucket size, number of ranks and ZeRO stage that they were saved with"
+            )
+        for name, found in views.items():
+            parts = states[name].split([values.numel() for values in found])
+            for values, part in zip(found, parts, strict=True):
+                values.copy_(part)
+
+    def _views(self, name: str) -> list[torch.Tensor]:
+        return [part.values for part in self._ranges(name)]
+
+    def sharded(self, model_state: ShardedStateDict, *, is_loading: bool) -> ShardedStateDict:
+        """All of them as sharded tensors, views; unless `is_loading` filled up by `zeros_of_frozen`."""
+        found: ShardedStateDict = {}
+        for name in self._dtypes:
+            found |= _sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}")
+        if not is_loading:
+            found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), state_dtypes, _STATE)
+        return found
+
+
+def _sharded_ranges(
     model_state: ShardedStateDict, ranges: Iterable[StateRange], prefix: str
 ) -> ShardedStateDict:
     """Describe flat ranges of a state to dist_checkpointing.
@@ -56,10 +118,7 @@ def sharded_ranges(
                 size = math.prod(shape)
                 values = state[begin - first : begin - first + size]
                 begin += size
-                key = f"{prefix}.{shard.key}"
-                found[f"{key}{_global_offset(shard, offset)}"] = _shard_of(
-                    shard, key, values, offset, shape, dp_rank
-                )
+                found |= _entry(shard, prefix, values, (offset, shape), dp_rank)
     return found
 
 
@@ -69,7 +128,7 @@ def zeros_of_frozen(
     dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
     prefix: str,
 ) -> ShardedStateDict:
-    """Fill up what `sharded_ranges` leaves open where only some layers of a stored tensor train.
+    """Fill up what `_sharded_ranges` leaves open where only some layers of a stored tensor train.
 
     Layers that are stored as one tensor (`prepend_axis_num`) may be frozen one by one, a stored tensor has no
     holes. Collective over the whole job: a tensor none of whose layers trains is left out.
@@ -97,9 +156,7 @@ def zeros_of_frozen(
         offset = (0,) * len(shape)
         for name, dtype in dtypes_of(shard.data.dtype).items():
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            key = f"{prefix}.{name}.{shard.key}"
-            entry = _shard_of(shard, key, zeros, offset, shape, _replica(shard)[2])
-            filled[f"{key}{_global_offset(shard, offset)}"] = entry
+            filled |= _entry(shard, f"{prefix}.{name}", zeros, (offset, shape), _replica(shard)[2])
     return filled
 
 
@@ -144,33 +201,26 @@ def _local_shape(shard: ShardedTensor) -> tuple[int, ...]:
     return tuple(shard.data.shape)
 
 
-def _global_offset(shard: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
-    axes = shard.prepend_axis_num
-    inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
-    return (*shard.global_offset[:axes], *inner)
-
-
 def _replica(shard: ShardedTensor) -> tuple[int, ...]:
     """Which copy of the weight this is, over pipeline, tensor and data-parallel ranks; (0, 0, 0) writes."""
     return shard.replica_id if isinstance(shard.replica_id, tuple) else (0, 0, shard.replica_id)
 
 
-def _shard_of(
-    shard: ShardedTensor,
-    key: str,
-    values: torch.Tensor,
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    dp_rank: int,
-) -> ShardedTensor:
-    whole = (1,) * shard.prepend_axis_num + shape
-    return ShardedTensor(
+def _entry(
+    shard: ShardedTensor, prefix: str, values: torch.Tensor, rectangle: Rectangle, dp_rank: int
+) -> ShardedStateDict:
+    """A state of a rectangle of a weight's shard, by its key and place."""
+    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}.{shard.key}"
+    inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
+    whole, global_offset = (1,) * axes + shape, (*shard.global_offset[:axes], *inner)
+    found = ShardedTensor(
         key=key,
         data=values.view(whole),
         dtype=values.dtype,
         local_shape=whole,
         global_shape=shard.global_shape,
-        global_offset=_global_offset(shard, offset),
+        global_offset=global_offset,
         axis_fragmentations=None,
         replica_id=(*_replica(shard)[:2], dp_rank),
     )
+    return {f"{key}{global_offset}": found}

@@ -12,45 +12,12 @@ from patch.compat.torch_internals import is_watched, own_parameters
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError, TrainingError
 from patch.layout.buckets import ParamSpec
-from patch.optimizer.domain import Domain
+from patch.optimizer.param_groups import ParamGroup, assign_groups
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 """Parameters, each with its name in its stage."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def trained_in(
-    stages: Sequence[torch.nn.Module],
-) -> tuple[list[tuple[str, torch.nn.Parameter]], list[int]]:
-    """The trainable parameters with their names, in about the order in which backward completes them.
-
-    And the index of each one's stage.
-    """
-    named, stage_indices = [], []
-    for stage, model in reversed(list(enumerate(stages))):
-        for name, parameter in reversed(list(model.named_parameters())):
-            if parameter.requires_grad:
-                named.append((name, parameter))
-                stage_indices.append(stage)
-    return named, stage_indices
-
-
-def specs_of(
-    named: Named, stage_indices: list[int], group_indices: list[int], domain_indices: list[int]
-) -> list[ParamSpec]:
-    """What the layout needs to know; a tied embedding, which two pipeline stages must cut alike, is alone."""
-    indices = zip(group_indices, stage_indices, domain_indices, strict=True)
-    return [
-        ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain)
-        for (_, parameter), (group, stage, domain) in zip(named, indices, strict=True)
-    ]
-
-
-def like_trained(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn.Module]) -> torch.Tensor:
-    """A tensor of the type and device that is trained; where nothing is, of the frozen parameters."""
-    frozen = chain.from_iterable(stage.parameters() for stage in stages)
-    return next(chain(parameters, frozen), torch.empty(0)).detach()
 
 
 def check_arguments(stages: object, zero_stage: object) -> None:
@@ -69,7 +36,7 @@ def check_arguments(stages: object, zero_stage: object) -> None:
         raise ConfigError(f"`zero_stage`: got {zero_stage!r}, expected one of {names}")
 
 
-def check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_offloading: bool) -> None:
+def _check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_offloading: bool) -> None:
     """Refuse parameters that no run could train.
 
     Args:
@@ -104,35 +71,51 @@ def check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_of
             )
 
 
-def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
-    """Refuse weights that are gathered in 8 bits of which this rank's shards are not ready when that begins.
+class TrainedParameters:
+    """The trainable parameters, in about the order in which backward completes them.
 
     Args:
-        domains: all of this rank's.
+        stages: the pipeline stages of this rank.
+        groups: every trainable parameter is in one of them.
         is_offloading: whether optimizer states may go to the host.
     Raises:
-        ConfigError: their states may go to the host, or they have masters beside them (fp16).
+        ConfigError: their type or device, several devices, several types of which states go to the host, one
+            parameter in two stages, in no group or in several, or another optimizer that trains them.
     """
-    for domain in domains:
-        if domain.gathered_as is None:
-            continue
-        if is_offloading:
-            raise ConfigError(
-                "got weights that are gathered in 8 bits, expected none (--fp8-param-gather): their scales "
-                "are found when the device has updated them, and the host updates later",
-                field="optimizer_offload_policy",
-            )
-        if domain.dtype == torch.float16:
-            raise ConfigError("got float16 weights that are gathered in 8 bits, expected bfloat16 or float32")
 
-
-class TrainedParameters:
-    """The trainable parameters as they were when the optimizer was built."""
-
-    def __init__(self, stages: Sequence[torch.nn.Module], trained: Named) -> None:
-        self._stages, self._trained = stages, list(trained)
+    def __init__(
+        self, stages: Sequence[torch.nn.Module], groups: Sequence[ParamGroup], *, is_offloading: bool
+    ) -> None:
+        self.stages, self.groups = stages, groups
+        found = [
+            (index, name, parameter)
+            for index, stage in reversed(list(enumerate(stages)))
+            for name, parameter in reversed(list(stage.named_parameters()))
+            if parameter.requires_grad
+        ]
+        self._stage_indices = [index for index, _, _ in found]
+        self.named = [(name, parameter) for _, name, parameter in found]
+        """Each with its name in its stage."""
+        _check_parameters(stages, self.named, is_offloading=is_offloading)
+        self.group_indices = assign_groups(self.named, groups)
+        self.parameters = [parameter for _, parameter in self.named]
+        all_parameters = chain.from_iterable(stage.parameters() for stage in stages)
+        like = next(chain(self.parameters, all_parameters), torch.empty(0))
+        self.device, self.dtype = like.device, like.dtype
+        """Of the first; where nothing is trained, of the frozen parameters."""
         self._addresses: dict[int, int] = {}
-        self.note(parameter for _, parameter in trained)
+
+    def specs(self, domain_indices: list[int]) -> list[ParamSpec]:
+        """What the layout needs to know; a tied embedding, which two stages must cut alike, is alone.
+
+        Args:
+            domain_indices: of the parameters.
+        """
+        indices = zip(self.group_indices, self._stage_indices, domain_indices, strict=True)
+        return [
+            ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain)
+            for parameter, (group, stage, domain) in zip(self.parameters, indices, strict=True)
+        ]
 
     def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """The optimizer itself has given these parameters the memory that they have now."""
@@ -147,18 +130,18 @@ class TrainedParameters:
         found = {id(parameter): parameter.data_ptr() for parameter in self._trainable()}
         if found == self._addresses:
             return
-        known = {id(parameter) for _, parameter in self._trained}
-        for name, parameter in chain.from_iterable(stage.named_parameters() for stage in self._stages):
+        known = set(map(id, self.parameters))
+        for name, parameter in chain.from_iterable(stage.named_parameters() for stage in self.stages):
             if parameter.requires_grad and id(parameter) not in known:
                 raise _changed(name, "unfrozen or added")
-        for name, parameter in self._trained:
+        for name, parameter in self.named:
             if id(parameter) not in found:
                 raise _changed(name, "removed or replaced" if parameter.requires_grad else "frozen")
             if found[id(parameter)] != self._addresses[id(parameter)]:
                 raise _changed(name, "moved to other memory (by `to`, `half` or an assignment to `.data`)")
 
     def _trainable(self) -> Iterator[torch.nn.Parameter]:
-        for module in chain.from_iterable(stage.modules() for stage in self._stages):
+        for module in chain.from_iterable(stage.modules() for stage in self.stages):
             yield from (p for p in own_parameters(module).values() if p.requires_grad)
 
 

@@ -121,13 +121,15 @@ def _state(config: RunConfig) -> PlanRow:
         + f" (data-parallel sharding: {stage.name.lower()}"
         + (f" in {instances} instances)" if instances > 1 else ")")
     )
-    cut = {level: f" / {shares}" if stage >= level else "" for level in ZeroStage}
+    gradient_parts, state_parts = (
+        f" / {shares}" if shared else "" for shared in (stage.shares_gradients, stage.shares_states)
+    )
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}",
         f"weights: {count} x {element_bytes(precision)} bytes = {weights}",
-        f"gradients: {count} x {main} bytes{cut[ZeroStage.GRADIENTS]} = {gradients}",
-        f"optimizer: {count} x {STATE_BYTES[precision]} bytes{cut[ZeroStage.OPTIMIZER]} (moments 8, and what "
+        f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
+        f"optimizer: {count} x {STATE_BYTES[precision]} bytes{state_parts} (moments 8, and what "
         f"a float32 master has beyond the weight), less what is on the host = {optimizer}",
     ])  # fmt: skip
 

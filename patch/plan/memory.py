@@ -6,7 +6,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
@@ -46,11 +45,10 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    parameters, replicas = _parameters(config, pp_rank), config.num_state_shares
-    gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
+    gradients = _parameters(config, pp_rank) * element_bytes(config.optimizer.main_grads_dtype)
     return RankBytes(
         weights=gathered_bytes(config, pp_rank),
-        gradients=gradients // replicas if config.zero_stage is ZeroStage.GRADIENTS else gradients,
+        gradients=gradients // config.num_gradient_parts,
         optimizer=_state_bytes(config, pp_rank) - offloaded_bytes(config, pp_rank),
     )
 
@@ -92,16 +90,17 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
         cuda: whether it runs on GPUs.
     """
     stand_ins = _stand_in_bytes(config, cuda=cuda)
-    shares, optimizer, stage = config.num_state_shares, config.optimizer, config.zero_stage
-    if stage is ZeroStage.NONE or shares == 1:
+    shares, optimizer = config.num_state_parts, config.optimizer
+    if shares == 1:
         return stand_ins
     parameters, element = _parameters(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
     bucket = min(optimizer.reduce_bucket_size, parameters)
-    staged = NUM_STAGING * bucket * element if stage is ZeroStage.GRADIENTS else 0
+    is_staged = config.num_gradient_parts > 1
+    staged = NUM_STAGING * bucket * element if is_staged else 0
     rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
     if cuda:
         return stand_ins + staged + 2 * bucket * rounded
-    number = NUM_STAGING if stage is ZeroStage.GRADIENTS else MAX_TRAVELLING + 1
+    number = NUM_STAGING if is_staged else MAX_TRAVELLING + 1
     travelling = min(number * bucket, parameters)
     received = travelling * (rounded or element) * (shares - 1) // shares
     return stand_ins + staged + travelling * rounded + received
@@ -189,7 +188,7 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     states = _parameters(config, pp_rank) * STATE_BYTES[config.training.precision]
     if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
         states += _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
-    return states if config.zero_stage is ZeroStage.NONE else states // config.num_state_shares
+    return states // config.num_state_parts
 
 
 def _parameters(config: RunConfig, pp_rank: int | None) -> int:

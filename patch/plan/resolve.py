@@ -67,12 +67,11 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     shares, copies = config.num_state_shares, config.num_weight_copies
     instances = copies // shares
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
-    if stage is ZeroStage.NONE:
+    if not config.zero_stage.shares_states:
         sent = 2 * gradients * (copies - 1) // copies
     else:
         travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
-        reductions = config.num_micro_batches if stage is ZeroStage.GRADIENTS else 1
-        sent = (travelling * reductions + gathered_bytes(config)) * (shares - 1) // shares
+        sent = (travelling * config.reductions_per_step + gathered_bytes(config)) * (shares - 1) // shares
         sent += 2 * gradients * (instances - 1) // copies
     return StageCost(sent, bytes_per_rank(config).total)
 

@@ -89,7 +89,7 @@ def _advice(value: str, field: str) -> Change:
 
 
 def _sharded_states(config: RunConfig, limit: int) -> Iterator[Change]:
-    if config.num_state_shares > 1 and config.zero_stage is ZeroStage.NONE:
+    if config.num_state_shares > 1 and not config.zero_stage.shares_states:
         words = f"true at {where('use_distributed_optimizer')}"
         yield _change("parallel", words, use_distributed_optimizer=True, data_parallel_sharding=None)
 
@@ -97,7 +97,7 @@ def _sharded_states(config: RunConfig, limit: int) -> Iterator[Change]:
 def _sharded_gradients(config: RunConfig, limit: int) -> Iterator[Change]:
     if config.num_state_shares == 1:
         return
-    if config.zero_stage is not ZeroStage.GRADIENTS:
+    if config.num_gradient_parts == 1:
         words = f"gradients at {where('data_parallel_sharding')}"
         yield _change("parallel", words, data_parallel_sharding=ZeroStage.GRADIENTS)
     if config.optimizer.reduce_bucket_size > SMALL_BUCKET:

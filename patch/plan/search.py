@@ -15,7 +15,6 @@ from itertools import product
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
@@ -197,9 +196,7 @@ def _bound(config: RunConfig, machine: Machine) -> float:
     passes = max(
         sum(costs.forward[rank::pp_size]) + sum(costs.backward[rank::pp_size]) for rank in range(pp_size)
     )
-    reductions = 0.0
-    if config.zero_stage is ZeroStage.GRADIENTS:
-        seconds = costs.travel.reduce.seconds(max(costs.parameters))
-        reductions = (config.num_micro_batches - 1) * max(0.0, seconds - passes)
+    seconds = costs.travel.reduce.seconds(max(costs.parameters))
+    reductions = (config.reductions_per_step - 1) * max(0.0, seconds - passes)
     update = max(costs.parameters) / costs.shares * costs.update
     return config.num_micro_batches * passes * (1 + 0.9 * schedule.formula) + reductions + update

@@ -39,7 +39,7 @@ def evaluate(run: Run) -> dict[str, float]:
     sums = [_sum_over_set(run, name, reader) for name, reader in run.valid_readers.items()]
     for stage in run.stages:
         stage.train()
-    run.optimizer.record_memory("evaluate")
+    run.optimizer.placement.record_memory("evaluate")
     losses = max_over_world([loss for loss, _ in sums], run.device)  # 0 on stages before the last
     return _record(run, losses, [tokens for _, tokens in sums])
 

@@ -107,7 +107,7 @@ class CheckpointSaver:
         self._newest = self._pending = start_save(
             checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
         )
-        run.optimizer.record_memory("save")
+        run.optimizer.placement.record_memory("save")
         if copies is None:
             self._finish()
 

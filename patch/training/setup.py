@@ -173,8 +173,8 @@ def build_run_optimizer(
     _let_engine_add_gradients(stages)
     if (offload := stages[0].activation_offload) is not None:
         offload.clock = WaitClock(optimizer.device)
-        if isinstance(optimizer.offload_device, SimulatedDevice):
-            offload.device = optimizer.offload_device  # one device with one budget
+        if isinstance(optimizer.placement.device, SimulatedDevice):
+            offload.device = optimizer.placement.device  # one device with one budget
     log_placement(optimizer)
     return optimizer
 

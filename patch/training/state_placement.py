@@ -38,7 +38,7 @@ _EVICTIONS = 4
 
 def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
     """Log the first placement of optimizer states, in a run with offload."""
-    if not optimizer.is_offloading:
+    if not optimizer.placement.is_offloading:
         return
     report = optimizer.report()
     _logger.info(
@@ -51,8 +51,8 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
 
 def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
     """Let the policy move states before a step, and log what it moved and why."""
-    before = optimizer.offload_fraction
-    moves = optimizer.apply_placement()
+    before = optimizer.report().offload_fraction
+    moves = optimizer.placement.apply()
     if moves:
         _moves_logger.info("%s", _describe(moves, before, optimizer))
 
@@ -68,7 +68,7 @@ def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) ->
     from patch.plan.savings import more_offload  # with it the planner, which a step does not need
 
     report = optimizer.report()
-    moves = optimizer.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
+    moves = optimizer.placement.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
     _moves_logger.warning(
         "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
         what, reason, _describe(moves, report.offload_fraction, optimizer), more_offload(optimizer.config),
@@ -83,7 +83,7 @@ def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributed
         size = size_text(sum(chunk.num_bytes for chunk in chunks))
         target = "host" if to_host else "device"
         parts.append(f"{len(chunks)} chunks ({size}) to the {target} ({reason})")
-    after = optimizer.offload_fraction
+    after = optimizer.report().offload_fraction
     return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"
 
 
@@ -100,7 +100,7 @@ class OomRetry:
         self._group = optimizer.groups.dp_cp
         is_whole = self._group.size() == dist.get_world_size() and optimizer.groups.cp.size() == 1
         is_whole &= not any(group.data_parallel_group for group in optimizer.param_groups)
-        self._can_agree = optimizer.is_offloading and is_whole
+        self._can_agree = optimizer.placement.is_offloading and is_whole
         self._random = random_state() if self._can_agree else {}
         self._error: Exception | None = None
         self._flags, self._pending = torch.zeros(2), Pending([])
@@ -115,7 +115,7 @@ class OomRetry:
             Exception: the error of `work`, if it is another error or the work cannot be repeated.
         """
         try:
-            with self._optimizer.count_activations():
+            with self._optimizer.placement.count_activations():
                 return work()
         except Exception as error:
             if not (is_out_of_memory(error) and is_device_error(error) and self._can_retry(error)):
@@ -128,7 +128,7 @@ class OomRetry:
 
     def _can_retry(self, error: Exception) -> bool:
         if self._can_agree and self._group.size() == 1:
-            return self._optimizer.can_evict
+            return self._optimizer.placement.can_evict
         return self._can_agree and not isinstance(error, dist.DistError)
 
     def start_agreement(self) -> None:
@@ -139,7 +139,7 @@ class OomRetry:
         self._flags = torch.zeros(2, device=device)
         if self._error is not None:  # a GPU tensor made from a list would wait for the GPU's queued work
             self._flags[0] = 1.0
-            self._flags[1] = float(not self._optimizer.can_evict)
+            self._flags[1] = float(not self._optimizer.placement.can_evict)
         self._pending = start_all_reduce(self._flags, self._group)
 
     def is_done(self) -> bool:

@@ -119,7 +119,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
     optimizer = run.optimizer
     work, lr = _work_of(run, iteration), _rate_of(run, iteration)
     group_lrs = [_rate_of(run, iteration, group) for group in optimizer.param_groups]
-    if optimizer.is_offloading:  # states move, and updates on the host may begin in backward
+    if optimizer.placement.is_offloading:  # states move, and updates on the host may begin in backward
         run.before_change()
     apply_placement(optimizer)
     retry = OomRetry(optimizer, f"step {iteration + 1}")
@@ -147,7 +147,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         run.num_skips = 0
     following.raise_together(counts[0], f"step {iteration + 2}", run.groups.dp_cp)
     run.upcoming = StepWork(iteration + 1, following.batches, *counts)
-    optimizer.record_memory("train")
+    optimizer.placement.record_memory("train")
     waited_ms = optimizer.exposed_communication_ms()
     data_wait_ms = run.data_clock.read_ms()
     is_skipped = int(outcome.is_skipped)

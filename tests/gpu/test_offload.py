@@ -8,7 +8,8 @@ import torch
 from patch.config.schema import OptimizerConfig
 from patch.memory import CudaDevice, offload_device
 from patch.optimizer.chunk import BucketShard, ShardRange
-from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.hybrid_adam import HybridAdam
+from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 

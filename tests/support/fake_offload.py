@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from patch.distributed import async_collectives
 from patch.memory import CudaDevice, staged_copy
 from patch.optimizer import (
-    bucket,
+    domain,
     eight_bit_flat,
     host_update,
     hybrid_adam,
@@ -56,9 +56,9 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
     with (
         mock.patch.object(own_shards, "sums_of_squares", sums_by_norms),
         mock.patch.object(async_collectives, "follows_on_device", lambda group: True),
-        mock.patch.object(bucket, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
-        mock.patch.object(bucket, "start_reduce_scatter", fake.start_reduce_scatter),
+        mock.patch.object(domain, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(domain, "start_reduce_scatter", fake.start_reduce_scatter),
         mock.patch.object(param_buffer, "start_all_gather", fake.start_all_gather),
         mock.patch.object(eight_bit_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),

@@ -30,10 +30,10 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup, host_update
-from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
-from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move, StaticPlacementPolicy
+from patch.optimizer.offload import Offload
+from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
 
 ZERO_STAGES = tuple(ZeroStage)
 LR = 3e-3
@@ -176,13 +176,8 @@ class Oracle:
         num_instances: int = 1,
         rounds: bool = False,
     ) -> None:
-        self.model, self._zero_stage, self._clip_grad, self._is_decoupled = (
-            model,
-            zero_stage,
-            clip_grad,
-            is_decoupled,
-        )
-        self._num_instances, self._rounds = num_instances, rounds
+        self.model, self._zero_stage, self._clip_grad = model, zero_stage, clip_grad
+        self._is_decoupled, self._num_instances, self._rounds = is_decoupled, num_instances, rounds
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
         self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
@@ -306,7 +301,7 @@ class RandomPolicy:
         self._random = random.Random(str(seed))
         self.num_moves = 0
 
-    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
+    def moves(self, chunks: Sequence, memory: DeviceMemory) -> list[Move]:
         if self._random.random() < 0.5:
             return []
         wanted = [Move(chunk, self._random.random() < 0.7, "chance") for chunk in chunks]

@@ -22,7 +22,7 @@ class _Alarm(TorchDispatchMode):
     def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
         super().__init__()
         self._weights = optimizer.param_buffer
-        self._names = {id(parameter): name for name, parameter in optimizer._trained._trained}
+        self._names = {id(parameter): name for name, parameter in optimizer._trained.named}
         self._storages = [flat.untyped_storage().data_ptr() for flat in self._weights.flats]
         """Of each domain."""
 
@@ -62,6 +62,6 @@ def no_stale_reads(optimizer: OverlappedDistributedOptimizer) -> Iterator[None]:
     where nothing can be on its way, because a rank updates all weights itself and at once.
     """
     is_sharded = any(domain.num_shards > 1 for domain in optimizer.param_buffer._domains)
-    is_needed = (is_sharded or optimizer.adam._offload is not None) and not is_in_torch_dispatch_mode()
+    is_needed = (is_sharded or optimizer.placement.is_offloading) and not is_in_torch_dispatch_mode()
     with _Alarm(optimizer) if is_needed else nullcontext():
         yield

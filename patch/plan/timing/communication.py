@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import ContextCommunication, ZeroStage
+from patch.config.choices import ContextCommunication
 from patch.plan.activations import boundary_bytes
 from patch.plan.memory import gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_per_rank
@@ -171,7 +171,7 @@ def gradient_travel(config: RunConfig, machine: Machine) -> GradientTravel:
     optimizer, instances = config.optimizer, config.parallel.num_distributed_optimizer_instances
     of_gradient = 2 if optimizer.grad_reduce_in_bf16 else element_bytes(optimizer.main_grads_dtype)
     nothing = Collective(0.0, 0.0, 0.0)
-    if config.zero_stage is ZeroStage.NONE:
+    if not config.zero_stage.shares_states:
         once = ring(machine, group_of(config, "dp", "cp"), of_gradient)
         twice = Collective(2 * once.latency, 2 * once.seconds_per_byte, of_gradient)
         return GradientTravel(twice, nothing, nothing)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import Precision, ZeroStage
+from patch.config.choices import Precision
 from patch.layout.buckets import smallest_bucket
 from patch.layout.pipeline_stages import stage_activations
 from patch.numbers import timed
@@ -95,7 +95,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
         travel=gradient_travel(config, machine),
         parameters=tuple(parameters_per_rank(config.model, parallel)),
-        shares=1 if config.zero_stage is ZeroStage.NONE else config.num_state_shares,
+        shares=config.num_state_parts,
         update=UPDATE_BYTES[config.training.precision] / machine.memory_rate,
     )
 
@@ -240,7 +240,7 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
         parts.append(_gathering(config, costs, contention))
     fraction = offloaded_fraction(config, machine)
     own = max(costs.parameters) / costs.shares
-    held = own if config.zero_stage is ZeroStage.GRADIENTS else max(costs.parameters)
+    held = max(costs.parameters) / config.num_gradient_parts
     read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
@@ -297,8 +297,7 @@ def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> lis
 
 def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> StepPart:
     """Gradients that are still on their way when the last process ends its last backward."""
-    pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
-    times = count if config.zero_stage is ZeroStage.GRADIENTS else 1
+    pp_size, times = config.parallel.pipeline_model_parallel_size, config.reductions_per_step
     travels = _travels(config, costs, costs.travel.reduce)
     latest = timing.step
     for rank, travel in enumerate(travels):

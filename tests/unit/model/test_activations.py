@@ -188,7 +188,7 @@ def measure_peaks(changes: dict[str, Any]) -> dict[int, tuple[int, int]]:
     found = {}
     for number in (0, 4, 5):
         run = build_seeded_run(offloading(changes, number))
-        device = run.optimizer.offload_device
+        device = run.optimizer.placement.device
         assert isinstance(device, SimulatedDevice)
         device.pop_peak_bytes()
         held = device.allocated_bytes

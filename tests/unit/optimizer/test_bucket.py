@@ -4,16 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from patch.config.choices import ZeroStage
 from patch.layout.buckets import BucketRange, ParamRange
 from patch.optimizer.bucket import Bucket
-from patch.optimizer.domain import Domain
+from patch.optimizer.domain import Domain, ShardedGradients
 
 
 def staged_bucket(*params: ParamRange) -> Bucket:
     group = dist.group.WORLD
     assert group is not None
-    domain = Domain(ZeroStage.GRADIENTS, group, torch.float32, group, None, None)
+    domain = Domain(ShardedGradients(), group, torch.float32, group, None, None)
     return Bucket(0, BucketRange(0, 64, params), torch.zeros(64), None, domain)
 
 

@@ -18,7 +18,8 @@ from patch.distributed.async_collectives import Pending
 from patch.memory import UNLIMITED
 from patch.optimizer import host_buffers
 from patch.optimizer.chunk import BucketShard, ShardRange
-from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.hybrid_adam import HybridAdam
+from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 

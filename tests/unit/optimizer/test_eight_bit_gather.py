@@ -71,7 +71,7 @@ def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
         config = OptimizerConfig(lr=LR, clip_grad=0.3, reduce_bucket_size=200)
         optimizer = OverlappedDistributedOptimizer([model], config, ZeroStage.OPTIMIZER, groups)
         optimizer.grad_buffer._can_wait_elsewhere = True
-        for flat in optimizer.param_buffer._in_8_bits.values():
+        for flat in optimizer.param_buffer.in_8_bits.values():
             flat._can_wait_elsewhere = True
         norms, losses = [], []
         for rate, (first, last) in zip(RATES, steps, strict=True):
@@ -112,7 +112,7 @@ def _read_whole(rank: int, world_size: int) -> None:
 
 
 def _fail_without_memory(optimizer: OverlappedDistributedOptimizer, rank: int) -> None:
-    (flat,) = optimizer.param_buffer._in_8_bits.values()
+    (flat,) = optimizer.param_buffer.in_8_bits.values()
 
     def allocate() -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory here")

@@ -27,7 +27,7 @@ from optimizer_runs import (
 
 from patch.config.choices import ZeroStage
 from patch.memory import UNLIMITED, SimulatedDevice
-from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.offload import Offload
 
 NUM_STEPS = 20
 CLIPPED, SOMETIMES, FREE = 0.01, 0.5, 0.0
@@ -69,7 +69,7 @@ def train(rank: int, run: tuple, place: tuple | None) -> dict[str, Any]:
     for index, step in enumerate(make_steps(NUM_STEPS, 2, 2)):
         batches = [batch.to(dtype) for batch in step[rank]]
         model.is_short = index % 3 == 1
-        optimizer.apply_placement()
+        optimizer.placement.apply()
         if index == 10:
             model.load_state_dict(OddModel(seed=7, dtype=dtype).state_dict())
             optimizer.reload_model_params()

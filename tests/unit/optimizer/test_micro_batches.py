@@ -135,7 +135,7 @@ def checkpointed_outside_of_the_forward(model: OddModel, optimizer: OverlappedDi
 
 def sparse(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
     embedding = torch.nn.Embedding(10, 4, sparse=True)
-    other = build_optimizer(embedding, optimizer.grad_buffer.buckets[0].domain.zero_stage)
+    other = build_optimizer(embedding, optimizer.grad_buffer.buckets[0].domain.sharding.stage)
     other.zero_grad(LR)
     embedding(torch.arange(3)).sum().backward()
 
@@ -143,7 +143,7 @@ def sparse(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
 def taken_by_a_hook(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
     other = OddModel()
     other.gain.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    zero_stage = optimizer.grad_buffer.buckets[0].domain.zero_stage
+    zero_stage = optimizer.grad_buffer.buckets[0].domain.sharding.stage
     accumulate(other, build_optimizer(other, zero_stage), [ONES])
 
 

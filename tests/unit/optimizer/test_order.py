@@ -31,9 +31,9 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.grad_buffer import NUM_STAGING
-from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move, StaticPlacementPolicy
+from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
 
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
@@ -114,7 +114,7 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
     optimizer = build(model, zero_stage, clip_grad, copies, offload)
     norms, losses = [], []
     for index, step in enumerate(steps):
-        optimizer.apply_placement()
+        optimizer.placement.apply()
         model.is_short = index % 3 == 1
         if index == 5:
             model.first.load_state_dict(other.first.state_dict())
@@ -132,7 +132,7 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
                 losses.append(model(step[0]))
         if index == 3:
             saved = {name: weight.clone() for name, weight in model.state_dict().items()}
-    optimizer.apply_placement()
+    optimizer.placement.apply()
     optimizer.finish_param_sync()
     states = [torch.cat([state for state, _ in states_of(optimizer, name)]) for name in optimizer.adam.dtypes]
     fake.compute.synchronize()
@@ -155,7 +155,7 @@ class ToTheDevice:
 
     is_asked = False
 
-    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
+    def moves(self, chunks: Sequence, memory: DeviceMemory) -> list[Move]:
         found = [Move(chunk, False, "a test") for chunk in chunks] if self.is_asked else []
         self.is_asked = True
         return found
@@ -174,7 +174,7 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
         worker = optimizer.adam.host_updates._worker
         worker.run_next()
         worker.jobs[0][0].set_running_or_notify_cancel()  # begun, and not yet at the states
-        optimizer.apply_placement()
+        optimizer.placement.apply()
         before = len(kernel.numels)
         while worker.jobs:
             worker.run_next()

@@ -129,7 +129,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
         "norms": [result.grad_norm for result in results],
         "weights": weights,
         "states": digests(run)[1],
-        "share": run.optimizer.offload_fraction,
+        "share": run.optimizer.report().offload_fraction,
     }
     new_job()
     return found

@@ -49,7 +49,7 @@ def build(level: str, num_batches: int, **changes: Any) -> Run:
 
 
 def device_of(run: Run) -> SimulatedDevice:
-    device = run.optimizer.adam._offload.device
+    device = run.optimizer.placement.device
     assert isinstance(device, SimulatedDevice)
     return device
 
@@ -139,7 +139,7 @@ def part_of_a_model() -> float:
     device_of(run).budget = device_of(run).allocated_bytes
     with pytest.raises(torch.OutOfMemoryError, match="--simulated-device-memory"):
         train_step(run, 0)
-    return run.optimizer.offload_fraction
+    return run.optimizer.report().offload_fraction
 
 
 def run_together(rank: int, world_size: int) -> dict[Any, Any]:
