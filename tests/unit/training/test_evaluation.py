@@ -63,16 +63,16 @@ def evaluate_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, d
     sources = {name: Seeded(size, size) for name, size in SIZES.items()}
     for name, changes in LAYOUTS.items():
         run = build_seeded_run(small_run(global_batch_size=8, **changes), folder)
-        run.valid_readers = readers(run, sources)
+        run.data.valid_readers = readers(run, sources)
         found[name] = evaluate(run)
         if name == "dp=2":
-            run.valid_weights = [1.0, 2.0, 3.0, 4.0]
+            run.data.valid_weights = [1.0, 2.0, 3.0, 4.0]
             found["weights"] = evaluate(run)
-            run.valid_readers, run.valid_weights = readers(run, {"nine": sources["nine"]}), None
+            run.data.valid_readers, run.data.valid_weights = readers(run, {"nine": sources["nine"]}), None
             found["alone"] = evaluate(run)
         new_job()
     run = build_seeded_run(small_run(global_batch_size=8, dp=2, eval_iters=1, data_prefetch=0), folder)
-    run.valid_readers = readers(run, sources)
+    run.data.valid_readers = readers(run, sources)
     found["one batch"] = evaluate(run)
     return found
 
@@ -147,7 +147,7 @@ def test_eval_iters_limits_the_global_batches_of_each_set(found: dict, expected:
 def evaluate_damaged(rank: int, world_size: int) -> list[str]:
     """The errors; before them, how many micro-batches are computed for three samples in batches of 16."""
     run = build_seeded_run(small_run(global_batch_size=16, micro_batch_size=1, dp=2))
-    run.valid_readers, forwards = readers(run, {"three": Seeded(3, 1)}), []
+    run.data.valid_readers, forwards = readers(run, {"three": Seeded(3, 1)}), []
     run.stages[0].register_forward_hook(lambda *_: forwards.append(1))
     evaluate(run)
     new_job()
@@ -156,7 +156,7 @@ def evaluate_damaged(rank: int, world_size: int) -> list[str]:
         run = build_seeded_run(
             small_run(global_batch_size=4, micro_batch_size=1, dp=2, data_prefetch=num_ahead)
         )
-        run.valid_readers = readers(run, {"damaged": Seeded(8, 1, broken_at=5)})
+        run.data.valid_readers = readers(run, {"damaged": Seeded(8, 1, broken_at=5)})
         with pytest.raises(DataError) as caught:
             evaluate(run)
         said.append(str(caught.value))
