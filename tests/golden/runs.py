@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +139,8 @@ def _with_data(folder: Path, changes: dict[str, Any]) -> RunConfig:
 
 def _of_batches(reader: BatchReader, num_steps: int) -> str:
     steps = [reader.step(iteration) for iteration in range(num_steps)]
-    tensors = ((each.tokens, each.labels, each.loss_mask) for step in steps for each in step)
-    return sha256(map(tensor_bytes, chain.from_iterable(tensors)))
+    fields = ("tokens", "labels", "loss_mask")
+    return sha256(tensor_bytes(getattr(batch, name)) for step in steps for batch in step for name in fields)
 
 
 def _export(source: Path, target: Path) -> str:

@@ -99,5 +99,4 @@ def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:
         initialize_weights(stages, config.model, 1)
     else:
         import_hf(stages, hf_folder, config.model, groups)
-    data = RunData(Objective(config), None, {})  # type: ignore[arg-type]
-    return Run(config, CPU.device, groups, stages, None, data)  # type: ignore[arg-type]
+    return Run(config, CPU.device, groups, stages, None, RunData(Objective(config), None, {}))  # type: ignore

@@ -39,13 +39,12 @@ def test_parts_are_joined_in_the_order_of_positions() -> None:
 
 
 def test_all_that_tokens_have_is_cut_alike() -> None:
-    lengths = torch.tensor([3, 5], dtype=torch.int32)
-    rows = [torch.arange(8), torch.arange(8, 16)]
+    lengths, rows = torch.tensor([3, 5], dtype=torch.int32), (torch.arange(8), torch.arange(8, 16))
     first, second = (Sample(row, row + 1, row / 2, None, {"more": row * 3}) for row in rows)
     batch = collate([first._replace(lengths=lengths), second])
     own = cut_batch(batch, Zigzag(1, 2)).to(torch.device("cpu"))
     assert own.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert torch.equal(own.labels, own.tokens + 1) and torch.equal(own.loss_mask, own.tokens / 2)
-    assert torch.equal(own.further["more"], own.tokens * 3)
-    assert own.cu_seqlens is batch.cu_seqlens and own.cu_seqlens.tolist() == [0, 3, 8, 16]
+    assert torch.equal(own.further["more"], own.tokens * 3) and own.cu_seqlens is batch.cu_seqlens
+    assert own.cu_seqlens.tolist() == [0, 3, 8, 16]
     assert cut_batch(batch, WHOLE).tokens is batch.tokens

@@ -35,8 +35,7 @@ class Gain(Objective):
     reported = ("loss", "gain")
 
     def report(self, output, batch, divisor):
-        (loss,) = super().report(output, batch, divisor).values()
-        return {"loss": loss, "gain": -loss}
+        return (own := super().report(output, batch, divisor)) | {"gain": -own["loss"]}
 
     def evaluated(self, means):
         return {**super().evaluated(means), "valid_gain": means["gain"]}

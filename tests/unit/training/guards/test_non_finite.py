@@ -134,8 +134,8 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(t
     values[[5, 150, 200, 201, 260]] = [9.0, 5.0, 6.0, 6.0, 1.0]  # too early; two spikes; far below
     config = small_run(global_batch_size=4, output_path=str(tmp_path))
     lines = messages_from("WARNING")
-    data = SimpleNamespace(sample_place="row {}".format)
-    run = SimpleNamespace(config=config, data=data, consumed_samples=lambda step: 4 * step)
+    run = SimpleNamespace(config=config, data=SimpleNamespace(sample_place="row {}".format))
+    run.consumed_samples = lambda step: 4 * step
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration, value in enumerate(values):
         warnings.note(iteration, float(value), 1.0)
