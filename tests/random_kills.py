@@ -93,7 +93,7 @@ def work(changes: dict[str, Any]) -> None:
     config = small_run(**changes)
     root, output = checkpoint_root(config), Path(changes["output_path"])
     run = resume_seeded_run(config)
-    run.valid_readers = {}
+    run.data.valid_readers = {}
     hooks = []
     if os.environ["RANK"] != "0":
         Trainer(run, hooks).train()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from patch.checks.layout import set_spares_aside
 from patch.config import RunConfig, to_yaml, unknown_variables
+from patch.config.fields import check_choice
 from patch.device import MachineFacts
 from patch.distributed.launch import allocator_environment, launch
 from patch.errors import ConfigError, MemoryLackError, TrainingError, about
@@ -26,14 +27,19 @@ from patch.preflight.hub_names import fetch_from_hub, weights_here
 from patch.preflight.parse import Invocation, parse_args
 from patch.preflight.resume_guard import resume_notes
 from patch.preflight.validate import run_warnings, validate_run
+from patch.training import OBJECTIVES
 from toolkits.train import RESOLVED
 
 _logger = get_logger(__name__)
-_WORKER = Path(__file__).with_name("train") / "__main__.py"
 
 
-def start(argv: list[str]) -> int:
-    """Start the workers of a run and wait for them, or be one of a scheduler's; returns the exit code."""
+def start(argv: list[str], script: Path) -> int:
+    """Start the workers of a run and wait for them, or be one of a scheduler's; returns the exit code.
+
+    Args:
+        argv: the command line without the program's name.
+        script: the Python file that our launcher's workers run.
+    """
     os.environ.update(slurm_task(argv[0] if argv else "", os.environ))
     is_worker = "LOCAL_RANK" in os.environ
     if is_worker:
@@ -61,7 +67,7 @@ def start(argv: list[str]) -> int:
         from patch.plan.cures import refuse_what_cannot_fit  # a run that fits does not need it
 
         refuse_what_cannot_fit(invocation.config, machine)
-    return 0 if invocation.dry_run else _launch(invocation, machine)
+    return 0 if invocation.dry_run else _launch(invocation, machine, script)
 
 
 def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:
@@ -69,6 +75,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     rendezvous = invocation.rendezvous._replace(
         num_spares=invocation.config.parallel.nnodes - config.parallel.nnodes
     )
+    check_choice(config.training.objective, list(OBJECTIVES), "--objective")
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, chosen = resolve_run(config, machine)
@@ -76,7 +83,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 
-def _launch(invocation: Invocation, machine: MachineFacts) -> int:
+def _launch(invocation: Invocation, machine: MachineFacts, script: Path) -> int:
     """Start workers that read the resolved run from a file of this user's and check nothing again."""
     config = invocation.config
     _say_memory(config, machine)
@@ -84,7 +91,7 @@ def _launch(invocation: Invocation, machine: MachineFacts) -> int:
         file = Path(folder) / "run.yaml"
         file.write_text(to_yaml(config), encoding="utf-8")
         command = [RESOLVED, str(file)]
-        return launch(_WORKER.resolve(), command, config, invocation.rendezvous, machine)
+        return launch(script, command, config, invocation.rendezvous, machine)
 
 
 def _describe(invocation: Invocation, machine: MachineFacts) -> None:
@@ -129,7 +136,7 @@ def _work(config: RunConfig, machine: MachineFacts) -> None:
     from patch.compat import quick_start
 
     with quick_start():
-        from patch.training import run
+        from patch.training.worker import run
 
     try:
         run(config)

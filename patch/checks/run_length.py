@@ -32,6 +32,13 @@ def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> 
         refuse("dataset_type", "raw", "idxmap, or SFT=true", why)
 
 
+def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
+    """A built-in objective is that of the run's data."""
+    name, kind = config.training.objective, "sft" if config.training.sft else "pretrain"
+    if name in ("sft", "pretrain") and name != kind:
+        refuse("objective", name, kind, f"SFT={str(config.training.sft).lower()} says what is read")
+
+
 def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
     """What is done with documents fits together, and is asked for in pre-training only."""
     data = config.data

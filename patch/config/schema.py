@@ -184,6 +184,10 @@ class TrainingConfig:
         at_least=0,
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
+    objective: str = flag(
+        "what is minimised: sft or pretrain (default: as --sft says), or what your program has registered",
+        "default",
+    )
     precision: Precision = flag(
         "type of weights and activations; masters stay fp32; fp8: as bf16, with 8-bit products in the layers",
         "bf16",

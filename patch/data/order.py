@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
@@ -255,6 +255,7 @@ class BatchReader:
         zigzag: this rank's part of each sample; ranks of a context-parallel group read the same samples.
         ahead: step k begins at sample k * global_batch_size + ahead. It is 0 unless the global batch size was
             changed on a resume.
+        make_batch: makes a micro-batch of whole samples, of which the rank's part is then cut.
     """
 
     def __init__(
@@ -269,12 +270,14 @@ class BatchReader:
         shuffle: bool,
         zigzag: Zigzag = WHOLE,
         ahead: int = 0,
+        make_batch: Callable[[Sequence[Sample]], Batch] = collate,
     ) -> None:
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "validate_run lets only these through"
         self._source = source
         self._micro_batch_size = micro_batch_size
         self._global_batch_size, self._ahead = global_batch_size, ahead
         self._dp_rank, self._dp_size, self._zigzag = dp_rank, dp_size, zigzag
+        self._make_batch = make_batch
         self._order = ShuffledOrder(len(source), seed) if shuffle else None
 
     def __len__(self) -> int:
@@ -303,7 +306,7 @@ class BatchReader:
 
     def _batch(self, first: int) -> Batch:
         samples = [self._sample(index) for index in range(first, first + self._micro_batch_size)]
-        return cut_batch(collate(samples), self._zigzag)
+        return cut_batch(self._make_batch(samples), self._zigzag)
 
     def _sample(self, index: int) -> Sample:
         if self._order is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from patch.device import send
 from patch.distributed.context_group import Zigzag
 
 
@@ -18,9 +19,11 @@ class Sample(NamedTuple):
     labels: torch.Tensor
     """int64 [S]: labels[i] follows tokens[i]."""
     loss_mask: torch.Tensor
-    """float32 [S]: 1 where the label is learned."""
+    """float32 [S]: the label's weight in the loss: 1, or as an objective says; 0 where it is not learned."""
     lengths: torch.Tensor | None = None
     """int32 [n]: tokens of each packed sequence, in their order; the sum is S. None: it is one sequence."""
+    further: Mapping[str, torch.Tensor] = {}
+    """What else an objective needs of each token, by name: [S, ...]."""
 
 
 def lengths_between(ends: torch.Tensor) -> torch.Tensor:
@@ -34,7 +37,7 @@ def lengths_between(ends: torch.Tensor) -> torch.Tensor:
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the CPU: the fields of Sample, stacked to [B, S], or of a CP rank [B, S / CP]."""
+    """One micro-batch: the fields of Sample, stacked to [B, S], or of a CP rank [B, S / CP]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -42,6 +45,17 @@ class Batch(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
     """int32 [n + 1]: where the packed sequences begin and end among the B * S tokens, counted row after row,
     with 0 and B * S. No sequence goes over the end of a row. None: each row is one sequence."""
+    further: Mapping[str, torch.Tensor] = {}
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with all tensors changed but `cu_seqlens`, which the host reads."""
+        further = {name: change(tensor) for name, tensor in self.further.items()}
+        tokens, labels, loss_mask = map(change, (self.tokens, self.labels, self.loss_mask))
+        return Batch(tokens, labels, loss_mask, self.cu_seqlens, further)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device, but for `cu_seqlens`."""
+        return self.each(lambda tensor: send(tensor, device))
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -49,39 +63,21 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
     If one of them has several sequences, the others count as one sequence of S tokens each.
     """
-    tokens = torch.stack([sample.tokens for sample in samples])
-    labels = torch.stack([sample.labels for sample in samples])
-    loss_mask = torch.stack([sample.loss_mask for sample in samples])
-    if all(sample.lengths is None for sample in samples):
-        return Batch(tokens, labels, loss_mask)
-    whole = torch.tensor([tokens.shape[1]], dtype=torch.int32)
-    lengths = [whole if sample.lengths is None else sample.lengths for sample in samples]
-    ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
-    return Batch(tokens, labels, loss_mask, torch.cat([ends.new_zeros(1), ends]))
+    names = ("tokens", "labels", "loss_mask")
+    tokens, labels, loss_mask = (torch.stack([getattr(each, name) for each in samples]) for name in names)
+    cu_seqlens = None
+    if any(sample.lengths is not None for sample in samples):
+        whole = torch.tensor([tokens.shape[1]], dtype=torch.int32)
+        lengths = [whole if sample.lengths is None else sample.lengths for sample in samples]
+        ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
+        cu_seqlens = torch.cat([ends.new_zeros(1), ends])
+    further = {name: torch.stack([each.further[name] for each in samples]) for name in samples[0].further}
+    return Batch(tokens, labels, loss_mask, cu_seqlens, further)
 
 
 def cut_batch(batch: Batch, zigzag: Zigzag) -> Batch:
     """A context-parallel rank's part [B, S / CP] of each row; `cu_seqlens` stay those of the whole rows."""
-    tokens, labels, loss_mask = (zigzag.cut(tensor, 1) for tensor in batch[:3])
-    return Batch(tokens, labels, loss_mask, batch.cu_seqlens)
-
-
-class StepWork(NamedTuple):
-    """The data of one step. It is read and counted while the previous step ends."""
-
-    iteration: int
-    """Counted from 0."""
-    batches: list[Batch]
-    """This rank's micro-batches."""
-    tokens: float
-    """Learned tokens of the global batch: the sum over all ranks."""
-    attended_pairs: float
-    """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
-
-
-def learned_tokens(batches: list[Batch]) -> float:
-    """Tokens of these micro-batches that the loss covers."""
-    return sum(batch.loss_mask.sum().item() for batch in batches)
+    return batch.each(lambda tensor: zigzag.cut(tensor, 1))
 
 
 class SampleSource(Protocol):

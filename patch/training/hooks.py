@@ -1,7 +1,8 @@
 """Hooks, which the training loop calls: their base class, and the small ones of a run.
 
-A new hook is a subclass of `TrainerHook` and a line in `worker.build_hooks`. Here are progress, the last
-save, a forecast of the step's time and the traces of --profile; metrics and checkpoints have own files.
+A new hook is a subclass of `TrainerHook` and a line in `worker.build_hooks`; that of another program is
+registered (`patch.training.register_hook`). Here are progress, the last save, a forecast of the step's time
+and the traces of --profile; metrics and checkpoints have own files.
 
 log/last_saved_iteration.txt tells a job's script whether a run gets on. The tracker does not: with --save URL
 it is in the store, and the one on the disk is of a copy that the store once refused.
@@ -53,10 +54,7 @@ class TrainerHook:
         """Called every `--log-interval` steps and after the last step; metrics are the largest over ranks."""
 
     def on_evaluate(self, record: Record) -> None:
-        """Called after an evaluation, with `iteration`, `valid_loss`, `valid_ppl` and `valid_tokens`.
-
-        With several validation sets there are also `valid_loss/NAME` and `valid_ppl/NAME` of each.
-        """
+        """Called after an evaluation, with `iteration` and the metrics of `evaluate`."""
 
     def on_save(self, iteration: int) -> None:
         """Called after a checkpoint is complete; all ranks wait for each other afterwards.
@@ -119,10 +117,9 @@ class ProgressDisplay(TrainerHook):
 
     def on_evaluate(self, record: Record) -> None:
         """Show one evaluation."""
-        message = (
-            f"step {record['iteration']}  validation loss {record['valid_loss']:.4f}  "
-            f"perplexity {record['valid_ppl']:.3f}"
-        )
+        message = f"step {record['iteration']}  validation loss {record['valid_loss']:.4f}"
+        if "valid_ppl" in record:
+            message += f"  perplexity {record['valid_ppl']:.3f}"
         prefix = "valid_loss/"
         losses = {key: loss for key, loss in record.items() if key.startswith(prefix)}
         if losses:

@@ -40,7 +40,7 @@ _logger = get_logger(__name__)
 def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, float]:
     """The metrics of a step that differ between ranks; the record contains the largest value of each.
 
-    Memory is that of the GPU, or on the CPU that of the process. The loss is 0 on stages before the last.
+    Memory is that of the GPU, or on the CPU that of the process. The loss is -inf on stages before the last.
 
     Args:
         run: this rank's parts of the run.
@@ -51,6 +51,7 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
     return {
         **_offloaded_activations(run),
         "loss": result.loss,
+        **result.further,
         "step_time_ms": step_time_ms,
         "comm_exposed_ms": result.comm_exposed_ms,
         "data_wait_ms": result.data_wait_ms,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,9 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
-from patch.data import BatchReader, build_datasets, load_tokenizer
+from patch.data import Batch, BatchReader, load_tokenizer
 from patch.data.order import StepReader
-from patch.data.samples import SampleSource, StepWork
+from patch.data.samples import SampleSource
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
@@ -29,50 +29,71 @@ from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
 from patch.preflight.stored_shape import is_hf_folder
-from patch.storage.names import DATA_INDEX_FOLDER
 from patch.storage.places import AnyPath, any_path
+from patch.training import OBJECTIVES
 from patch.training.guards.phases import PhaseClock
+from patch.training.objective import Objective
 from patch.training.run_state import Progress, find_newest, load_weights, resume
 from patch.training.state_placement import log_placement
 
 _logger = get_logger(__name__)
 
 
+class StepWork(NamedTuple):
+    """The data of one step."""
+
+    iteration: int
+    """Counted from 0."""
+    batches: list[Batch]
+    """This rank's micro-batches."""
+    divisor: float
+    """What the objective counts in the global batch: the sum over all ranks."""
+    attended_pairs: float
+    """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
+
+
+@dataclass
+class RunData:
+    """What one rank reads, and what it minimises on it."""
+
+    objective: Objective
+    train_reader: StepReader
+    valid_readers: dict[str, BatchReader]
+    """The reader of each validation set, by its name; empty if there is none."""
+    valid_weights: list[float] | None = None
+    """Weights of the validation sets, if position 21 has weights."""
+    sample_place: Callable[[int], str] | None = None
+    """Gives the place in the data of a sample, by its number in the run; None: not known."""
+    records: list[SetRecord] = field(default_factory=list)
+    """Records of the training sets of rows (see `DataSets`)."""
+    upcoming: StepWork | None = None
+    """The data of the next step, read while the last step ended; None: not read yet."""
+    clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
+    """Counts how long steps wait for their data."""
+
+
 @dataclass
 class Run:
-    """One rank's parts of a run."""
+    """One rank's parts of a run: the model with its optimizer, the data, and how far they are."""
 
     config: RunConfig
     """With the steps that the training set decided, if the length was given in epochs."""
     device: torch.device
     groups: ProcessGroupCollection
-    tokenizer: Any
-    train_reader: StepReader
-    valid_readers: dict[str, BatchReader]
-    """The reader of each validation set, by its name; empty if there is none."""
     stages: list[LlamaModel]
     """This rank's pipeline stages, in the order in which a batch passes them."""
     optimizer: OverlappedDistributedOptimizer
-    start_iteration: int
+    data: RunData
+    start_iteration: int = 0
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
-    sample_place: Callable[[int], str] | None = None
-    """Gives the place in the data of a sample, by its number in the run; None: not known."""
-    num_skips: int = 0
-    """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
-    phases: PhaseClock = field(default_factory=PhaseClock)
-    """Notes of what this rank does now."""
-    upcoming: StepWork | None = None
-    """The batches of the next step, read while the last step ended; None: not read yet."""
-    valid_weights: list[float] | None = None
-    """Weights of the validation sets, if position 21 has weights."""
-    before_change: Callable[[], None] = lambda: None
-    """Called before weights or states are changed, which a checkpoint may still be copying."""
     samples_ahead: int = 0
     """Samples consumed beyond one global batch a step; not 0 once the global batch size was changed."""
-    records: list[SetRecord] = field(default_factory=list)
-    """Records of the training sets of rows (see `DataSets`)."""
-    data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
-    """Counts how long steps wait for their data."""
+    num_skips: int = 0
+    """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
+    tokenizer: Any = None
+    """Exported with the model."""
+    phases: PhaseClock = field(default_factory=PhaseClock)
+    """Notes of what this rank does now."""
 
     @property
     def activation_offload(self) -> SavedTensors | None:
@@ -84,53 +105,46 @@ class Run:
         return iteration * self.config.training.global_batch_size + self.samples_ahead
 
 
-def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection) -> Run:
+def build_run(
+    config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection, phases: PhaseClock
+) -> Run:
     """Build the run on this rank and load its weights or its checkpoint.
 
     Args:
         config: the run.
         context: the device of this rank.
         groups: the process groups of this rank.
+        phases: gets the notes of what this rank does.
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
     root, progress = find_newest(checkpoint_root(config), disk_root(config))
-    ahead = 0
-    if progress is not None:
-        ahead = progress.consumed_samples - progress.iteration * config.training.global_batch_size
+    training, (start, consumed) = config.training, progress or Progress(0, 0)
+    ahead = consumed - start * training.global_batch_size
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder)
-    datasets = build_datasets(
-        config.data,
-        config.model,
-        tokenizer,
-        sft=config.training.sft,
-        num_train_samples=partial(num_train_samples, config, ahead=ahead),
-        seed=config.training.seed,
-        index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
-    )
-    config = with_samples(config, datasets.num_train_samples, ahead=ahead)
+    objective = (OBJECTIVES[config.training.objective] or Objective)(config)
+    sets = objective.build_datasets(tokenizer, partial(num_train_samples, config, ahead=ahead))
+    config = with_samples(config, sets.num_train_samples, ahead=ahead)
     stages, optimizer = build_model(config, groups, context.device)
-    train_reader = _reader(
-        config, datasets.train, groups, shuffle=not datasets.train.is_shuffled, ahead=ahead
+
+    def reader(source: SampleSource, *, shuffle: bool, ahead: int = 0) -> BatchReader:
+        return BatchReader(
+            source, micro_batch_size=training.micro_batch_size, global_batch_size=training.global_batch_size,
+            dp_rank=groups.dp.rank(), dp_size=groups.dp.size(), seed=training.seed, shuffle=shuffle,
+            zigzag=Zigzag.of(groups.cp), ahead=ahead, make_batch=objective.collate,
+        )  # fmt: skip
+
+    train_reader = reader(sets.train, shuffle=not sets.train.is_shuffled, ahead=ahead)
+    valid_readers = {name: reader(source, shuffle=False) for name, source in sets.valid.items()}
+    data = RunData(
+        objective, train_reader, valid_readers, sets.valid_weights, train_reader.place, sets.records
     )
     run = Run(
-        config=config,
-        device=context.device,
-        groups=groups,
-        tokenizer=tokenizer,
-        train_reader=train_reader,
-        sample_place=train_reader.place,
-        valid_readers={
-            name: _reader(config, source, groups, shuffle=False) for name, source in datasets.valid.items()
-        },
-        valid_weights=datasets.valid_weights,
-        records=datasets.records,
-        stages=stages,
-        optimizer=optimizer,
-        start_iteration=0 if progress is None else progress.iteration,
-        samples_ahead=ahead,
-    )
+        config, context.device, groups, stages, optimizer, data, start, ahead, tokenizer=tokenizer,
+        phases=phases,
+    )  # fmt: skip
+    phases.num_before = start
     _load(run, root, progress)
     return run
 
@@ -189,27 +203,6 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
         weight = getattr(module, "weight", None)
         if hasattr(module, "fuse_wgrad_accumulation") and hasattr(weight, "get_main_grad"):
             module.fuse_wgrad_accumulation = True
-
-
-def _reader(
-    config: RunConfig,
-    source: SampleSource,
-    groups: ProcessGroupCollection,
-    *,
-    shuffle: bool,
-    ahead: int = 0,
-) -> BatchReader:
-    return BatchReader(
-        source,
-        micro_batch_size=config.training.micro_batch_size,
-        global_batch_size=config.training.global_batch_size,
-        dp_rank=groups.dp.rank(),
-        dp_size=groups.dp.size(),
-        seed=config.training.seed,
-        shuffle=shuffle,
-        zigzag=Zigzag.of(groups.cp),
-        ahead=ahead,
-    )
 
 
 def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:

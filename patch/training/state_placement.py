@@ -12,9 +12,10 @@ ends the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from patch.optimizer.placement import Move
 from patch.training.error_translation import LostRankError, is_device_error, is_out_of_memory
 from patch.training.run_state import random_state, set_random_state
 
-_T = TypeVar("_T")
 _logger = get_logger(__name__)
 _moves_logger = get_logger(f"{__name__}.moves", every_rank=True)
 """Logs on every rank, because each rank moves its own states."""
@@ -88,7 +88,10 @@ def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributed
 
 
 class OomRetry:
-    """The attempts of one step or one evaluation batch: call `attempt` and `start_agreement` until `is_done`.
+    """The attempts of one step or one evaluation batch.
+
+    The body of a loop over `attempts` is done again until no rank ran out of memory in it. It does its work
+    in `computing`, and calls `start_agreement` afterwards.
 
     Args:
         optimizer: its states are moved to the host if memory runs out.
@@ -105,26 +108,37 @@ class OomRetry:
         self._error: Exception | None = None
         self._flags, self._pending = torch.zeros(2), Pending([])
 
-    def attempt(self, work: Callable[[], _T], otherwise: Callable[[], _T]) -> _T:
-        """Call `work`; if it runs out of device memory and can be repeated, call `otherwise`.
+    def attempts(self) -> Iterator[None]:
+        """Give one attempt after the other, until one succeeded on all ranks.
 
-        Args:
-            work: computes without updating weights or optimizer states, so it can be repeated.
-            otherwise: takes part in the collectives that the other ranks' `work` expects.
         Raises:
-            Exception: the error of `work`, if it is another error or the work cannot be repeated.
+            RuntimeError: this rank's out-of-memory error, if a rank has no states left to evict.
+            LostRankError: the same on ranks that did not run out of memory themselves.
+        """
+        yield
+        while not self._is_done():
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[list[Any]]:
+        """A context that ends if device memory runs out and the work can be repeated; see `ran_out`.
+
+        It gives a list for the work's results. The work changes neither weights nor optimizer states.
         """
         try:
             with self._optimizer.placement.count_activations():
-                return work()
+                yield []
         except Exception as error:
             if not (is_out_of_memory(error) and is_device_error(error) and self._can_retry(error)):
                 raise
             self._error = error.with_traceback(None)
-        # Outside the handler: there the exception still refers to the stack and the tensors in it.
-        if torch.cuda.is_available():
+
+    def ran_out(self) -> bool:
+        """Whether this rank ran out of memory in this attempt; then free what the attempt has left."""
+        if self._error is not None:
+            # Not in `computing`, where the exception still refers to the stack and the tensors in it.
             torch.cuda.empty_cache()
-        return otherwise()
+        return self._error is not None
 
     def _can_retry(self, error: Exception) -> bool:
         if self._can_agree and self._group.size() == 1:
@@ -137,18 +151,13 @@ class OomRetry:
             return
         device = torch.device("cpu") if self._group.size() == 1 else self._optimizer.device
         self._flags = torch.zeros(2, device=device)
-        if self._error is not None:  # a GPU tensor made from a list would wait for the GPU's queued work
+        if self.ran_out():  # a GPU tensor made from a list would wait for the GPU's queued work
             self._flags[0] = 1.0
             self._flags[1] = float(not self._optimizer.placement.can_evict)
         self._pending = start_all_reduce(self._flags, self._group)
 
-    def is_done(self) -> bool:
-        """Whether the attempt succeeded on all ranks; if not, ranks that ran out of memory evict states.
-
-        Raises:
-            RuntimeError: this rank's out-of-memory error, if a rank has no states left to evict.
-            LostRankError: the same on ranks that did not run out of memory themselves.
-        """
+    def _is_done(self) -> bool:
+        """Whether the attempt succeeded on all ranks; if not, ranks that ran out of memory evict states."""
         if not self._can_agree:
             return True
         num_short, num_hopeless = read_values(self._flags, self._pending, WaitClock(self._flags.device))

@@ -1,48 +1,45 @@
 """One optimizer step on megatron-core's schedules.
 
-The loss of a step is sum(loss * mask) / tokens, where `tokens` is the number of learned tokens in the global
-batch, summed over data- and context-parallel ranks before the first forward. So micro-batch size, DP, CP, PP
-and padding change loss and gradient only by the order of summation; a reduced gradient needs no rescaling.
+The loss of a step is divided by what its objective counts in the global batch (the learned tokens, and with
+them the loss is their mean), summed over data- and context-parallel ranks before the first forward. So
+micro-batch size, DP, CP, PP and padding change loss and gradient only by the order of summation; a reduced
+gradient needs no rescaling.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.checks.run_length import place_in_schedule
 from patch.compat.corrections import last_sends_arrive
 from patch.data import Batch
-from patch.data.order import StepReader
-from patch.data.samples import StepWork, learned_tokens
-from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
-from patch.distributed.collectives import on_all_ranks, sum_over
 from patch.distributed.context_group import Zigzag
-from patch.errors import DataError
-from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned, unchanged_weights
+from patch.model import LlamaModel, PackedSequences, unchanged_weights
 from patch.optimizer import ParamGroup, learning_rate
-from patch.plan.flops import attended_pairs
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
 from patch.training.run_state import random_state, set_random_state
-from patch.training.setup import Run
+from patch.training.setup import Run, StepWork
 from patch.training.state_placement import OomRetry, apply_placement
+from patch.training.step_data import Reading, counted_work, counts, read_step, take_work
+
+Report = Mapping[str, torch.Tensor]
+"""What an objective reports of a micro-batch, without a graph."""
 
 
 class StepResult(NamedTuple):
     """The result of one optimizer step; equal on all ranks of the last stage's data-parallel group."""
 
     loss: float
-    """Mean over the learned tokens of the global batch; 0 on stages before the last."""
+    """Of the global batch; -inf on stages before the last."""
     grad_norm: float
     lr: float
     """The run's; a parameter group with a decoupled rate has another."""
@@ -54,114 +51,61 @@ class StepResult(NamedTuple):
     """See `StepWork`."""
     data_wait_ms: float
     """Time that this rank waited for the data of the next step; in the first step for its own data too."""
+    further: Mapping[str, float]
+    """What else the objective reports, as the loss."""
 
 
-class Reading(NamedTuple):
-    """This rank's micro-batches of a step, or why they could not be read.
-
-    An error of one rank is raised on all without a collective for it: the number of learned tokens is summed
-    over ranks anyway, and a rank that cannot read its data adds NaN.
-    """
-
-    batches: list[Batch]
-    error: Exception | None = None
-
-    @property
-    def learned(self) -> float:
-        """Learned tokens of these micro-batches; NaN, which a sum over ranks keeps, after an error."""
-        return math.nan if self.error is not None else learned_tokens(self.batches)
-
-    def raise_together(self, learned: float, what: str, group: dist.ProcessGroup) -> None:
-        """Raise on all ranks of a group if one of them could not read.
-
-        Ranks of other groups read the same data, and so raise too, unless it is this machine that cannot.
-
-        Args:
-            learned: the sum of `learned` over the group.
-            what: the step, for the message.
-            group: the ranks that read different data.
-
-        Raises:
-            Exception: this rank's error.
-            DataError: on the ranks that could read.
-        """
-        if not math.isnan(learned):
-            return
-        error = self.error or DataError(
-            f"another rank cannot read the data of {what}; its own message says why"
-        )
-        raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
-
-
-def read_batches(reader: StepReader, iteration: int) -> Reading:
-    """This rank's micro-batches of a step; an error is kept for `raise_together`.
-
-    Args:
-        reader: gives the micro-batches.
-        iteration: counted from 0.
-    """
-    try:
-        return Reading(reader.step(iteration))
-    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
-        return Reading([], error)
-
-
-def train_step(run: Run, iteration: int) -> StepResult:
+def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lambda: None) -> StepResult:
     """Forward, backward, reduction and update of one global batch.
 
     Args:
         run: this rank's parts of the run.
         iteration: counted from 0; selects the samples.
+        before_change: called before weights or states change, which a checkpoint may still be copying.
     Raises:
         TrainingError: the gradient norm is not finite, and --on-non-finite is stop; nothing has been updated.
         DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
-    work, lr = _work_of(run, iteration), _rate_of(run, iteration)
+    work, lr = take_work(run, iteration), _rate_of(run, iteration)
     group_lrs = [_rate_of(run, iteration, group) for group in optimizer.param_groups]
     if optimizer.placement.is_offloading:  # states move, and updates on the host may begin in backward
-        run.before_change()
+        before_change()
     apply_placement(optimizer)
     retry = OomRetry(optimizer, f"step {iteration + 1}")
-    is_done = False
-    while not is_done:
-        losses = retry.attempt(partial(_accumulate, run, work, group_lrs), partial(_abandon, run, work))
+    for _ in retry.attempts():
+        run.phases.enter(Phase.FORWARD)
+        with retry.computing() as reports:
+            optimizer.zero_grad(group_lrs)
+            reports += run_schedule(run, work.batches, work.divisor, loss_scale=optimizer.loss_scale.value)
+        if retry.ran_out():  # the other ranks wait for its part in their collectives
+            optimizer.abandon_backward(len(work.batches))
         run.phases.enter(Phase.REDUCTION)
         optimizer.start_grad_sync()
         # The next batch is read while gradients are reduced. The small sums follow the gradients; after the
         # parameters they would wait for the last all-gather.
-        following = _read(run, iteration + 1)
-        sums, pending = _start_sums(run, losses, following)
+        following = read_step(run, iteration + 1)
+        sums, pending = _start_sums(run, reports, following)
         run.phases.enter(Phase.REDUCTION)
         retry.start_agreement()
         optimizer.finish_grad_sync()
-        is_done = retry.is_done()
-    run.before_change()
+    before_change()
     run.phases.enter(Phase.UPDATE)
     outcome = optimizer.step(skip_non_finite=True)
-    loss, *counts = read_values(sums, pending, WaitClock(run.device))
+    *means, divisor, pairs = read_values(sums, pending, WaitClock(run.device))
     if outcome.is_skipped and not outcome.is_overflow:
+        losses = [report["loss"] for report in reports]
         repeat = partial(_has_finite_gradients, run, work, group_lrs)
         handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
     else:
         run.num_skips = 0
-    following.raise_together(counts[0], f"step {iteration + 2}", run.groups.dp_cp)
-    run.upcoming = StepWork(iteration + 1, following.batches, *counts)
+    run.data.upcoming = counted_work(run, iteration + 1, following, [divisor, pairs])
     optimizer.placement.record_memory("train")
-    waited_ms = optimizer.exposed_communication_ms()
-    data_wait_ms = run.data_clock.read_ms()
-    is_skipped = int(outcome.is_skipped)
-    return StepResult(loss, outcome.grad_norm, lr, is_skipped, waited_ms, work.attended_pairs, data_wait_ms)
-
-
-def _work_of(run: Run, iteration: int) -> StepWork:
-    """The batches of a step, from `run.upcoming` if they were read before, otherwise read now."""
-    if run.upcoming is not None and run.upcoming.iteration == iteration:
-        return run.upcoming
-    reading = _read(run, iteration)
-    counts = sum_over(run.groups.dp_cp, _counts(run, reading), run.device)
-    reading.raise_together(counts[0], f"step {iteration + 1}", run.groups.dp_cp)
-    return StepWork(iteration, reading.batches, *counts)
+    further = dict(zip(run.data.objective.reported, means, strict=True))
+    return StepResult(
+        further.pop("loss"), outcome.grad_norm, lr, int(outcome.is_skipped),
+        optimizer.exposed_communication_ms(), work.attended_pairs, run.data.clock.read_ms(), further,
+    )  # fmt: skip
 
 
 def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float:
@@ -169,68 +113,40 @@ def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float
     return learning_rate(*place, run.config.optimizer, group)
 
 
-def _read(run: Run, iteration: int) -> Reading:
-    """This rank's micro-batches of a step; none after the last step."""
-    if iteration >= run.config.training.train_iters:
-        return Reading([])
-    run.phases.enter(Phase.READING)
-    with run.data_clock.waiting():
-        return read_batches(run.train_reader, iteration)
-
-
-def _counts(run: Run, reading: Reading) -> list[float]:
-    """Learned tokens and attended pairs of these micro-batches, for a StepWork."""
-    packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
-    pairs = attended_pairs(chain(*packed), run.config.model.window_size)
-    # A context-parallel rank has its part of each row's tokens, but the lengths of all sequences.
-    return [reading.learned, pairs / run.groups.cp.size()]
-
-
-def _start_sums(run: Run, losses: list[torch.Tensor], following: Reading) -> tuple[torch.Tensor, Pending]:
-    """Start the sum over data-parallel ranks of the losses and of the next batch's counts."""
+def _start_sums(run: Run, reports: list[Report], following: Reading) -> tuple[torch.Tensor, Pending]:
+    """Start the sum over data-parallel ranks of what is reported and of the next batch's counts."""
+    names = run.data.objective.reported
     # On a GPU torch.tensor([...]) would wait for backward.
-    sums = torch.zeros(3, dtype=torch.float64, device=run.device)
-    sums[0] = torch.stack(losses).double().sum() if losses else 0.0
-    sums[1], sums[2] = _counts(run, following)
+    sums = torch.full((len(names) + 2,), -math.inf, dtype=torch.float64, device=run.device)
+    for index, name in enumerate(names if reports else ()):
+        sums[index] = torch.stack([report[name] for report in reports]).double().sum()
+    sums[-2], sums[-1] = counts(run, following)
     return sums, start_all_reduce(sums, run.groups.dp_cp)
-
-
-def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.Tensor]:
-    """Forward and backward of a whole step; the losses of the micro-batches."""
-    run.phases.enter(Phase.FORWARD)
-    run.optimizer.zero_grad(group_lrs)
-    return run_schedule(run, work.batches, work.tokens, loss_scale=run.optimizer.loss_scale.value)
 
 
 def _has_finite_gradients(run: Run, work: StepWork, group_lrs: list[float]) -> bool:
     """Whether this rank's own gradients are finite when the step is computed again, without an update."""
-    before = random_state()
-    with run.optimizer.checking_local_gradients() as check:
-        _accumulate(run, work, group_lrs)
-        run.optimizer.finish_grad_sync()
+    before, optimizer = random_state(), run.optimizer
+    run.phases.enter(Phase.FORWARD)
+    with optimizer.checking_local_gradients() as check:
+        optimizer.zero_grad(group_lrs)
+        run_schedule(run, work.batches, work.divisor, loss_scale=optimizer.loss_scale.value)
+        optimizer.finish_grad_sync()
     set_random_state(before)
     return check.is_finite
 
 
-def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
-    """Take part in the collectives of a step that ran out of memory on this rank; there are no losses."""
-    run.optimizer.abandon_backward(len(work.batches))
-    return []
-
-
-def run_schedule(
-    run: Run, batches: list[Batch], tokens: float, *, loss_scale: float | None
-) -> list[torch.Tensor]:
-    """Run all micro-batches; the last stage returns the summed loss of each over `tokens`, the others [].
+def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: float | None) -> list[Report]:
+    """Run all micro-batches; the last stage returns what the objective reports of each, the others [].
 
     Args:
         run: this rank's parts of the run.
         batches: its micro-batches.
-        tokens: learned tokens of the global batch.
+        divisor: see `StepWork`.
         loss_scale: the factor of the loss before backward; None: forward only.
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
-    divisor, scale = max(tokens, 1.0), loss_scale or 1.0
+    divisor, scale = max(divisor, 1.0), loss_scale or 1.0
     are_sends_dropped = loss_scale is None and run.stages[0].config.overlap_p2p_comm_warmup_flush
     try:
         with last_sends_arrive() if are_sends_dropped else nullcontext(), unchanged_weights(run.stages):
@@ -255,28 +171,19 @@ def _forward_step(
 
     Args:
         batches: this rank's micro-batches. model: the stage. run: this rank's parts of the run.
-        divisor: learned tokens of the global batch.
+        divisor: see `StepWork`.
         scale: the factor of the loss before backward.
     """
     run.phases.go_on(Phase.FORWARD)
-    batch = next(batches)
-    tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
+    objective, batch = run.data.objective, next(batches).to(run.device)
     packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device, Zigzag.of(run.groups.cp))
-    is_aligned = run.config.model.precision_align is not None
-    learned = None if is_aligned else LearnedTokens(mask, scale / divisor)
-    # RoPE needs no position ids, causal attention no mask.
-    output = model(tokens, None, None, labels=labels, loss_mask=learned, packed_seq_params=packed)
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Report]:
+        """Upstream's (loss, tokens, report)."""
+        report = objective.report(output, batch, divisor)
+        detached = {name: each.detach() for name, each in report.items()}
+        return report["loss"], batch.loss_mask.sum().int(), detached
+
+    output = objective.forward(model, batch, packed, scale / divisor)
     run.phases.go_on(Phase.BACKWARD)
-    return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
-
-
-def _masked_loss(output: torch.Tensor, *, mask: torch.Tensor, divisor: float, is_aligned: bool) -> tuple:
-    """This micro-batch's share of the global mean; upstream's (loss, tokens, report) protocol.
-
-    Args:
-        output: the summed loss; aligned: the losses [B, S], for Hugging Face's order of summation.
-        mask: [B, S]. divisor: learned tokens of the global batch.
-        is_aligned: whether the run has `--precision-align`.
-    """
-    loss = (sum_aligned(output, mask) if is_aligned else output) / divisor
-    return loss, mask.sum().int(), loss.detach()
+    return output, loss_of

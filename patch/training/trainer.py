@@ -39,7 +39,6 @@ class Trainer:
         self.run, self._hooks = run, hooks
         self._requests = StopRequests(run.config)
         self._saving = CheckpointSaver(run, self._on_save)
-        run.before_change = self._saving.wait_for_copies
         run.phases.writing = self._saving.progress
         self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
@@ -59,12 +58,12 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
         """
         self._step_begin = time.perf_counter()
-        run = self.run
+        run, data = self.run, self.run.data
         steps = range(run.start_iteration, run.config.training.train_iters)
         try:
             with (
                 self._requests.listening(),
-                read_ahead(run.train_reader, steps, run.config.data.data_prefetch) as run.train_reader,
+                read_ahead(data.train_reader, steps, run.config.data.data_prefetch) as data.train_reader,
             ):
                 self._run_steps(steps)
         finally:
@@ -93,7 +92,7 @@ class Trainer:
         config, done = self.run.config, iteration + 1
         is_last = done == config.training.train_iters
         with region("step %d", done):
-            result = train_step(self.run, iteration)
+            result = train_step(self.run, iteration, self._saving.wait_for_copies)
             self.run.phases.end_region()
         # A step is timed from gradient norm to gradient norm: the GPU may still be busy with the update.
         now = time.perf_counter()
@@ -112,7 +111,7 @@ class Trainer:
         is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
         interval = config.data.eval_interval
         tasks = [self._go_on] if self._saving.is_pending and not self._is_writing else []
-        if self.run.valid_readers and interval and (done % interval == 0 or is_saving_step):
+        if self.run.data.valid_readers and interval and (done % interval == 0 or is_saving_step):
             tasks.append(self._evaluate)
         if is_saving_step or self._exit_code:
             tasks.append(self._save)

@@ -38,6 +38,7 @@ from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
+from patch.training import HOOKS
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
@@ -93,8 +94,7 @@ def _train(config: RunConfig) -> int:
                     try_kernel(context.device)
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
-        this_run = build_run(config, context, groups)
-        this_run.phases, phases.num_before = phases, this_run.start_iteration
+        this_run = build_run(config, context, groups, phases)
         from_rank_0(lambda: _compare_data(this_run))
         if this_run.start_iteration < this_run.config.training.train_iters:
             # The steps of epochs are known only now; other lengths are written as they were given.
@@ -139,7 +139,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
         ]
         if isinstance(root, RemotePath):
             hooks.append(StoreMetrics(output, root))
-    return hooks
+    return hooks + [hook for make in HOOKS if (hook := make(run)) is not None]
 
 
 def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
@@ -188,8 +188,8 @@ def _locked_folder(config: RunConfig) -> Iterator[None]:
 
 def _compare_data(this_run: Run) -> None:
     """Record the data of a run that begins, and compare it with the record when it is resumed."""
-    remember_data(this_run.config, this_run.records)
-    for warning in check_tokens(this_run.config, this_run.records):
+    remember_data(this_run.config, this_run.data.records)
+    for warning in check_tokens(this_run.config, this_run.data.records):
         _logger.warning("%s", warning)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +28,7 @@ import patch.alignment
 import patch.convert
 import patch.data
 import patch.optimizer
+from patch.config import to_yaml
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 
 pytestmark = pytest.mark.long
@@ -59,9 +61,10 @@ def test_paths_may_be_strings() -> None:
     assert not {name: kind for name, kind in found.items() if "StrPath" not in kind}
 
 
-def test_there_are_six_of_at_most_30_lines() -> None:
-    assert len(EXAMPLES) == 6
-    assert all(len(example.read_text().splitlines()) <= 30 for example in EXAMPLES)
+def test_they_have_at_most_30_lines_or_40_if_they_extend_a_run() -> None:
+    extending = {example for example in EXAMPLES if "register_" in example.read_text()}
+    assert (len(EXAMPLES), len(extending)) == (7, 1)
+    assert all(len(each.read_text().splitlines()) <= (40 if each in extending else 30) for each in EXAMPLES)
 
 
 def _run_example(name: str, port: int, *arguments: object) -> list[tuple]:
@@ -134,6 +137,41 @@ def test_layouts_of_a_plan_fit_and_the_fastest_is_first(
     seconds = [float(line.split(", ")[1].split(" s")[0]) for line in layouts]
     assert len(layouts) == 3 and max(needed) <= usable
     assert seconds == sorted(seconds) and seconds[0] <= float(given.split(", ")[1].split(" s")[0])
+
+
+def test_run_with_an_objective_and_a_hook_of_its_own(tmp_path: Path) -> None:
+    """A process that a scheduler has started, and two of our launcher; the first loss is transformers'."""
+    model = hf_llama(small_run(vocab_size=400), tmp_path)
+    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
+    tokenizer.save_pretrained(tmp_path)
+    of_rows, data, file = [], tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    for answer in ("no", "yes, and again and again", "you", "never in the world"):
+        turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
+        begin = len(tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False))
+        ids = torch.tensor(tokenizer.apply_chat_template(turns, return_dict=False))
+        logits = model(ids[None]).logits[0, begin - 1 : -1]
+        of_rows.append(torch.nn.functional.cross_entropy(logits, ids[begin:], reduction="none"))
+        with data.open("a") as stream:
+            stream.write(json.dumps({"messages": turns}) + "\n")
+    expected = torch.stack([losses.mean() for losses in of_rows]).mean().item()
+    assert abs(torch.cat(of_rows).mean().item() - expected) > 10 * BOUND, "not the mean over tokens"
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+    tables = []
+    for cp, variables in ((1, alone | {"MASTER_ADDR": "127.0.0.1"}), (2, {})):
+        output = tmp_path / f"cp={cp}"
+        config = small_run(
+            cp=cp, vocab_size=400, objective="sequence-mean", train_iters=2, lr_warmup_iters=0, seq_length=64,
+            max_padding_length=64, load=str(tmp_path), train_data_path=str(data), output_path=str(output),
+        )  # fmt: skip
+        file.write_text(to_yaml(config))
+        environment = {**os.environ, "PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": "", **variables}
+        run = partial(subprocess.run, env={k: str(v) for k, v in environment.items()}, capture_output=True)
+        ended = run([sys.executable, LIBRARY / "sequence_mean.py", "--config", file])
+        assert ended.returncode == 0, ended.stderr.decode()
+        tables.append(dict(map(float, line.split(",")) for line in (output / "losses.csv").open()))
+    assert [*tables[0]] == [1, 2] and tables == [pytest.approx(tables[1] | {1: expected}, abs=BOUND)] * 2
+    ended = run([sys.executable, "-m", "toolkits.train", "--config", file])
+    assert ended.returncode == 2 and b"expected one of default, sft, pretrain" in ended.stderr
 
 
 ALONE = """

@@ -20,6 +20,7 @@ from patch.convert import export_hf, hf_to_mcore, mcore_to_hf
 from patch.data import BatchReader
 from patch.data.pretraining.preprocess import write_indexed
 from patch.distributed.groups import initialize
+from patch.training.guards.phases import PhaseClock
 from patch.training.setup import Run, build_run
 
 STEPS = {"train_iters": 5, "eval_iters": 1, "reduce_bucket_size": 9000}
@@ -118,9 +119,9 @@ def measure_together(rank: int, world_size: int, folder: Path) -> dict[str, Any]
     for name, changes in DATA.items():
         kind = changes["dataset_type"]
         config = _with_data(folder, changes)
-        run = build_run(config, CPU, initialize(config, CPU))
-        (valid_reader,) = run.valid_readers.values()
-        found[f"{kind} training batches"] = _of_batches(run.train_reader, 3)
+        run = build_run(config, CPU, initialize(config, CPU), PhaseClock())
+        (valid_reader,) = run.data.valid_readers.values()
+        found[f"{kind} training batches"] = _of_batches(run.data.train_reader, 3)
         found[f"{kind} validation batches"] = _of_batches(valid_reader, len(valid_reader))
         runs[name] = measure(run)
     found["export at tp=2"] = _export(folder / "hf", folder / "export")
@@ -138,7 +139,8 @@ def _with_data(folder: Path, changes: dict[str, Any]) -> RunConfig:
 
 def _of_batches(reader: BatchReader, num_steps: int) -> str:
     steps = [reader.step(iteration) for iteration in range(num_steps)]
-    return sha256(tensor_bytes(tensor) for step in steps for batch in step for tensor in batch[:3])
+    fields = ("tokens", "labels", "loss_mask")
+    return sha256(tensor_bytes(getattr(batch, name)) for step in steps for batch in step for name in fields)
 
 
 def _export(source: Path, target: Path) -> str:

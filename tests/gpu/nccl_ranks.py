@@ -117,7 +117,7 @@ def build(context: DeviceContext, **changes: Any) -> Run:
     run = runs.build(context, **own | changes)
     if run.config.data.packing:
         zigzag = Zigzag.of(run.groups.cp)
-        run.train_reader = SeededReader(run.config, run.groups.dp.rank(), zigzag, talk_batches)
+        run.data.train_reader = SeededReader(run.config, run.groups.dp.rank(), zigzag, talk_batches)
     return run
 
 

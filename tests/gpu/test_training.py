@@ -184,11 +184,10 @@ def test_out_of_memory_moves_states_and_repeats_the_work(job: DeviceContext, det
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     try:
         retry = OomRetry(run.optimizer, "the test")
-        is_done = False
-        while not is_done:
-            retry.attempt(lambda: torch.empty(200 << 20, dtype=torch.uint8, device="cuda"), lambda: None)
+        for _ in retry.attempts():
+            with retry.computing():
+                torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
             retry.start_agreement()
-            is_done = retry.is_done()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert 0 < run.optimizer.adam.manager.offload_fraction < 1

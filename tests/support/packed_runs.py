@@ -15,7 +15,8 @@ from patch.data.packing import PackedSource, Packs
 from patch.data.samples import Sample, collate
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
-from patch.training.setup import Run
+from patch.training.objective import Objective
+from patch.training.setup import Run, RunData
 
 LENGTH = 32
 SIZES = [32, 10, 22, 5, 9, 14, 20, 11]
@@ -98,4 +99,4 @@ def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:
         initialize_weights(stages, config.model, 1)
     else:
         import_hf(stages, hf_folder, config.model, groups)
-    return Run(config, CPU.device, groups, None, None, None, stages, None, 0)  # type: ignore[arg-type]
+    return Run(config, CPU.device, groups, stages, None, RunData(Objective(config), None, {}))  # type: ignore

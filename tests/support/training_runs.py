@@ -29,8 +29,9 @@ from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
 from patch.training.evaluation import evaluate
 from patch.training.hooks import Record, TrainerHook
+from patch.training.objective import Objective
 from patch.training.run_state import Progress, find_progress, resume, state_to_save
-from patch.training.setup import Run, build_run_optimizer, checkpoint_root
+from patch.training.setup import Run, RunData, build_run_optimizer, checkpoint_root
 from patch.training.step import StepResult, train_step
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
@@ -118,11 +119,8 @@ def build_seeded_run(
             module.requires_grad_(False)
     reader = SeededReader(config, groups.dp.rank(), Zigzag.of(groups.cp))
     optimizer = build_run_optimizer(stages, config, groups)
-    return Run(
-        config=config, device=context.device, groups=groups, tokenizer=None, train_reader=reader,
-        valid_readers={"valid": reader}, stages=stages, optimizer=optimizer,
-        start_iteration=0,
-    )  # fmt: skip
+    data = RunData(Objective(config), reader, {"valid": reader})
+    return Run(config, context.device, groups, stages, optimizer, data)
 
 
 def save(
@@ -191,7 +189,8 @@ def transformers_losses(config: RunConfig, folder: Path, device: torch.device = 
     losses = []
     for iteration in range(config.training.train_iters):
         batches = seeded_batches(config, iteration)
-        tokens, labels, mask = (torch.cat([batch[field] for batch in batches]) for field in range(3))
+        fields = ("tokens", "labels", "loss_mask")
+        tokens, labels, mask = (torch.cat([getattr(batch, name) for batch in batches]) for name in fields)
         logits = model(tokens.to(device)).logits.flatten(0, 1)
         each = torch.nn.functional.cross_entropy(logits, labels.flatten().to(device), reduction="none")
         loss = (each * mask.flatten().to(device)).sum() / mask.sum()

@@ -13,7 +13,8 @@ from patch.config.fields import assemble
 from patch.config.schema import RunConfig
 from patch.data import Batch, BatchReader
 from patch.model import LlamaModel, build_llama_model, initialize_weights
-from patch.training.setup import Run, build_run_optimizer
+from patch.training.objective import Objective
+from patch.training.setup import Run, RunData, build_run_optimizer
 from patch.training.step import train_step
 from toolkits.benchmarks._measure import now, over_ranks
 
@@ -100,11 +101,9 @@ class OurTrainer:
         initialize_weights(stages, config.model, config.training.seed)
         for stage in stages:
             change(stage)
-        self.run = Run(
-            config=config, device=device, groups=groups, tokenizer=None, valid_readers={}, stages=stages,
-            train_reader=reader or SameBatches(config, groups.dp.rank()),  # type: ignore[arg-type]
-            optimizer=build_run_optimizer(stages, config, groups), start_iteration=0,
-        )  # fmt: skip
+        data = RunData(Objective(config), reader or SameBatches(config, groups.dp.rank()), {})
+        optimizer = build_run_optimizer(stages, config, groups)
+        self.run = Run(config, device, groups, stages, optimizer, data)
         self._iteration = 0
 
     def step(self) -> float:

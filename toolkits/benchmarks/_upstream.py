@@ -97,7 +97,7 @@ class UpstreamTrainer:
     ) -> None:
         self._config, self._groups = config, groups
         batches = SameBatches(config, groups.dp.rank()).batches
-        self._batches = [Batch(*(tensor.to(device) for tensor in batch[:3])) for batch in batches]
+        self._batches = [batch.to(device) for batch in batches]
         (model,) = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights([model], config.model, config.training.seed)
         change(model)
@@ -165,8 +165,8 @@ def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
 def _forward_step(
     batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    tokens, labels, mask, _ = next(batches)
-    return model(tokens, None, None, labels=labels), partial(_masked_mean, mask=mask)
+    batch = next(batches)
+    return model(batch.tokens, None, None, labels=batch.labels), partial(_masked_mean, mask=batch.loss_mask)
 
 
 def _masked_mean(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -200,7 +200,7 @@ def time_schedule(
 
     def step() -> None:
         run.optimizer.zero_grad(0.0)
-        run_schedule(run, run.train_reader.step(0), tokens=1.0, loss_scale=1.0)
+        run_schedule(run, run.data.train_reader.step(0), divisor=1.0, loss_scale=1.0)
 
     def timed() -> tuple[float, float]:
         DEVICE.worked_s = 0.0
@@ -300,12 +300,13 @@ def ring_step(
     (stage,) = stages = build_llama_model(config.model, groups, CPU.device, config.execution)
     initialize_weights(stages, config.model, config.training.seed)
     (batch,) = SameBatches(config, 0).batches
-    tokens, labels, mask = cut_batch(batch, Zigzag.of(groups.cp))[:3]
+    batch = cut_batch(batch, Zigzag.of(groups.cp))
+    learned = LearnedTokens(batch.loss_mask, 1.0)
     for layer in stage.decoder.layers if context_group else ():
         layer.self_attention.core_attention.group = context_group
 
     def step() -> float:
-        loss = stage(tokens, None, None, labels=labels, loss_mask=LearnedTokens(mask, 1.0))
+        loss = stage(batch.tokens, None, None, labels=batch.labels, loss_mask=learned)
         loss.backward()
         stage.zero_grad()
         return loss.item()

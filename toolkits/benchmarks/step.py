@@ -97,7 +97,7 @@ class PlainLoop:
             groups, lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
             weight_decay=settings.weight_decay, fused=True,
         )  # fmt: skip
-        self._clip, self._batches = settings.clip_grad, run.train_reader.step(0)
+        self._clip, self._batches = settings.clip_grad, run.data.train_reader.step(0)
         self._is_bf16 = run.config.training.precision == "bf16"
 
     def step(self) -> float:

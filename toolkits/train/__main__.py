@@ -3,7 +3,8 @@
 `llama-patch train ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). Without
 LOCAL_RANK in the environment it checks the configuration and starts one worker for each local rank. With
 LOCAL_RANK (set by our launcher or torchrun), or as one of several SLURM tasks on a machine, it is a worker
-and trains. The launcher starts workers by this file's path, so the folder holds nothing else.
+and trains. The launcher starts workers by this file's path, so the folder holds nothing else; or by that of a
+program which registers things of its own (`patch.training`) and then calls `main`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ def _resolved_run(file: Path) -> RunConfig:
     return resolve_run(config, MachineFacts.probe())[0]
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code (guides/resuming.md lists them)."""
+def main(argv: list[str], script: str = __file__) -> int:
+    """Run the command line; returns the exit code (guides/resuming.md lists them).
+
+    Args:
+        argv: the command line without the program's name.
+        script: the file of the program that calls this, which its workers run again.
+    """
     configure_logging()
     # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
     warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -59,12 +65,12 @@ def main(argv: list[str]) -> int:
         if argv[:1] != [RESOLVED]:
             from toolkits._start import start  # our launcher's workers need nothing of it
 
-            return start(argv)
+            return start(argv, Path(script).resolve())
         config = _resolved_run(Path(argv[1]))
         from patch.compat import quick_start
 
         with quick_start():
-            from patch.training import run
+            from patch.training.worker import run
 
         run(config)
         return 0

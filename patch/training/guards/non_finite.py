@@ -14,11 +14,10 @@ from itertools import pairwise
 
 import torch
 
-from patch.data.samples import StepWork
 from patch.distributed.collectives import all_gather_object, on_all_ranks
 from patch.errors import TrainingError
 from patch.logger import get_logger
-from patch.training.setup import Run
+from patch.training.setup import Run, StepWork
 
 _logger = get_logger(__name__)
 
@@ -72,9 +71,9 @@ def named_samples(run: Run, numbers: Sequence[int]) -> str:
         run: this rank's parts of the run.
         numbers: of the samples, ascending.
     """
+    place = run.data.sample_place
     named = [
-        str(number) if run.sample_place is None else f"{number} ({run.sample_place(number)})"
-        for number in numbers[:_MOST_PLACES]
+        str(number) if place is None else f"{number} ({place(number)})" for number in numbers[:_MOST_PLACES]
     ]
     return ", ".join(named + _ranges(numbers[_MOST_PLACES:]))
 

@@ -75,7 +75,7 @@ class SpikeWarnings:
                 self._append({**spike, "samples": self._described(samples)})
 
     def _described(self, samples: Sequence[int]) -> list[dict[str, Any]]:
-        place = self._run.sample_place
+        place = self._run.data.sample_place
         return [{"number": each, "place": place and place(each)} for each in samples]
 
     def _append(self, spike: dict[str, Any]) -> None:

@@ -53,14 +53,14 @@ def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(co
         return 0
 
     monkeypatch.setattr(_start, "launch", launch)
-    assert _start._launch(Invocation(config, False, Rendezvous()), command.machine) == 0
+    assert _start._launch(Invocation(config, False, Rendezvous()), command.machine, Path("worker.py")) == 0
     ((again, others, folder),) = seen
     assert again == config and others == 0 and not folder.exists()
     parallel = dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
     elastic, _ = resolve_run(dataclasses.replace(config, parallel=parallel), command.machine)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    _start._launch(Invocation(elastic, False, Rendezvous()), command.machine)
+    _start._launch(Invocation(elastic, False, Rendezvous()), command.machine, Path("worker.py"))
     assert seen[1][0] == dataclasses.replace(
         elastic, parallel=dataclasses.replace(parallel, nnodes=1)
     )

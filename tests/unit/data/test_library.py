@@ -16,9 +16,9 @@ from patch.data import BatchReader, load_sft, load_tokenizer
 source = load_sft(Path(sys.argv[1]), load_tokenizer(sys.argv[2]), sequence_length=32)
 sizes = dict(micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1)
 reader = BatchReader(source, **sizes, seed=1, shuffle=True)
-tokens, labels, loss_mask, _ = reader.step(0)[0]
+(batch,) = reader.step(0)
 assert not source.is_shuffled
-print(json.dumps([list(tokens.shape), int(loss_mask.sum()), "megatron" in sys.modules]))
+print(json.dumps([list(batch.tokens.shape), int(batch.loss_mask.sum()), "megatron" in sys.modules]))
 """
 
 

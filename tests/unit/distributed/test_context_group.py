@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from patch.data import Batch
-from patch.data.samples import cut_batch
+from patch.data.samples import Sample, collate, cut_batch
 from patch.distributed.context_group import WHOLE, Zigzag, join_parts, split_parts
 
 
@@ -39,12 +38,13 @@ def test_parts_are_joined_in_the_order_of_positions() -> None:
     assert torch.equal(split_parts(whole, 3), parts)
 
 
-def test_tokens_labels_and_masks_are_cut_alike() -> None:
-    tokens = torch.arange(16).view(2, 8)
-    borders = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
-    batch = Batch(tokens, tokens + 1, tokens / 2, borders)
-    own = cut_batch(batch, Zigzag(1, 2))
+def test_all_that_tokens_have_is_cut_alike() -> None:
+    lengths, rows = torch.tensor([3, 5], dtype=torch.int32), (torch.arange(8), torch.arange(8, 16))
+    first, second = (Sample(row, row + 1, row / 2, None, {"more": row * 3}) for row in rows)
+    batch = collate([first._replace(lengths=lengths), second])
+    own = cut_batch(batch, Zigzag(1, 2)).to(torch.device("cpu"))
     assert own.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert torch.equal(own.labels, own.tokens + 1) and torch.equal(own.loss_mask, own.tokens / 2)
-    assert own.cu_seqlens is borders
-    assert cut_batch(batch, WHOLE).tokens is tokens
+    assert torch.equal(own.further["more"], own.tokens * 3) and own.cu_seqlens is batch.cu_seqlens
+    assert own.cu_seqlens.tolist() == [0, 3, 8, 16]
+    assert cut_batch(batch, WHOLE).tokens is batch.tokens

@@ -94,7 +94,7 @@ def bits(config: RunConfig) -> dict[str, Any]:
     run = build_seeded_run(config)
     if config.data.packing:
         reader = SeededReader(config, run.groups.dp.rank(), Zigzag.of(run.groups.cp), talk_batches, 1)
-        run.train_reader, run.valid_readers = reader, {"valid": reader}  # type: ignore[assignment]
+        run.data.train_reader, run.data.valid_readers = reader, {"valid": reader}  # type: ignore[assignment]
     steps, sent = bits_of_steps(run), sent_by(run)
     found = {"bits": [*steps, evaluate(run)["valid_loss"]], "sent": [sent, sent_by(run)]}
     new_job()
@@ -121,7 +121,7 @@ def measure_layers(changes: dict[str, Any]) -> dict[str, Any]:
             config = run_of({**changes, "num_layers": layers, **SETTINGS[setting]})
             run = build_seeded_run(config)
             (model,) = run.stages
-            batch = run.train_reader.step(0)[0]
+            batch = run.data.train_reader.step(0)[0]
             weights = {p.untyped_storage()._cdata for p in model.parameters()}
             saved: dict[int, torch.UntypedStorage] = {}
             with FlopCounterMode(display=False) as flops:

@@ -1,6 +1,5 @@
 """Layers with 8-bit products: against plain torch on rounded factors, cut over TP, and in a whole model."""
 
-import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -200,7 +199,7 @@ def _check_kept_weights() -> None:
         assert config.keeps_8_bit_weights != is_off
         run = build_seeded_run(config)
         steps = [train_step(run, iteration) for iteration in range(2)]
-        run.valid_readers = {"valid": run.train_reader}
+        run.data.valid_readers = {"valid": run.data.train_reader}
         found.append(([(r.loss, r.grad_norm) for r in steps], evaluate(run), train_step(run, 2).loss))
         run.optimizer.finish_param_sync()
         new_job()
@@ -242,7 +241,7 @@ class SameStep:
 
 def _curve(config: RunConfig) -> list[float]:
     run = build_seeded_run(config)
-    run = dataclasses.replace(run, train_reader=SameStep(run.train_reader))
+    run.data.train_reader = SameStep(run.data.train_reader)
     losses = [train_step(run, iteration).loss for iteration in range(STEPS)]
     new_job()
     return losses

@@ -10,7 +10,6 @@ from packed_runs import PACKED, PADDED, SIZES, Talks, batches_of, build_untraine
 from small_runs import hf_llama, small_run
 from training_runs import build_seeded_run, hf_gradients, train, transformers_losses
 
-from patch.data.samples import learned_tokens
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
 
@@ -70,8 +69,9 @@ def our_step(run: Run, talks: Talks) -> tuple[float, dict[str, torch.Tensor]]:
     for stage in run.stages:
         stage.zero_grad()
     batches = batches_of(run.config, talks)
-    losses = run_schedule(run, batches, learned_tokens(batches), loss_scale=1.0)
-    return float(sum(losses)), hf_gradients(run.stages, run.config)
+    learned = float(sum(batch.loss_mask.sum() for batch in batches))
+    reports = run_schedule(run, batches, learned, loss_scale=1.0)
+    return float(sum(report["loss"] for report in reports)), hf_gradients(run.stages, run.config)
 
 
 def run_masked_rank(rank: int, world_size: int, folder: Path) -> tuple[float, float]:
@@ -79,8 +79,8 @@ def run_masked_rank(rank: int, world_size: int, folder: Path) -> tuple[float, fl
     config = small_run(dp=2, data_parallel_sharding="optimizer", **PACKED)
     run = build_seeded_run(config, folder)
     batches = batches_of(config, CASES["ranks without learned tokens"])[rank::2]
-    assert learned_tokens(batches) == (0 if rank else 16 + 5)
-    run.train_reader.step = lambda iteration: batches  # type: ignore[method-assign]
+    assert sum(map(run.data.objective.count, batches)) == (0 if rank else 16 + 5)
+    run.data.train_reader.step = lambda iteration: batches  # type: ignore[method-assign]
     result = train_step(run, 0)
     return result.loss, result.grad_norm
 

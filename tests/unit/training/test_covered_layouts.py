@@ -188,7 +188,7 @@ def train(config: RunConfig) -> Trained:
         run = build_seeded_run(config)
         zigzag = Zigzag.of(run.groups.cp)
         reader = SeededReader(config, run.groups.dp.rank(), zigzag, conversations, num_steps=1)
-        run.train_reader, run.valid_readers = reader, {"valid": reader}  # type: ignore[dict-item]
+        run.data.train_reader, run.data.valid_readers = reader, {"valid": reader}  # type: ignore[dict-item]
         num_steps = STEPS if config.training.precision == "fp32" else STEPS_ROUNDED
         results = [train_step(run, iteration) for iteration in range(num_steps)]
         losses = max_over_world([*(r.loss for r in results), evaluate(run)["valid_loss"]], run.device)

@@ -11,8 +11,11 @@ from training_runs import build_seeded_run
 
 from patch.data import BatchReader
 from patch.data.samples import Sample
+from patch.distributed.collectives import max_over_world
 from patch.errors import DataError
 from patch.training.evaluation import evaluate
+from patch.training.objective import Objective
+from patch.training.step import train_step
 
 BOUND = 1e-5
 """On losses near 6, between two implementations in fp32."""
@@ -24,6 +27,18 @@ LAYOUTS = {
     "pp=2": {"pp": 2, "micro_batch_size": 1},
     "pp=2 interleaved": {"pp": 2, "stage": 1, "micro_batch_size": 1},
 }
+
+
+class Gain(Objective):
+    """Reports besides what is never above 0."""
+
+    reported = ("loss", "gain")
+
+    def report(self, output, batch, divisor):
+        return (own := super().report(output, batch, divisor)) | {"gain": -own["loss"]}
+
+    def evaluated(self, means):
+        return {**super().evaluated(means), "valid_gain": means["gain"]}
 
 
 class Seeded:
@@ -63,16 +78,20 @@ def evaluate_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, d
     sources = {name: Seeded(size, size) for name, size in SIZES.items()}
     for name, changes in LAYOUTS.items():
         run = build_seeded_run(small_run(global_batch_size=8, **changes), folder)
-        run.valid_readers = readers(run, sources)
+        run.data.valid_readers = readers(run, sources)
         found[name] = evaluate(run)
         if name == "dp=2":
-            run.valid_weights = [1.0, 2.0, 3.0, 4.0]
+            run.data.valid_weights = [1.0, 2.0, 3.0, 4.0]
             found["weights"] = evaluate(run)
-            run.valid_readers, run.valid_weights = readers(run, {"nine": sources["nine"]}), None
+            run.data.valid_readers, run.data.valid_weights = readers(run, {"nine": sources["nine"]}), None
             found["alone"] = evaluate(run)
+        run.data.valid_readers, run.data.objective = readers(run, sources), Gain(run.config)
+        result = train_step(run, 0)
+        step = max_over_world([result.loss, *result.further.values()], run.device)
+        found[f"{name} gain"] = {"step": sum(step), **evaluate(run)}
         new_job()
     run = build_seeded_run(small_run(global_batch_size=8, dp=2, eval_iters=1, data_prefetch=0), folder)
-    run.valid_readers = readers(run, sources)
+    run.data.valid_readers = readers(run, sources)
     found["one batch"] = evaluate(run)
     return found
 
@@ -128,6 +147,14 @@ def test_loss_is_the_mean_over_the_learned_tokens_of_each_set_and_of_all(
         assert record[f"valid_ppl/{name}"] == math.exp(record[f"valid_loss/{name}"])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_else_an_objective_reports_is_known_on_all_stages(found: dict, layout: str) -> None:
+    record = found[f"{layout} gain"]
+    assert record["step"] == 0, "the loss and its negative"
+    for name in ("", *(f"/{name}" for name in SIZES)):
+        assert record[f"valid_gain{name}"] == -record[f"valid_loss{name}"] < 0
+
+
 def test_set_that_is_alone_has_no_name(found: dict, expected: dict) -> None:
     assert list(found["alone"]) == ["valid_loss", "valid_ppl", "valid_tokens"]
     assert found["alone"]["valid_loss"] == pytest.approx(mean(expected["nine"]), abs=BOUND)
@@ -147,7 +174,7 @@ def test_eval_iters_limits_the_global_batches_of_each_set(found: dict, expected:
 def evaluate_damaged(rank: int, world_size: int) -> list[str]:
     """The errors; before them, how many micro-batches are computed for three samples in batches of 16."""
     run = build_seeded_run(small_run(global_batch_size=16, micro_batch_size=1, dp=2))
-    run.valid_readers, forwards = readers(run, {"three": Seeded(3, 1)}), []
+    run.data.valid_readers, forwards = readers(run, {"three": Seeded(3, 1)}), []
     run.stages[0].register_forward_hook(lambda *_: forwards.append(1))
     evaluate(run)
     new_job()
@@ -156,7 +183,7 @@ def evaluate_damaged(rank: int, world_size: int) -> list[str]:
         run = build_seeded_run(
             small_run(global_batch_size=4, micro_batch_size=1, dp=2, data_prefetch=num_ahead)
         )
-        run.valid_readers = readers(run, {"damaged": Seeded(8, 1, broken_at=5)})
+        run.data.valid_readers = readers(run, {"damaged": Seeded(8, 1, broken_at=5)})
         with pytest.raises(DataError) as caught:
             evaluate(run)
         said.append(str(caught.value))

@@ -186,7 +186,7 @@ def allocate(rank: int, world_size: int) -> dict[str, int]:
     found = {}
     for case, changes in ALONE.items():
         run = build_seeded_run(small_run(**LONG | changes))
-        batches = run.train_reader.step(0)
+        batches = run.data.train_reader.step(0)
         run.optimizer.zero_grad(1e-3)
         passes = partial(run_schedule, run, batches, 100.0, loss_scale=1.0)
         found[case] = peak_bytes(lambda passes=passes: passes() and None, run.device)

@@ -103,8 +103,7 @@ def changes_around(rank: int, world_size: int, configs: list[RunConfig]) -> list
         run = build_seeded_run(config)
         train_step(run, 0)
         before, announced = digests(run), set()
-        run.before_change = partial(_add, announced, run)
-        train_step(run, 1)
+        train_step(run, 1, partial(_add, announced, run))
         found.append((announced, before, digests(run)))
         new_job()
     return found
@@ -131,7 +130,7 @@ class EndingReader:
     """Its data of a step cannot be read."""
 
     def __init__(self, run: Run, bad_step: int) -> None:
-        self._reader, self._bad_step = run.train_reader, bad_step
+        self._reader, self._bad_step = run.data.train_reader, bad_step
 
     def step(self, iteration: int) -> list[Batch]:
         if iteration + 1 == self._bad_step:
@@ -158,12 +157,8 @@ def spoil(run: Run, rank: int, spoiled: Callable[[torch.Tensor], torch.Tensor]) 
 FAULTS: dict[str, Callable[[Run, int], None]] = {
     "gradients": lambda run, rank: spoil(run, 1, lambda loss: loss * math.nan),
     "loss": lambda run, rank: spoil(run, 0, lambda loss: loss + torch.full((), math.inf)),
-    "data": lambda run, rank: setattr(
-        run, "train_reader", EndingReader(run, 4) if rank else run.train_reader
-    ),
-    "first data": lambda run, rank: setattr(
-        run, "train_reader", EndingReader(run, 1) if rank else run.train_reader
-    ),
+    "data": lambda run, rank: rank and setattr(run.data, "train_reader", EndingReader(run, 4)),
+    "first data": lambda run, rank: rank and setattr(run.data, "train_reader", EndingReader(run, 1)),
     "one rank": lambda run, rank: None,
 }
 """Each but the first data ends step 3, while the checkpoint of step 2 is not complete."""
@@ -179,7 +174,7 @@ def end_with_errors(rank: int, world_size: int, folder: str, faults: list[str]) 
             async_save=True,
         )  # fmt: skip
         run = build_seeded_run(config)
-        run.valid_readers = {}
+        run.data.valid_readers = {}
         FAULTS[name](run, rank)
         with pytest.raises(Exception) as raised:
             Trainer(run, [FailingHook()] if name == "one rank" else []).train()

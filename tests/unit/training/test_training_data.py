@@ -27,10 +27,11 @@ from patch.distributed.groups import initialize
 from patch.errors import ConfigError
 from patch.preflight.resume_guard import resume_notes
 from patch.storage.names import TRACKER, all_iterations, iteration_name
-from patch.training import run
+from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import Record
 from patch.training.setup import build_run
 from patch.training.trainer import Trainer
+from patch.training.worker import run
 
 pytestmark = pytest.mark.long
 
@@ -60,8 +61,8 @@ def config_of(folder: Path, output: str, **changes: Any) -> RunConfig:
 def train(config: RunConfig) -> tuple[list[Record], list]:
     """The records of the steps, and their samples."""
     compat.apply(cuda=False)
-    this_run, hook = build_run(config, CPU, initialize(config, CPU)), Records()
-    this_run.train_reader = reader = Noting(this_run.train_reader)
+    this_run, hook = build_run(config, CPU, initialize(config, CPU), PhaseClock()), Records()
+    this_run.data.train_reader = reader = Noting(this_run.data.train_reader)
     assert Trainer(this_run, [hook]).train() == 0
     new_job()
     return hook.records, reader.given
@@ -158,7 +159,7 @@ def wait_for_data(rank: int, world_size: int, output: str) -> list[list[float]]:
     found = []
     for num_ahead in (0, 2):
         this_run = build_seeded_run(small_run(train_iters=8, data_prefetch=num_ahead, output_path=output))
-        this_run.train_reader, hook = Slow(this_run.config, 0), Records()
+        this_run.data.train_reader, hook = Slow(this_run.config, 0), Records()
         hook.on_step = lambda iteration, seconds: time.sleep(0.12)  # type: ignore[method-assign]
         Trainer(this_run, [hook]).train()
         found.append([record["data_wait_ms"] for record in hook.records])

@@ -15,7 +15,7 @@ from patch.config.schema import RunConfig
 from patch.distributed.worker_process import read_reply
 from patch.errors import ConfigError, PatchError
 from patch.storage.lock import hold_run
-from patch.training import run
+from patch.training.worker import run
 
 
 def enter(rank: int, world_size: int, config: RunConfig) -> list[str]:

@@ -132,7 +132,7 @@ def train_guarded(rank: int, world_size: int, folder: str, messages: str, hangin
         if place == "forward":
             before_step(run, 0, lambda: time.sleep(1.5 * LIMIT_S))
         else:
-            run.valid_readers = {}
+            run.data.valid_readers = {}
         if place == "forward" and rank == 2:
             before_step(run, 2, lambda: time.sleep(SLOW_S))
         if place == "save":

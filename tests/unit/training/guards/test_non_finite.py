@@ -47,7 +47,7 @@ def add_infinity(run: Run, is_bad: Callable[[int], bool]) -> None:
 def run_trainer(run: Run) -> tuple[list[int], str]:
     """What metrics say of skipped steps, and the error that ended the run."""
     records, error = Records(), ""
-    run.valid_readers = {}
+    run.data.valid_readers = {}
     try:
         Trainer(run, [records]).train()
     except TrainingError as failure:
@@ -67,7 +67,7 @@ def spoiled_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     def trained(name: str, spoil: Callable[..., None], is_bad: Callable[[int], bool], **changes: Any) -> None:
         lines.clear()
         run = build_seeded_run(config_of(folder, name, **changes))
-        run.sample_place = "rows.json: row {}".format
+        run.data.sample_place = "rows.json: row {}".format
         spoil(run, is_bad)
         found[name] = (*run_trainer(run), digests(run), lines[:])
         new_job()
@@ -82,7 +82,7 @@ def spoiled_runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     trained("infinite", add_infinity, lambda number: True)
     run = build_seeded_run(config_of(folder, "oracle", **skip))
     for iteration in (0, 1, 3, 4):
-        run.upcoming = None
+        run.data.upcoming = None
         train_step(run, iteration)
     found["oracle"] = digests(run)
     return found
@@ -134,7 +134,8 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(t
     values[[5, 150, 200, 201, 260]] = [9.0, 5.0, 6.0, 6.0, 1.0]  # too early; two spikes; far below
     config = small_run(global_batch_size=4, output_path=str(tmp_path))
     lines = messages_from("WARNING")
-    run = SimpleNamespace(config=config, sample_place="row {}".format, consumed_samples=lambda step: 4 * step)
+    run = SimpleNamespace(config=config, data=SimpleNamespace(sample_place="row {}".format))
+    run.consumed_samples = lambda step: 4 * step
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration, value in enumerate(values):
         warnings.note(iteration, float(value), 1.0)
@@ -160,7 +161,7 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(t
 def test_small_spikes_are_not_named(tmp_path: Path) -> None:
     """Of a loss near 0, of a norm at such a loss, and of one that is not clipped."""
     run = SimpleNamespace(config=small_run(global_batch_size=4, clip_grad=1.0, output_path=str(tmp_path)))
-    run.sample_place, run.consumed_samples = "row {}".format, lambda step: 4 * step
+    run.data, run.consumed_samples = SimpleNamespace(sample_place="row {}".format), lambda step: 4 * step
     lines = messages_from("WARNING")
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration in range(60):

@@ -51,7 +51,7 @@ def stop_early(
         file = Path(case["file"]) if "file" in case else None
         changes = {"train_iters": NUM_STEPS, "output_path": str(output), **case.get("changes", {})}
         run = build_seeded_run(small_run(dp=world_size, num_layers=1, **changes))
-        run.valid_readers = {}
+        run.data.valid_readers = {}
         code = Trainer(run, [Asking(case.get("signal"), file)]).train()
         saved = sorted(path.name for path in (output / "checkpoint").glob("iter_*"))
         found[name] = (code, saved, "\n".join(lines))
