@@ -27,12 +27,11 @@ from patch.alignment.logits import (
 from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, load_ours, rebuild
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightComparison, compare_weights
-from patch.config.choices import Precision
 from patch.config.schema import ModelConfig
-from patch.device import DeviceContext
+from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
-from patch.families import HfAttention, weight_rows
+from patch.families import HfAttention
 from patch.model import SOURCES, LlamaModel
 
 SINGLE_FORM = ("rope",)
@@ -48,7 +47,7 @@ class Measurement(NamedTuple):
     """The checkpoint."""
     device: str
     """cpu or cuda."""
-    precision: Precision
+    precision: FloatType
     """Type in which both models computed."""
     attention: HfAttention
     """Attention implementation of transformers' model."""
@@ -72,7 +71,7 @@ class LogitComparison(NamedTuple):
     """Largest change of a logit when one source alone takes its fast form."""
 
 
-def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAttention) -> Measurement:
+def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAttention) -> Measurement:
     """Compare the checkpoint `mcore` with the folder `hf`; arguments and errors as of `report.verify`."""
     context = DeviceContext.select(0)
     if not (context.is_cuda or compat.is_applied_on_cpu()):
@@ -124,7 +123,7 @@ def _compare_forms(
     expected, base = compute_hf_logits(theirs, prompts), logits(every)
     is_equal = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
     differing = build_ours(none if is_equal else every)
-    first = first_difference(differing, theirs, prompts[-1], weight_rows(model))
+    first = first_difference(differing, theirs, prompts[-1], model)
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
         for name in SOURCES

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from patch.alignment.measure import SINGLE_FORM, Measurement, measure
 from patch.alignment.verdict import Verdict, judge
-from patch.config.choices import Precision
+from patch.device import FloatType
 from patch.families import HfAttention
 from patch.storage.places import StrPath, local_path
 
@@ -64,7 +64,7 @@ class Report(NamedTuple):
 
 
 def verify(
-    hf: StrPath, mcore: StrPath, *, precision: Precision | None = None, attention: HfAttention = "sdpa"
+    hf: StrPath, mcore: StrPath, *, precision: FloatType | None = None, attention: HfAttention = "sdpa"
 ) -> Report:
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 

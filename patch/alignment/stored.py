@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
-from patch.config.choices import Precision
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
-from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
+from patch.device import FLOAT_TYPES, DeviceContext, FloatType, torch_dtype
 from patch.errors import CheckpointError, ConfigError
-from patch.families import WEIGHT_FIELDS, HfAttention
+from patch.families import HfAttention, differences
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.preflight.stored_shape import is_hf_folder, read_hf_config, shape_at
@@ -35,10 +34,8 @@ from patch.storage.names import (
 from patch.storage.places import AnyPath
 
 _TIED = "untie_embeddings_and_output_weights"
-_STRUCTURE = WEIGHT_FIELDS - {_TIED}
-"""Fields that must be equal, or the models cannot be compared tensor by tensor."""
-_HARMLESS = ("max_position_embeddings",)
-"""Fields that have no effect on the results."""
+_HARMLESS = "max_position_embeddings"
+"""A field that has no effect on the results."""
 
 
 class ConfigDifference(NamedTuple):
@@ -58,7 +55,7 @@ class StoredCheckpoint(NamedTuple):
     """The checkpoint itself (`iter_*`, `release`)."""
     model: ModelConfig
     """Shape of the stored model."""
-    precision: Precision
+    precision: FloatType
     """The type in which the weights are stored."""
     is_hf_tied: bool
     """Whether the Hugging Face folder's config.json ties the output layer to the embedding."""
@@ -92,28 +89,23 @@ def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
     dtype = embedding.properties.dtype
     if dtype not in dtypes:
         raise CheckpointError(f"{folder} stores weights as {dtype}, expected {', '.join(map(str, dtypes))}")
-    return StoredCheckpoint(
-        folder,
-        ModelConfig(**ours, seq_length=ours["max_position_embeddings"]),
-        dtypes[dtype],
-        not theirs[_TIED],
-        _config_differences(ours, theirs, shape.file if shape else folder, hf_folder),
-    )
+    model = ModelConfig(**ours, seq_length=ours["max_position_embeddings"])
+    differing = _config_differences(model, theirs, shape.file if shape else folder, hf_folder)
+    return StoredCheckpoint(folder, model, dtypes[dtype], not theirs[_TIED], differing)
 
 
 def _config_differences(
-    ours: dict[str, Any], theirs: dict[str, Any], file: AnyPath, hf_folder: Path
+    model: ModelConfig, theirs: dict[str, Any], file: AnyPath, hf_folder: Path
 ) -> list[ConfigDifference]:
-    differing = [
-        ConfigDifference(name, ours[name], theirs[name])
-        for name in theirs
-        if ours[name] != theirs[name] and name not in _HARMLESS
-    ]
-    for field, our, their in differing:
-        if field in _STRUCTURE:
+    differing = []
+    for field, their, has_other_weights in differences(model, theirs):
+        our = getattr(model, field)
+        if field != _TIED and has_other_weights:
             raise CheckpointError(
                 f"{field}: {our} in {file}, {their} in {hf_folder / 'config.json'}: not the same model"
             )
+        if field != _HARMLESS:
+            differing.append(ConfigDifference(field, our, their))
     return differing
 
 
@@ -142,7 +134,7 @@ def load_ours(stored: StoredCheckpoint, groups: ProcessGroupCollection, context:
 
 
 def load_hf(
-    folder: Path, stored: Precision, precision: Precision, attention: HfAttention, device: torch.device
+    folder: Path, stored: FloatType, precision: FloatType, attention: HfAttention, device: torch.device
 ) -> torch.nn.Module:
     """transformers' model of a folder.
 
@@ -168,7 +160,7 @@ def load_hf(
 def rebuild(
     weights: LlamaModel,
     model: ModelConfig,
-    precision: Precision,
+    precision: FloatType,
     groups: ProcessGroupCollection,
     context: DeviceContext,
     aligned: frozenset[str],

@@ -6,14 +6,14 @@ compared inside the hooks, before an in-place addition can change them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.families import Kind, WeightRow
+from patch.families import Kind, ModelConfig, WeightRow, traits_of, weight_rows
 from patch.model import LlamaModel
 
 Parts = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ class _TracedModule(NamedTuple):
 
 @torch.no_grad()
 def first_difference(
-    ours: LlamaModel, theirs: torch.nn.Module, prompt: torch.Tensor, rows: Sequence[WeightRow]
+    ours: LlamaModel, theirs: torch.nn.Module, prompt: torch.Tensor, model: ModelConfig
 ) -> FirstDifference | None:
     """The first operation, in the order of transformers, whose results differ; None if all are bit-equal.
 
@@ -68,11 +68,11 @@ def first_difference(
         ours: our model.
         theirs: transformers' model.
         prompt: token ids [1, S], on which both models run.
-        rows: the weight table, which relates the modules of the two models.
+        model: the shape of both, whose weight table relates their modules.
     """
     device = next(ours.parameters()).device
     expected: dict[Operation, torch.Tensor] = {}
-    with _hooks_on(_hf_modules(theirs, rows, len(ours.decoder.layers)), expected.__setitem__):
+    with _hooks_on(_hf_modules(theirs, model), expected.__setitem__):
         theirs(prompt.to(device), use_cache=False)
     differing: dict[Operation, float] = {}
 
@@ -80,7 +80,7 @@ def first_difference(
         if not torch.equal(value, expected[operation]):
             differing[operation] = (value.double() - expected[operation].double()).abs().max().item()
 
-    with _hooks_on(_our_modules(ours, rows), compare):
+    with _hooks_on(_our_modules(ours, model), compare):
         ours(prompt.to(device), None, None)
     first = next((operation for operation in expected if operation in differing), None)
     return None if first is None else FirstDifference(*first, differing[first])
@@ -117,15 +117,15 @@ def _operation(tensor: str) -> str:
     return tensor.removesuffix(".weight").rpartition(".")[2]
 
 
-def _modules(rows: Sequence[WeightRow], num_layers: int) -> Iterator[tuple[WeightRow, int | None]]:
+def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
     """The rows whose modules both models have, with their layers; without embedding and output layer."""
-    for row in rows:
-        if row.kind is not Kind.VOCAB_PARALLEL and row.name.endswith(".weight"):
-            for layer in range(num_layers) if row.is_per_layer else (None,):
+    for row in weight_rows(model):
+        if row.part not in ("embedding", "head") and row.name.endswith(".weight"):
+            for layer in range(model.num_layers) if row.is_per_layer else (None,):
                 yield row, layer
 
 
-def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Iterator[_TracedModule]:
+def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
     """Every operation of transformers' model that our model has too."""
 
     def reading(after: str, before: str | None = None) -> Reading:
@@ -135,37 +135,39 @@ def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Itera
 
         return read
 
-    yield _TracedModule(None, model.get_input_embeddings(), reading("embed_tokens"))
-    yield _TracedModule(
-        None, model.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
-    )
-    for row, layer in _modules(rows, num_layers):
-        for tensor in row.hf:
-            module = model.get_submodule(_path(tensor, layer))
-            yield _TracedModule(layer, module, reading(_operation(tensor), _INPUTS.get(row.name)))
-    first = next(tensor for row in rows if row.is_per_layer for tensor in row.hf)
-    layers = model.get_submodule(first.partition(".*")[0])
-    for layer in range(num_layers):
-        yield _TracedModule(layer, layers[layer], reading("mlp residual"))
-    yield _TracedModule(None, model.get_output_embeddings(), reading("lm_head"))
-
-
-def _our_modules(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_TracedModule]:
-    """The same operations of our model; its hidden states are [S, 1, H]."""
-    layers, dtype = model.decoder.layers, next(model.parameters()).dtype
-    embedding, num_vocab_rows = model.embedding.word_embeddings, model.num_vocab_rows
-    yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    yield _TracedModule(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
-    for row, layer in _modules(rows, len(layers)):
+    yield _TracedModule(None, theirs.get_input_embeddings(), reading("embed_tokens"))
+    if traits_of(model).position_embedding_type == "rope":
         yield _TracedModule(
-            layer, model.get_submodule(_path(row.name, layer)), _our_reading(row, model.config)
+            None, theirs.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
         )
+    for row, layer in _modules(model):
+        for tensor in row.hf:
+            module = theirs.get_submodule(_path(tensor, layer))
+            yield _TracedModule(layer, module, reading(_operation(tensor), _INPUTS.get(row.name)))
+    first = next(tensor for row in weight_rows(model) if row.is_per_layer for tensor in row.hf)
+    layers = theirs.get_submodule(first.partition(".*")[0])
+    for layer in range(model.num_layers):
+        yield _TracedModule(layer, layers[layer], reading("mlp residual"))
+    yield _TracedModule(None, theirs.get_output_embeddings(), reading("lm_head"))
+
+
+def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule]:
+    """The same operations of our model; its hidden states are [S, 1, H]."""
+    layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
+    embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
+    yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
+    if traits_of(model).position_embedding_type == "rope":
+        yield _TracedModule(
+            None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
+        )
+    for row, layer in _modules(model):
+        yield _TracedModule(layer, ours.get_submodule(_path(row.name, layer)), _our_reading(row, ours.config))
     for layer, module in enumerate(layers):
         yield _TracedModule(
             layer, module, lambda inputs, output: {"mlp residual": _first_output(output)[:, 0]}
         )
     yield _TracedModule(
-        None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
+        None, ours.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
     )
 
 
@@ -179,8 +181,8 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
         match row.kind:
             case Kind.QKV:
                 parts = _split_qkv(value, config)
-            case Kind.GATED_MLP:
-                parts = list(value.chunk(2, dim=-1))
+            case Kind.COLUMN_PARALLEL:
+                parts = list(value.chunk(len(names), dim=-1))
             case _:
                 parts = [value.flatten(1)]
         return given | dict(zip(names, parts, strict=True))

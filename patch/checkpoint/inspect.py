@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from patch.checkpoint.folder import unverified_weights
 from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
 from patch.errors import CheckpointError, ConfigError
+from patch.families import ModelConfig, tensor_parallel_units
 from patch.families.weights import EMBEDDING_PARAMETER
 from patch.preflight.stored_shape import has_hf_config, read_hf_config
 from patch.storage.checksums import difference
@@ -38,6 +39,7 @@ from patch.storage.text_files import parse_yaml
 
 _GROUPS = {"optimizer": "optimizer states", "random": "random states", "rng_state": "random states"}
 """First part of a name -> group; everything else is weights."""
+_FIELDS = {field.name for field in fields(ModelConfig)}
 _NAME = re.compile(r"iter_\d+")
 _LAYER = re.compile(r"layers\.\d+\.")
 _STACKED = re.compile(r"(decoder|embedding|output_layer)\.(?!layers\.\d)")
@@ -274,15 +276,17 @@ def _loads_into(
 
 
 def _layouts(config: dict[str, Any]) -> str:
-    model = config.get("model", {})
-    sizes = [model.get(name) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")]
-    layers = model.get("num_layers")
-    if not (layers and all(isinstance(size, int) and size for size in sizes)):
+    stored = config.get("model", {}).items()
+    known = {"seq_length": 1} | {name: value for name, value in stored if name in _FIELDS}
+    try:
+        model = ModelConfig(**known)
+        common = math.gcd(*tensor_parallel_units(model).values())
+    except (TypeError, ConfigError):  # a file may say anything
+        common = 0
+    if not common:
         return "at any TP that divides the model, any PP and DP"
-    common = math.gcd(*(int(size) for size in sizes if size))
-    most = min(common, 1024)  # a file may say anything
-    legal = ", ".join(str(n) for n in range(1, most + 1) if common % n == 0)
-    return f"at TP {legal}, PP up to {layers}, any DP"
+    legal = ", ".join(str(n) for n in range(1, min(common, 1024) + 1) if common % n == 0)
+    return f"at TP {legal}, PP up to {model.num_layers}, any DP"
 
 
 def _neighbours(folder: AnyPath) -> list[Neighbour]:

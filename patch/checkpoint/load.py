@@ -195,7 +195,7 @@ def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
 
 
 def _without_absent_extra_state(sharded_state: dict[str, Any], index: Metadata) -> dict[str, Any]:
-    """A copy of the state without those `_extra_state` objects (FP8 scales) that the checkpoint lacks."""
+    """A copy of the state without those `_extra_state` objects (scales of 8 bits) that a checkpoint lacks."""
     kept, _ = extract_matching_values(
         sharded_state,
         lambda value: not isinstance(value, ShardedObject) or value.unique_key in index.state_dict_metadata,

@@ -16,18 +16,14 @@ from patch.config.positions import refuse, where
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.families import tensor_parallel_units
 from patch.layout.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
 from patch.numbers import counted
 
 
 def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
     """TP divides the number of query heads, of key/value groups and of MLP channels."""
-    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    cuts = {
-        "heads": model.num_attention_heads,
-        "key/value groups": model.num_query_groups,
-        "MLP channels": model.ffn_hidden_size,
-    }
+    tp_size, cuts = config.parallel.tensor_model_parallel_size, tensor_parallel_units(config.model)
     if any(count % tp_size for count in cuts.values()):
         found = ", ".join(f"{count} {what}" for what, count in cuts.items())
         legal = divisors(*cuts.values())
@@ -40,12 +36,8 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
     pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
     layers = config.parallel.num_layers_per_virtual_pipeline_stage
     if layers and pp_size == 1:
-        refuse(
-            field,
-            layers,
-            f"0, or {where('pipeline_model_parallel_size')} above 1",
-            "one process has all layers",
-        )
+        expected = f"0, or {where('pipeline_model_parallel_size')} above 1"
+        refuse(field, layers, expected, "one process has all layers")
     num_layers = config.parallel.num_split_layers(config.model.num_layers)
     layers_per_process, remainder = divmod(num_layers, pp_size)
     if layers and remainder:
@@ -75,11 +67,8 @@ def context_parallel_fits(config: RunConfig, machine: MachineFacts) -> None:
 def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
     """The processes make up whole replicas, and on a machine with GPUs each process has its own GPU."""
     parallel = config.parallel
-    sizes = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = (tp_size, pp_size, parallel.context_parallel_size)
     replica = math.prod(sizes)
     if config.world_size % replica:
         machines, processes = counted(parallel.nnodes, "machine"), counted(parallel.nproc_per_node, "process")

@@ -70,11 +70,11 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
     yield is_cuda and rings and wish in ("fused", "unfused"), ("attention_backend",), ring
     overlaps = bool(parallel.tp_comm_overlap)
     yield overlaps and is_aligned and parallel.tensor_model_parallel_size > 1, ("tp_comm_overlap",), aligned
-    yield overlaps and precision == "fp8", ("tp_comm_overlap",), " on layers with 8-bit products"
+    yield overlaps and config.has_8_bits, ("tp_comm_overlap",), " on layers with 8-bit products"
     fuses, fusion = bool(optimizer.gradient_accumulation_fusion), ("gradient_accumulation_fusion",)
     is_own = model.transformer_impl == "local" or bool(no_transformer_engine(config, machine))
     yield fuses and is_aligned, fusion, aligned
-    yield fuses and precision == "fp8" and is_own, fusion, " on our own layers with 8-bit products"
+    yield fuses and config.has_8_bits and is_own, fusion, " on our own layers with 8-bit products"
     of_ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     without_ends = f" without {where('first_last_layers_bf16')}"
     yield not training.first_last_layers_bf16, of_ends, without_ends
@@ -134,8 +134,8 @@ def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]
             f"{where('precision')} {precision}: this CPU has no instructions for products in 16 bits, so a "
             "step may take 10 times as long as with fp32, and more"
         )
-    if precision == "fp8" and not machine.cuda_devices:
-        yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"
+    if config.has_8_bits and not machine.cuda_devices:
+        yield f"{where('precision')} {precision} is slower than bf16 on a CPU, which has no 8-bit arithmetic"
     if config.data.reset_attention_mask and not config.data.reset_position_ids:
         yield (
             f"{where('reset_attention_mask')}: positions begin again at each document too, which RoPE, which "

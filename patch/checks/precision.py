@@ -8,21 +8,27 @@ from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.families import widths
 
 _FLAGS = (
-    "fp8_format",
-    "fp8_recipe",
-    "first_last_layers_bf16",
-    "disable_parameter_transpose_cache",
+    "fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache",
     "fp8_param_gather",
-)
+)  # fmt: skip
 _FIRST_CAPABILITY = (8, 9)
 """Compute capability of GPUs that have 8-bit products (Ada, Hopper and later)."""
 
 
-def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
+def scaling_is_built(config: RunConfig, machine: MachineFacts) -> None:
+    """8-bit numbers do not share a scale in a way that is not built yet."""
+    recipe = config.training.fp8_recipe
+    if recipe in ("mxfp8", "blockwise"):
+        why = "a scale for each block of numbers is not built yet"
+        refuse("fp8_recipe", recipe, "tensorwise, rowwise or delayed", why)
+
+
+def eight_bits_fit(config: RunConfig, machine: MachineFacts) -> None:
     """8-bit products are asked for together with their flags, and device and model have them."""
-    if config.training.precision != "fp8":
+    if not config.has_8_bits:
         for field in _FLAGS:
             if value_of(config, field) != FIELDS[field].default:
                 expected = f"fp8 at {where('precision')} beside it"
@@ -70,17 +76,14 @@ def _param_gather_fits(config: RunConfig) -> None:
 def _widths_fit(config: RunConfig) -> None:
     """A rank's part of each weight has dimensions that CUDA's 8-bit products take."""
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    heads = model.num_attention_heads * model.kv_channels
-    widths = {
+    attention = widths(model, "attention", tp_size)
+    of_fields = {
         "hidden_size": (model.hidden_size, "the hidden width"),
-        "kv_channels": (heads // tp_size, "a TP rank's width of the query heads"),
-        "num_query_groups": (
-            (heads + 2 * model.num_query_groups * model.kv_channels) // tp_size,
-            "a TP rank's width of q, k and v",
-        ),
-        "ffn_hidden_size": (model.ffn_hidden_size // tp_size, "a TP rank's MLP width"),
+        "kv_channels": (attention.taken, "a TP rank's width of the query heads"),
+        "num_query_groups": (attention.given, "a TP rank's width of q, k and v"),
+        "ffn_hidden_size": (widths(model, "mlp", tp_size).taken, "a TP rank's MLP width"),
     }
-    for field, (width, what) in widths.items():
+    for field, (width, what) in of_fields.items():
         if width % FP8_MULTIPLE:
             why = f"{what} is {width}, 8-bit products need a multiple of {FP8_MULTIPLE}"
             expected = f"another size or TP, or bf16 at {where('precision')}"
@@ -89,8 +92,8 @@ def _widths_fit(config: RunConfig) -> None:
 
 def _a_layer_is_left(config: RunConfig) -> None:
     """Some layer has 8-bit products."""
-    fp8, num_layers = config.training.fp8, config.model.num_layers
-    if fp8.num_first_in_bf16 + fp8.num_last_in_bf16 >= num_layers:
+    num_layers, fp8 = config.model.num_layers, config.training.fp8
+    if not config.layers_in_8_bits:
         why = f"all {num_layers} layers of the model would stay in bf16"
         got = f"{fp8.num_first_in_bf16} first and {fp8.num_last_in_bf16} last"
         refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)
@@ -100,9 +103,8 @@ def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:
     """The smallest scale of the loss is no larger than the first one."""
     first, smallest = config.optimizer.initial_loss_scale, config.optimizer.min_loss_scale
     if smallest > first:
-        refuse(
-            "min_loss_scale", smallest, f"at most {where('initial_loss_scale')} {first}", "it starts there"
-        )
+        expected = f"at most {where('initial_loss_scale')} {first}"
+        refuse("min_loss_scale", smallest, expected, "it starts there")
 
 
 def gpus_can_be_used(config: RunConfig, machine: MachineFacts) -> None:

@@ -21,10 +21,6 @@ Rule = Callable[[RunConfig, MachineFacts], None]
 
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
     """No value needs a feature that is not built yet."""
-    recipe = config.training.fp8_recipe
-    if recipe in ("mxfp8", "blockwise"):
-        why = "a scale for each block of numbers is not built yet"
-        refuse("fp8_recipe", recipe, "tensorwise, rowwise or delayed", why)
     if not config.checkpoint.distributed_checkpointing:
         why = "a checkpoint written by one rank alone is not built yet"
         refuse("distributed_checkpointing", "false", "true", why)
@@ -44,6 +40,7 @@ def check_range(field: Field, value: Any) -> None:
 
 RULES: tuple[Rule, ...] = (
     precision.gpus_can_be_used,
+    precision.scaling_is_built,
     only_what_is_built,
     run_length.columns_are_pairs,
     run_length.pretraining_reads_indexed_sets,
@@ -64,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     activations.check_activation_layers,
     activations.recompute_divides,
     precision.backends_exist,
-    precision.fp8_fits,
+    precision.eight_bits_fit,
     precision.loss_scale_fits,
     model.sequence_fits,
     layout.context_parallel_fits,

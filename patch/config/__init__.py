@@ -18,18 +18,7 @@ from patch.config.schema import (
 from patch.config.yaml_io import read_run, read_yaml, to_yaml
 
 __all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "Execution",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RunConfig",
-    "TrainingConfig",
-    "read_run",
-    "read_yaml",
-    "resolve_transformer_impl",
-    "to_yaml",
-    "unknown_variables",
-    "user_message",
-]
+    "CheckpointConfig", "DataConfig", "Execution", "ModelConfig", "OptimizerConfig", "ParallelConfig",
+    "RunConfig", "TrainingConfig", "read_run", "read_yaml", "resolve_transformer_impl", "to_yaml",
+    "unknown_variables", "user_message",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from patch.config.choices import Precision
+from patch.config.choices import PRECISIONS, Precision
 from patch.config.execution import Execution
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
@@ -43,7 +43,7 @@ def engine_obstacle(config: RunConfig) -> str:
         return (
             f"{where('tp_comm_overlap')} is of our own layers; Transformer Engine's need user buffers for it"
         )
-    return _fp8_obstacle(config) if training.precision == "fp8" else ""
+    return _fp8_obstacle(config) if config.has_8_bits else ""
 
 
 def _fp8_obstacle(config: RunConfig) -> str:
@@ -262,6 +262,6 @@ def _products(is_engine: bool, precision: Precision, machine: MachineFacts) -> S
     """The linear layers."""
     if is_engine:
         return Served("products", "Transformer Engine")
-    what = "torch's scaled products" if precision == "fp8" else "torch"
+    what = "torch's scaled products" if PRECISIONS[precision].has_8_bits else "torch"
     is_missing = machine.cuda_devices and "transformer_engine" not in machine.libraries
     return Served("products", what, "Transformer Engine is not installed" if is_missing else "")

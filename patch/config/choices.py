@@ -8,10 +8,40 @@ off is annotated with `| None`; `flag(none=...)` in schema.py gives the word for
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from patch.device import FloatType
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 """Type of weights and activations; fp8 is bf16 with 8-bit products in the layers."""
+
+
+class PrecisionFacts(NamedTuple):
+    """What a precision means, for the formulas of the plan and for whoever builds or compares."""
+
+    kept_as: FloatType
+    """Type of weights and activations, and of products outside of layers."""
+    weight_bytes: int
+    """Bytes of a weight or an activation."""
+    factor_bytes: int
+    """Bytes of a number in the products of layers."""
+    state_bytes: int
+    """Bytes of a parameter's states: two fp32 moments; an fp32 master of fp16, a low half of one of bf16."""
+    update_bytes: int
+    """That the optimizer's kernel reads and writes of it: gradient 4, moments 16, master and weight."""
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether layers multiply numbers of 8 bits."""
+        return self.factor_bytes == 1
+
+
+PRECISIONS: dict[Precision, PrecisionFacts] = {
+    "fp32": PrecisionFacts("fp32", 4, 4, 8, 28),
+    "fp16": PrecisionFacts("fp16", 2, 2, 12, 34),
+    "bf16": PrecisionFacts("bf16", 2, 2, 10, 28),
+    "fp8": PrecisionFacts("bf16", 2, 1, 10, 28),
+}
 
 Fp8Format = Literal["hybrid", "e4m3"]
 """8-bit types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from patch.config.choices import (
+    PRECISIONS,
     ContextCommunication,
     Fp8Format,
     Fp8Scaling,
     Precision,
+    PrecisionFacts,
     Recompute,
     RecomputeMethod,
 )
@@ -62,3 +64,8 @@ class Execution:
     deterministic_mode: bool = False
     cp_comm_type: ContextCommunication | None = None
     """Needed with context parallelism only."""
+
+    @property
+    def facts(self) -> PrecisionFacts:
+        """What the precision means."""
+        return PRECISIONS[self.precision]

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
+from patch.families import with_family
 from patch.flag_field import Bounds
 from patch.numbers import to_float, to_int
 
@@ -114,13 +115,27 @@ def scalar_of(config: RunConfig, name: str) -> str | int | float | bool:
     return FIELDS[name].to_scalar(value_of(config, name))
 
 
+def scalars_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The values of all fields as YAML writes them, section by section."""
+    return {
+        section: {field.name: scalar_of(config, field.name) for field in dataclasses.fields(cls)}
+        for section, cls in SECTIONS.items()
+    }
+
+
 def assemble(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig with these values. Missing fields get their defaults; a field without one is required."""
+    """The RunConfig with these values. Missing fields get their defaults; a field without one is required.
+
+    The model gets the family that computes it, unless `model_type` names one that does.
+
+    Raises:
+        ConfigError: `model_type` is no family.
+    """
     sections = {
         section: cls(**{name: value for name, value in values.items() if FIELDS[name].section == section})
         for section, cls in SECTIONS.items()
     }
-    return RunConfig(**sections)
+    return RunConfig(**{**sections, "model": with_family(sections["model"])})
 
 
 def missing(values: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, PatchError, nearest, shown
-from patch.families import MODEL_SIZES
+from patch.families import PRESETS
 from patch.numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
@@ -32,7 +32,9 @@ class Position(NamedTuple):
 
 POSITIONS: tuple[Position, ...] = (
     Position("ENV", ("dsw", "dlc", "slurm"), (), "one machine, or several by DLC's or SLURM's variables"),
-    Position("MODEL_SIZE", MODEL_SIZES, ("model_size",), "a preset, or auto: position 22's config.json"),
+    Position(
+        "MODEL_SIZE", (*PRESETS, "auto"), ("model_size",), "a preset, or auto: position 22's config.json"
+    ),
     Position("BATCH_SIZE", INT, ("micro_batch_size",), "samples of one forward on one replica"),
     Position("GLOBAL_BATCH_SIZE", INT, ("global_batch_size",), "samples of one optimizer step"),
     Position("LR", FLOAT, ("lr",), "highest learning rate"),

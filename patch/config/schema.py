@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from patch.config.choices import (
+    PRECISIONS,
     ContextCommunication,
     Fp8Format,
     Fp8Scaling,
@@ -427,16 +428,27 @@ class RunConfig:
         )
 
     @property
+    def has_8_bits(self) -> bool:
+        """Whether layers have 8-bit products."""
+        return PRECISIONS[self.training.precision].has_8_bits
+
+    @property
+    def layers_in_8_bits(self) -> range:
+        """Layers of the model whose products have 8 bits if the precision says so."""
+        fp8 = self.training.fp8
+        return range(fp8.num_first_in_bf16, self.model.num_layers - fp8.num_last_in_bf16)
+
+    @property
     def keeps_8_bit_weights(self) -> bool:
         """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
         training = self.training
-        is_wanted = training.precision == "fp8" and not training.disable_parameter_transpose_cache
+        is_wanted = self.has_8_bits and not training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1
 
     @property
     def gathers_8_bit_weights(self) -> bool:
         """Whether replicas send each other 8-bit weights: there are several, and they share states."""
-        is_wanted = self.training.precision == "fp8" and self.training.fp8_param_gather
+        is_wanted = self.has_8_bits and self.training.fp8_param_gather
         return is_wanted and self.num_state_shares > 1 and self.sharding is not ZeroStage.NONE
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalar_of
+from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalars_of
 from patch.config.foreign_flags import answers, foreign_flag
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
@@ -23,11 +22,7 @@ _GONE = [("model", "cuda_graph_impl", "none"), ("optimizer", "use_nccl_ub", Fals
 
 def to_yaml(config: RunConfig) -> str:
     """Every value of the run, section by section."""
-    sections = {
-        section: {field.name: scalar_of(config, field.name) for field in dataclasses.fields(cls)}
-        for section, cls in SECTIONS.items()
-    }
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(scalars_of(config), sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(file: str | Path) -> dict[str, Any]:

@@ -25,15 +25,9 @@ _MODULES = {
 """Imported where they are asked for (PEP 562): most users need one way of conversion."""
 
 __all__ = [
-    "CheckpointError",
-    "ConversionError",
-    "export_hf",
-    "hf_to_mcore",
-    "import_hf",
-    "iter_hf_weights",
-    "mcore_to_hf",
-    "model_of",
-]
+    "CheckpointError", "ConversionError", "export_hf", "hf_to_mcore", "import_hf", "iter_hf_weights",
+    "mcore_to_hf", "model_of",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

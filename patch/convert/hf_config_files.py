@@ -6,6 +6,7 @@ written anew: the other keys keep their values and their order.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 
 from patch.config.schema import ModelConfig
 from patch.errors import ConfigError, ConversionError
-from patch.families import SHAPE_FIELDS, TYPE_FIELDS, Family, family_of
+from patch.families import SHAPE_FIELDS, Family, family_of
 from patch.preflight.stored_shape import read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
@@ -151,17 +152,19 @@ def model_description(
     changed = SHAPE_FIELDS
     if hf_source is not None:
         described = _read_json(hf_source / "config.json")
-        before = read_hf_config(hf_source)
-        changed = frozenset(name for name in before if before[name] != getattr(model, name))
     family = transformers_family(model, described.get("model_type"))
-    if changed & TYPE_FIELDS:
+    if hf_source is not None:
+        now = dataclasses.replace(model, model_type=family.model_type)
+        changed = frozenset(k for k, v in read_hf_config(hf_source).items() if v != getattr(now, k))
+    if changed & {"model_type", "window_size"}:
         family.write_type(described, model)
     if hf_source is None:
         assert tokenizer is not None, "without a source the tokenizer gives the bos and eos tokens"
         described |= {
-            "hidden_act": family.traits.activation, "initializer_range": model.init_method_std,
-            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
-        }  # fmt: skip
+            "initializer_range": model.init_method_std,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
     family.write_shape(described, model, changed)
     described["torch_dtype"] = str(dtype).removeprefix("torch.")
     if "dtype" in described:

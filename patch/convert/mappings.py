@@ -229,14 +229,14 @@ class VocabParallelMapping(WeightMapping):
         return [HFSlice(0, min(start, rows), min(stop, rows))]
 
 
-class GatedMLPMapping(WeightMapping):
-    """The first layer of a gated MLP (linear_fc1): each rank has its rows of gate, then its rows of up.
+class ColumnParallelMapping(WeightMapping):
+    """The first layer of an MLP (linear_fc1): each rank has its rows of gate, then its rows of up.
 
         Hugging Face            megatron-core, TP 1            megatron-core, TP 2
         gate_proj g0 g1 g2 g3   g0 g1 g2 g3 u0 u1 u2 u3   or   rank 0: g0 g1 u0 u1
         up_proj   u0 u1 u2 u3                                  rank 1: g2 g3 u2 u3
 
-    `hf` is (gate, up), both [ffn, H].
+    `hf` is (gate, up), both [ffn, H]; without a gate (up,).
     """
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import (
-    GatedMLPMapping,
+    ColumnParallelMapping,
     HFTensor,
     QKVMapping,
     ReplicatedMapping,
@@ -74,8 +74,8 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
             return ReplicatedMapping(hf)
         case Kind.ROW_PARALLEL:
             return RowParallelMapping(hf)
-        case Kind.GATED_MLP:
-            return GatedMLPMapping(hf)
+        case Kind.COLUMN_PARALLEL:
+            return ColumnParallelMapping(hf)
         case Kind.QKV:
             return QKVMapping(hf, model.num_query_groups)
         case Kind.VOCAB_PARALLEL:

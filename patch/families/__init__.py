@@ -1,31 +1,48 @@
-"""The model families: a model's shape, and all that depends on a `model_type` of transformers; see README.md.
+"""The architecture of a model, and all that depends on a `model_type` of transformers; see README.md.
 
-Imports neither torch nor megatron.
+Here are the families by `model_type`, and what a model's own family decides: its traits, its weights, its
+class in transformers. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from patch.errors import ConfigError, shown
 from patch.families.config_json import ConfigReader
+from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.family import Family
-from patch.families.llama import LLAMA
 from patch.families.shape import (
     SHAPE_FIELDS,
-    TYPE_FIELDS,
-    WEIGHT_FIELDS,
+    TRAIT_FIELDS,
     AttentionBackend,
     HfAttention,
     ModelConfig,
     Traits,
     TransformerImpl,
-    traits_of,
 )
-from patch.families.sliding import MISTRAL, QWEN2, QWEN3
-from patch.families.weights import Kind, WeightRow, weight_rows
+from patch.families.weights import Kind, Part, WeightRow
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
-"""`model_type` -> family. If several families compute the same model, it is exported as the first of them."""
+FAMILIES: dict[str, Family] = {}
+"""`model_type` -> family. A shape that names none belongs to the first that computes it."""
+PRESETS: dict[str, dict[str, Any]] = {}
+"""MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
+
+
+def register_family(family: Family) -> None:
+    """Make a family known to everything that reads, plans, builds or converts models.
+
+    A program does this before it reads a command line, in each of its processes.
+    """
+    FAMILIES[family.model_type] = family
+    for size, fields in family.presets.items():
+        PRESETS[size] = {"model_type": family.model_type, **fields}
+    layer_matrices.cache_clear()
+    widths.cache_clear()
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
@@ -40,41 +57,117 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     return FAMILIES[model_type].read_config(config)
 
 
+def family_called(model_type: str | None) -> Family:
+    """The family of this name; LLaMA's for None.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if model_type is None:
+        return LLAMA
+    if model_type not in FAMILIES:
+        expected = f"auto or one of {', '.join(FAMILIES)}"
+        raise ConfigError(f"got {shown(model_type)}, expected {expected}", field="model_type")
+    return FAMILIES[model_type]
+
+
+def traits_of(model: ModelConfig) -> Traits:
+    """The traits of a model: those of its family, overlaid with the fields that are flags."""
+    flags = {name: getattr(model, name) for name in TRAIT_FIELDS}
+    return dataclasses.replace(family_called(model.model_type).traits, **flags)
+
+
+def own_traits(model_type: str | None) -> dict[str, Any]:
+    """The traits that a family alone decides, no flag; LLaMA and Mistral have the same."""
+    traits = dataclasses.asdict(family_called(model_type).traits)
+    return {name: value for name, value in traits.items() if name not in TRAIT_FIELDS}
+
+
 def family_of(model: ModelConfig, model_type: str | None = None) -> Family | None:
     """The family whose class in transformers computes this model; None if transformers has no such class.
 
     Args:
-        model: the model.
+        model: the model; its own family computes it, unless flags have changed its traits or its window.
         model_type: the preferred family if several compute the model: LLaMA, and Mistral without a window.
     """
-    matching = [family for family in FAMILIES.values() if family.computes(model)]
-    preferred = (family for family in matching if family.model_type == model_type)
-    return next(preferred, matching[0] if matching else None)
+    traits, slides = traits_of(model), model.window_size is not None
+    matching = {
+        name: family
+        for name, family in FAMILIES.items()
+        if family.traits == traits and (family.slides is not None or not slides)
+    }
+    names = (model_type, model.model_type, *matching)
+    return next((matching[name] for name in names if name is not None and name in matching), None)
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    size: dict(fields) for family in FAMILIES.values() for size, fields in family.presets.items()
-}
-"""MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
-MODEL_SIZES: tuple[str, ...] = (*PRESETS, "auto")
+def with_family(model: ModelConfig) -> ModelConfig:
+    """The model with the family stored that computes it; its own, or LLaMA, where none does.
+
+    Raises:
+        ConfigError: its `model_type` is none of FAMILIES.
+    """
+    family = family_of(model) or family_called(model.model_type)
+    return dataclasses.replace(model, model_type=family.model_type)
+
+
+def weight_rows(model: ModelConfig) -> tuple[WeightRow, ...]:
+    """Every parameter of a model, in the order in which Hugging Face stores them.
+
+    A combination of traits for which transformers has no class has them too: it can be trained but not
+    exported.
+    """
+    return family_called(model.model_type).rows(model, traits_of(model))
+
+
+def differences(model: ModelConfig, theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Fields in which other values mean another model: the field, its other value, has it other weights."""
+    for field, value in theirs.items():
+        meaning = own_traits if field == "model_type" else lambda value: value
+        if meaning(value) != meaning(getattr(model, field)):
+            is_cut_otherwise = field in ("num_layers", "make_vocab_size_divisible_by")
+            other = weight_rows(dataclasses.replace(model, **{field: value}))
+            yield field, value, is_cut_otherwise or other != weight_rows(model)
+
+
+@lru_cache(maxsize=64)  # a search of layouts asks for the same ones many times
+def layer_matrices(model: ModelConfig) -> tuple[WeightRow, ...]:
+    """The weight matrices of one layer, in the order of its products."""
+    return tuple(row for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
+
+
+class Widths(NamedTuple):
+    """Values of one token on a TP rank, of one part of a layer, as far as they are in use."""
+
+    given: float
+    """What products with matrices that TP cuts by rows give: q, k and v; gate and up."""
+    taken: float
+    """What those with matrices that TP cuts by columns take: attention's result; the MLP's."""
+
+
+@lru_cache(maxsize=256)
+def widths(model: ModelConfig, part: Part, tp_size: int) -> Widths:
+    """The widths of attention or MLP on one of `tp_size` ranks."""
+    rows = [(row, row.shard_shape(tp_size)) for row in layer_matrices(model) if row.part == part]
+    given = sum(shape[0] * row.active for row, shape in rows if row.kind is not Kind.ROW_PARALLEL)
+    return Widths(given, sum(shape[1] * row.active for row, shape in rows if row.kind is Kind.ROW_PARALLEL))
+
+
+def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
+    """What TP has to divide, in words, and how many of each a model has."""
+    cut = [row for row in layer_matrices(model) if row.part == "mlp" and row.kind is Kind.ROW_PARALLEL]
+    return {
+        "heads": model.num_attention_heads,
+        "key/value groups": model.num_query_groups,
+        "MLP channels": math.gcd(*(row.shard_shape(1)[1] for row in cut)),
+    }
+
+
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3):
+    register_family(_family)
+
 __all__ = [
-    "FAMILIES",
-    "MODEL_SIZES",
-    "PRESETS",
-    "SHAPE_FIELDS",
-    "TYPE_FIELDS",
-    "WEIGHT_FIELDS",
-    "AttentionBackend",
-    "ConfigReader",
-    "Family",
-    "HfAttention",
-    "Kind",
-    "ModelConfig",
-    "Traits",
-    "TransformerImpl",
-    "WeightRow",
-    "family_of",
-    "read_config",
-    "traits_of",
-    "weight_rows",
-]
+    "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "AttentionBackend", "ConfigReader", "Family",
+    "HfAttention", "Kind", "ModelConfig", "Traits", "TransformerImpl", "WeightRow", "differences",
+    "family_called", "family_of", "layer_matrices", "own_traits", "read_config", "register_family",
+    "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
+]  # fmt: skip

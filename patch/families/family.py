@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patch.families.config_json import ROPE_FIELDS, ConfigReader, read_rope, write_rope
-from patch.families.shape import MOST_LAYERS, ModelConfig, Traits, Window, traits_of
+from patch.families.shape import MOST_LAYERS, TRAIT_FIELDS, ModelConfig, Traits, Window
+from patch.families.weights import WeightRow, dense_rows
 
 _SUPPORTED: dict[str, Any] = {
-    "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "pretraining_tp": 1,
     "partial_rotary_factor": 1.0,
 }
-"""Keys with their only supported value; all of them may be absent."""
+"""Keys with their only supported value beside `hidden_act`, the family's; all of them may be absent."""
 
-_KEYS: dict[str, str] = {
+_SIZES: dict[str, str] = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
@@ -31,9 +31,10 @@ _KEYS: dict[str, str] = {
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
     "max_position_embeddings": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
 }
-"""ModelConfig's field -> config.json's key, for fields with the same value in both."""
+_KEYS = {**_SIZES, "norm_epsilon": "rms_norm_eps"}
+"""ModelConfig's field -> config.json's key, for fields with the same value in both; those of `_SIZES` are
+whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +47,14 @@ class Family:
     traits: Traits
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """MODEL_SIZE -> ModelConfig's fields; a field that a size leaves out keeps its default."""
-    defaults: Mapping[str, Any]
-    """Defaults of the family's configuration class in transformers, if they differ from LlamaConfig's."""
-    slides: Callable[[ConfigReader], bool] | None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a config.json may lack: those of the family's class in transformers."""
+    slides: Callable[[ConfigReader], bool] | None = None
     """Whether the layers use the window given by `sliding_window`; None: they never have a window."""
-    type_keys: Callable[[ModelConfig], dict[str, Any]]
+    type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """The keys for traits that only this family's config.json has."""
-
-    def computes(self, model: ModelConfig) -> bool:
-        """Whether the family's class in transformers computes this model."""
-        may_slide = self.slides is not None
-        return self.traits == traits_of(model) and (may_slide or model.window_size is None)
+    rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
+    """The weight table of a model of this family; the traits are the model's."""
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """ModelConfig's fields from a config.json of this family.
@@ -65,26 +63,21 @@ class Family:
             ConfigError: the model has something that is not supported; the message names the key.
         """
         config = config.with_defaults(self.defaults)
-        config.accept_only(_SUPPORTED)
+        config.accept_only({**_SUPPORTED, "hidden_act": self.traits.activation})
         if quantised := config.values.get("quantization_config"):
             expected = "none: the model that these quantised weights were made from, in bf16, fp16 or fp32"
             config.refuse("quantization_config", quantised, expected)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if heads < 1:
             config.refuse("num_attention_heads", heads, "at least 1")
+        config.integer("num_hidden_layers", at_most=MOST_LAYERS)
+        derived = {"num_query_groups": heads, "kv_channels": hidden // heads}
         return {
-            "num_layers": config.integer("num_hidden_layers", at_most=MOST_LAYERS),
-            "hidden_size": hidden,
-            "ffn_hidden_size": config.integer("intermediate_size"),
-            "num_attention_heads": heads,
-            "num_query_groups": config.integer("num_key_value_heads", heads),
-            "kv_channels": config.integer("head_dim", hidden // heads),
-            "vocab_size": config.integer("vocab_size"),
-            "max_position_embeddings": config.integer("max_position_embeddings"),
+            "model_type": self.model_type,
+            **{name: config.integer(key, derived.get(name)) for name, key in _SIZES.items()},
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
             "untie_embeddings_and_output_weights": not config.boolean("tie_word_embeddings", False),
-            "add_qkv_bias": self.traits.add_qkv_bias,
-            "qk_layernorm": self.traits.qk_layernorm,
+            **{name: getattr(self.traits, name) for name in TRAIT_FIELDS},
             "window_size": self._window(config),
             **read_rope(config),
         }
@@ -107,7 +100,7 @@ class Family:
         """
         described |= {"architectures": [self.architecture], "model_type": self.model_type}
         described.pop("layer_types", None)  # transformers 5 derives it from the window
-        described |= self.type_keys(model)
+        described |= {**self.type_keys(model), "hidden_act": self.traits.activation}
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """Set the keys of config.json that depend on some fields of the model, except those of `write_type`.

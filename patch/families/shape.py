@@ -1,4 +1,4 @@
-"""The shape of a model, each field a flag of a run; the traits of its layers; what the fields decide."""
+"""The shape of a model, each field a flag of a run; the traits of its layers; which fields are which."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The shape of a LLaMA-family model. Source of the names: Megatron-LM's arguments."""
+    """The architecture of a model. Source of the names: Megatron-LM's arguments."""
 
     model_size: str = flag("a preset's name, or auto: the shape is read from --load's config.json", "auto")
+    model_type: str | None = flag(
+        "its family, as config.json names it; auto: that of the preset, of --load's model, or the first that "
+        "computes the shape",
+        None,
+        none="auto",
+    )
     num_layers: int = flag("transformer layers", at_least=1, at_most=MOST_LAYERS)
     hidden_size: int = flag("width of the residual stream", at_least=1)
-    ffn_hidden_size: int = flag("width of the gated MLP", at_least=1)
+    ffn_hidden_size: int = flag("width of the MLP", at_least=1)
     num_attention_heads: int = flag("query heads", at_least=1)
     num_query_groups: int = flag("key/value heads (GQA); equal to the query heads without GQA", at_least=1)
     kv_channels: int = flag("size of one head", at_least=1, multiple_of=2)
@@ -116,11 +122,12 @@ class Traits:
     """The components of a model's layers. Names and values are those of megatron-core's TransformerConfig.
 
     A `Literal` with one value means that `patch/model` can build only that one. A family that needs another
-    value adds it to the type; mypy then shows the places in `patch/model` that have to handle it.
+    value adds it to the type; mypy then shows the places that have to handle it. A trait that is also a field
+    of ModelConfig is a flag: a model may have it otherwise than its family.
     """
 
     normalization: Literal["RMSNorm"] = "RMSNorm"
-    activation: Literal["silu"] = "silu"
+    activation: str = "silu"
     """The MLP's activation, spelled as in config.json's `hidden_act`."""
     gated_linear_unit: bool = True
     """Whether the MLP multiplies the activation by a second projection (`up`)."""
@@ -133,32 +140,11 @@ class Traits:
     position_embedding_type: Literal["rope"] = "rope"
 
 
-def traits_of(model: ModelConfig) -> Traits:
-    """The traits that a model's fields set. A new trait gets a field in ModelConfig and is read here."""
-    return Traits(add_qkv_bias=model.add_qkv_bias, qk_layernorm=model.qk_layernorm)
-
-
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
     *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
     *("transformer_impl", "attention_backend", "precision_align"),
 }
 """All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
 
-WEIGHT_FIELDS: frozenset[str] = frozenset(
-    {
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "vocab_size",
-        "untie_embeddings_and_output_weights",
-        "add_qkv_bias",
-        "qk_layernorm",
-    }
-)
-"""Fields that decide which weights a model has, and their shapes; the others only change what is computed."""
-
-TYPE_FIELDS: frozenset[str] = frozenset({"add_qkv_bias", "qk_layernorm", "window_size"})
-"""Fields that decide the family of a model, and thus config.json's `model_type`."""
+TRAIT_FIELDS: frozenset[str] = SHAPE_FIELDS & {field.name for field in fields(Traits)}
+"""Traits that are flags; a family says what they are where no flag does."""

@@ -1,6 +1,7 @@
 """The weight table as data: which Hugging Face tensors make up a parameter, and how TP splits it.
 
-`patch/convert` copies weights by this table, `patch/plan` counts parameters by it.
+`patch/convert` copies weights by this table; the formulas of `patch/plan` and the rules ask it for parts,
+shapes and shares in use.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from patch.families.shape import ModelConfig, traits_of
+from patch.families.shape import ModelConfig, Traits
 
 EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 TIED_OUTPUT = "output_layer.weight"
 """With tied embeddings and PP > 1 this parameter of the last stage is a copy of the embedding."""
+
+Part = Literal["embedding", "attention", "norm", "mlp", "head"]
+"""The part of a model that a parameter belongs to."""
 
 
 class Kind(Enum):
@@ -22,12 +26,13 @@ class Kind(Enum):
 
     REPLICATED = auto()
     """One tensor, complete on every TP rank, such as a norm's weight."""
+    COLUMN_PARALLEL = auto()
+    """One tensor whose rows are split over TP, as in megatron-core's ColumnParallelLinear; or two, a gated
+    MLP's gate and up. A TP rank stores its rows of the first, then its rows of the second."""
     ROW_PARALLEL = auto()
     """One tensor whose columns are split over TP, as in megatron-core's RowParallelLinear."""
     VOCAB_PARALLEL = auto()
     """One tensor whose rows are padded to the padded vocabulary and split over TP."""
-    GATED_MLP = auto()
-    """Two tensors, gate and up. A TP rank stores its rows of gate, then its rows of up."""
     QKV = auto()
     """Three tensors. For each key/value group in turn: the rows of its queries, of its key, of its value."""
 
@@ -37,9 +42,12 @@ class WeightRow(NamedTuple):
 
     name: str
     """megatron-core's name, with layers numbered over the whole model."""
+    part: Part
     kind: Kind
     hf: Mapping[str, tuple[int, ...]]
     """The names and shapes of the Hugging Face tensors, in the order that `kind` states."""
+    active: float = 1
+    """Share of the parameter that a token uses: below 1 for experts of which a token visits some."""
 
     @property
     def is_per_layer(self) -> bool:
@@ -56,50 +64,61 @@ class WeightRow(NamedTuple):
         """Elements of the full (unsharded) parameter in one layer, without vocabulary padding."""
         return sum(math.prod(shape) for shape in self.hf.values())
 
+    def shard_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Shape of the part on one of `tp_size` TP ranks, without vocabulary padding.
 
-def weight_rows(model: ModelConfig) -> tuple[WeightRow, ...]:
-    """Every parameter of a model, in the order in which Hugging Face stores them.
+        Of a matrix: how many values its product gives for a token, and how many it takes.
+        """
+        rows, columns = sum(shape[0] for shape in self.hf.values()), next(iter(self.hf.values()))[1:]
+        if self.kind is Kind.ROW_PARALLEL:
+            return rows, columns[0] // tp_size
+        return rows if self.kind is Kind.REPLICATED else rows // tp_size, *columns
 
-    All families have these names, also a combination of traits for which transformers has no class: it can be
-    trained but not exported. A tied output layer is included, under the embedding's Hugging Face name.
+
+def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
+    """The parameters of a model with LLaMA's names, in the order in which Hugging Face stores them.
+
+    A tied output layer is included, under the embedding's Hugging Face name.
     """
     table = (model.vocab_size, model.hidden_size)
     output = "lm_head" if model.untie_embeddings_and_output_weights else "model.embed_tokens"
-    norm = {"model.norm.weight": (model.hidden_size,)}
+    norm, embedding = {"model.norm.weight": (model.hidden_size,)}, {"model.embed_tokens.weight": table}
     return (
-        WeightRow(EMBEDDING_PARAMETER, Kind.VOCAB_PARALLEL, {"model.embed_tokens.weight": table}),
-        *_layer_weights(model),
-        WeightRow("decoder.final_layernorm.weight", Kind.REPLICATED, norm),
-        WeightRow(TIED_OUTPUT, Kind.VOCAB_PARALLEL, {f"{output}.weight": table}),
+        WeightRow(EMBEDDING_PARAMETER, "embedding", Kind.VOCAB_PARALLEL, embedding),
+        *_layer_rows(model, traits),
+        WeightRow("decoder.final_layernorm.weight", "norm", Kind.REPLICATED, norm),
+        WeightRow(TIED_OUTPUT, "head", Kind.VOCAB_PARALLEL, {f"{output}.weight": table}),
     )
 
 
-def _layer_weights(model: ModelConfig) -> list[WeightRow]:
+def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     """The parameters of a layer in the order of its computation; those that traits add come last."""
-    hidden, ffn, head, traits = model.hidden_size, model.ffn_hidden_size, model.kv_channels, traits_of(model)
+    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     query, key = model.num_attention_heads * head, model.num_query_groups * head
     qkv = {"q": query, "k": key, "v": key}
 
-    def row(name: str, kind: Kind, hf: Mapping[str, tuple[int, ...]]) -> WeightRow:
+    def row(name: str, part: Part, kind: Kind, hf: Mapping[str, tuple[int, ...]]) -> WeightRow:
         named = {f"model.layers.*.{tensor}": shape for tensor, shape in hf.items()}
-        return WeightRow(f"decoder.layers.*.{name}", kind, named)
+        return WeightRow(f"decoder.layers.*.{name}", part, kind, named)
+
+    def norm(name: str, theirs: str, size: int) -> WeightRow:
+        return row(f"{name}.weight", "norm", Kind.REPLICATED, {f"{theirs}.weight": (size,)})
 
     matrices = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in qkv.items()}
     output = {"self_attn.o_proj.weight": (hidden, query)}
-    gate_up = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
+    given = ("gate", "up") if traits.gated_linear_unit else ("up",)
+    mlp = {f"mlp.{name}_proj.weight": (ffn, hidden) for name in given}
     rows = [
-        row("input_layernorm.weight", Kind.REPLICATED, {"input_layernorm.weight": (hidden,)}),
-        row("self_attention.linear_qkv.weight", Kind.QKV, matrices),
-        row("self_attention.linear_proj.weight", Kind.ROW_PARALLEL, output),
-        row("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}),
-        row("mlp.linear_fc1.weight", Kind.GATED_MLP, gate_up),
-        row("mlp.linear_fc2.weight", Kind.ROW_PARALLEL, {"mlp.down_proj.weight": (hidden, ffn)}),
+        norm("input_layernorm", "input_layernorm", hidden),
+        row("self_attention.linear_qkv.weight", "attention", Kind.QKV, matrices),
+        row("self_attention.linear_proj.weight", "attention", Kind.ROW_PARALLEL, output),
+        norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
+        row("mlp.linear_fc1.weight", "mlp", Kind.COLUMN_PARALLEL, mlp),
+        row("mlp.linear_fc2.weight", "mlp", Kind.ROW_PARALLEL, {"mlp.down_proj.weight": (hidden, ffn)}),
     ]
     if traits.add_qkv_bias:
         biases = {f"self_attn.{name}_proj.bias": (count,) for name, count in qkv.items()}
-        rows.append(row("self_attention.linear_qkv.bias", Kind.QKV, biases))
+        rows.append(row("self_attention.linear_qkv.bias", "attention", Kind.QKV, biases))
     if traits.qk_layernorm:
-        for name in ("q", "k"):
-            norm = {f"self_attn.{name}_norm.weight": (head,)}
-            rows.append(row(f"self_attention.{name}_layernorm.weight", Kind.REPLICATED, norm))
+        rows += [norm(f"self_attention.{n}_layernorm", f"self_attn.{n}_norm", head) for n in ("q", "k")]
     return rows

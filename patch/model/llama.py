@@ -80,7 +80,7 @@ def transformer_config(
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
     """
     tp_size = groups.tp.size()
-    dtype, traits = torch_dtype(execution.precision), traits_of(model)
+    dtype, traits = torch_dtype(execution.facts.kept_as), traits_of(model)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -132,7 +132,9 @@ def _layer_settings(
         return {
             "transformer_impl": "local",
             "tp_comm_overlap": _overlaps(execution, cuda=cuda),
-            "recompute_modules": recomputed_modules(torch_dtype(execution.precision), aligned, cuda=cuda),
+            "recompute_modules": recomputed_modules(
+                torch_dtype(execution.facts.kept_as), aligned, cuda=cuda
+            ),
         }
     # Its norms are parts of its linear layers, its messages overlap only through user buffers (not set up).
     settings = {"transformer_impl": "transformer_engine", "tp_comm_overlap": False, "recompute_modules": []}

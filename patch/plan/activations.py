@@ -11,13 +11,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import Recompute
+from patch.config.choices import PRECISIONS, Recompute
+from patch.families import traits_of, widths
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import element_bytes
 from patch.plan.pipeline import Moment, Schedule, moments
 
-_FP8 = 1
 _HALF = 2
 _FP32 = 4
 
@@ -110,7 +110,7 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     tokens = config.micro_batch_tokens
     hidden, boundary = tokens * model.hidden_size * size, boundary_bytes(config)
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
-    gradients = tokens * 2 * model.ffn_hidden_size // tp_size * size
+    gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
     gradients += 2 * hidden if parallel.sequence_parallel else 0
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
@@ -204,8 +204,8 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
     With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
 
     Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
-    (`--precision-align`), fp8's scales and its layers that stay in bf16, packing (a CPU may keep attention's
-    result twice), and what backward itself allocates (with `full`, all of a block of layers).
+    (`--precision-align`), scales of 8-bit numbers and layers in bf16 beside them, packing (a CPU may keep
+    attention's result twice), and what backward itself allocates (with `full`, all of a block of layers).
 
     Args:
         config: the run.
@@ -213,16 +213,16 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
             which keep two more values for each element.
     """
     training = config.training
-    ffn = config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
+    mlp = widths(config.model, "mlp", config.parallel.tensor_model_parallel_size)
     size, hidden = element_bytes(training.precision), _own_hidden(config)
     norm = _norm_bytes(config, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
     attention = _attention_bytes(config)
-    gate_up = size * 2 * ffn
+    gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-    activation = size * ffn  # the product of silu(gate) and up
-    # With fp8 three products keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
-    narrowed = (size - _FP8) * (2 * hidden + ffn) if training.precision == "fp8" else 0
+    activation = size * mlp.taken  # the product of silu(gate) and up
+    # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
+    narrowed = (size - PRECISIONS[training.precision].factor_bytes) * (2 * hidden + mlp.taken)
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + gate_up + activation - narrowed,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
@@ -233,6 +233,8 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
 
 def _rope_table_bytes(config: RunConfig) -> int:
     """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
+    if traits_of(config.model).position_embedding_type != "rope":
+        return 0
     rows = config.training.micro_batch_size if config.data.packing else 1
     length = config.sample_length // config.parallel.context_parallel_size
     return _FP32 * rows * length * config.model.kv_channels

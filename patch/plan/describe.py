@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
-from patch.config.choices import Recompute, ZeroStage
+from patch.config.choices import PRECISIONS, Recompute, ZeroStage
 from patch.device import MachineFacts
 from patch.families import weight_rows
 from patch.families.weights import TIED_OUTPUT
@@ -17,13 +17,12 @@ from patch.plan.activations import activation_bytes
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.flops import attended_pairs, flops_per_step, output_in_layers
 from patch.plan.memory import (
-    STATE_BYTES,
     bytes_per_rank,
     device_memory,
     offloaded_bytes,
     usable_device_memory,
 )
-from patch.plan.parameters import element_bytes, layer_matrices, parameters_per_rank, total_parameters
+from patch.plan.parameters import active_elements, element_bytes, parameters_of, total_parameters
 from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
@@ -54,7 +53,8 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if len(set(layers)) > 1:
         split = " + ".join(map(str, layers))
         yield PlanRow([f"layers      {model.num_layers} = {split} over the pipeline stages"])
-    size = f"{scaled(total_parameters(model))} ({model.model_size})"
+    total, active = (total_parameters(model, active=active) for active in (False, True))
+    size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
     yield PlanRow([f"parameters  {size}"], list(_shapes(config)))
     yield _state(config)
     if model.precision_align is None:  # which keeps more
@@ -112,7 +112,7 @@ def _state(config: RunConfig) -> PlanRow:
     parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
     host, instances = offloaded_bytes(config), parallel.num_distributed_optimizer_instances
     weights, gradients, optimizer = map(size_text, state)
-    count, shares = max(parameters_per_rank(config.model, parallel)), config.num_state_shares
+    count, shares = parameters_of(config, None), config.num_state_shares
     precision, main = config.training.precision, element_bytes(config.optimizer.main_grads_dtype)
     line = (
         f"state/rank  {size_text(state.total)} = weights {weights} + gradients {gradients} "
@@ -129,7 +129,7 @@ def _state(config: RunConfig) -> PlanRow:
         f"{parallel.tensor_model_parallel_size}",
         f"weights: {count} x {element_bytes(precision)} bytes = {weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
-        f"optimizer: {count} x {STATE_BYTES[precision]} bytes{state_parts} (moments 8, and what "
+        f"optimizer: {count} x {PRECISIONS[precision].state_bytes} bytes{state_parts} (moments 8, and what "
         f"a float32 master has beyond the weight), less what is on the host = {optimizer}",
     ])  # fmt: skip
 
@@ -161,16 +161,16 @@ def _memory(config: RunConfig, machine: MachineFacts) -> PlanRow:
     if config.virtual_pipeline_size > 1:
         in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
     staging = f"+ gradients under way {size_text(rank.staging)} " if rank.staging else ""
-    fp8 = f"+ 8-bit weights {size_text(rank.fp8_weights)} " if rank.fp8_weights else ""
+    narrow = f"+ 8-bit weights {size_text(rank.eight_bits)} " if rank.eight_bits else ""
     on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
     line = (
-        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}{fp8}"
-        f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
+        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}"
+        f"{narrow}+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
         f"loss, borders and RoPE {size_text(kept.ends)}, "
         f"the running pass {size_text(kept.transient)}{on_host})"
     )
     formulas = [
-        f"{rank.state} state + {rank.staging} of gradients under way + {rank.fp8_weights} 8-bit weights + "
+        f"{rank.state} state + {rank.staging} of gradients under way + {rank.eight_bits} 8-bit weights + "
         f"{kept.layers} of layers + {kept.ends} of ends + {kept.transient} of the running pass = "
         f"{rank.total} bytes",
         "the running pass: layers that are computed again, gradients of gate and up, a chunk of logits, "
@@ -228,7 +228,7 @@ def _step(config: RunConfig) -> PlanRow:
     heads = model.num_attention_heads * model.kv_channels
     pairs = attended_pairs([length], model.window_size)
     return PlanRow([line], [
-        f"3 x (2 x {tokens} tokens x ({model.num_layers} layers x {layer_matrices(model)} + output "
+        f"3 x (2 x {tokens} tokens x ({model.num_layers} layers x {active_elements(model)} + output "
         f"{config.padded_vocab_size} x {model.hidden_size}) + {samples} x 4 x "
         f"{model.num_layers} x {heads} x {pairs} pairs) = {flops.model:.4g}",
         "a multiply-add is 2 FLOPs, backward is twice forward, attention counts the pairs under its mask",
@@ -306,7 +306,7 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     weights, gradients, states = bytes_per_rank(config, rank.pp_rank)
     is_auto = config.optimizer.optimizer_offload_policy == "auto"
     text = _by_kind(
-        weights, gradients, 0 if is_auto else states, rank.staging, rank.fp8_weights, rank.activations.total
+        weights, gradients, 0 if is_auto else states, rank.staging, rank.eight_bits, rank.activations.total
     )
     if is_auto:
         text += f"; {size_text(states)} of optimizer states beside it as far as there is room"
@@ -316,7 +316,7 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
 
 
 def _by_kind(
-    weights: int, gradients: int, states: int, staging: int = 0, fp8_weights: int = 0, activations: int = 0
+    weights: int, gradients: int, states: int, staging: int = 0, eight_bits: int = 0, activations: int = 0
 ) -> str:
     """A sum of bytes and its parts, those that are not 0."""
     kinds = {
@@ -324,7 +324,7 @@ def _by_kind(
         "gradients": gradients,
         "optimizer states": states,
         "gradients under way": staging,
-        "8-bit weights": fp8_weights,
+        "8-bit weights": eight_bits,
         "activations": activations,
     }
     parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)

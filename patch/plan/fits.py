@@ -8,7 +8,7 @@ from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.plan.activations import ActivationPeak, activation_peak
 from patch.plan.memory import (
-    fp8_weight_bytes,
+    eight_bit_bytes,
     needed_bytes,
     staging_bytes,
     state_on_device,
@@ -24,14 +24,14 @@ class RankMemory(NamedTuple):
     """Model state, without optimizer states that `auto` places."""
     staging: int
     """Buffers in which gradients are collected and travel, beside the main gradients."""
-    fp8_weights: int
+    eight_bits: int
     """8-bit weights that are kept during a step."""
     activations: ActivationPeak
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.state + self.staging + self.fp8_weights + self.activations.total
+        return self.state + self.staging + self.eight_bits + self.activations.total
 
 
 def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
@@ -46,7 +46,7 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
             rank,
             state_on_device(config, rank),
             staging_bytes(config, rank, cuda=cuda),
-            fp8_weight_bytes(config, rank),
+            eight_bit_bytes(config, rank),
             activation_peak(config, rank, cuda=cuda),
         )
         for rank in range(config.parallel.pipeline_model_parallel_size)

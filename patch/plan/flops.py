@@ -13,32 +13,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
-from patch.config.choices import Precision
+from patch.config.choices import PRECISIONS, Precision
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import layer_matrices
+from patch.plan.parameters import active_elements
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("B200", 2250.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.5),
-    ("H200 NVL", 835.5),
-    ("H200", 989.5),
-    ("GH200", 989.5),
-    ("H100", 989.5),
-    ("H800", 989.5),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A30", 165.0),
-    ("A40", 149.7),
-    ("A10", 125.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-)
+    ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H200 NVL", 835.5), ("H200", 989.5),
+    ("GH200", 989.5), ("H100", 989.5), ("H800", 989.5), ("H20", 148.0), ("A100", 312.0), ("A800", 312.0),
+    ("A30", 165.0), ("A40", 149.7), ("A10", 125.0), ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0),
+)  # fmt: skip
 """Dense bf16 tensor-core peaks from NVIDIA's data sheets; longer names come before their shorter forms."""
-_FP8_FACTOR = 2
-"""Peak of fp8 over that of bf16, of all GPUs above that have fp8."""
+_8_BITS_FACTOR = 2
+"""Peak of 8-bit products over that of bf16's, of all GPUs above that have them."""
 
 
 class StepFlops(NamedTuple):
@@ -95,7 +81,7 @@ def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[f
     """FLOPs of a forward through all layers: of the products with weights, and of attention."""
     heads = model.num_attention_heads * model.kv_channels
     scores_and_values = 2 * 2 * heads * pairs
-    return model.num_layers * 2 * layer_matrices(model) * tokens, model.num_layers * scores_and_values
+    return model.num_layers * 2 * active_elements(model) * tokens, model.num_layers * scores_and_values
 
 
 def _forward_of_output(model: ModelConfig, tokens: int, tp_size: int) -> int:
@@ -115,11 +101,11 @@ def _pairs(length: int, width: int) -> int:
 def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
     """Dense FLOP/s of a GPU by the name that the driver reports; None if it is not known.
 
-    MFU is null then: it is never a guess. With fp8 it refers to the peak of 8-bit products, although
+    MFU is null then: it is never a guess. With 8-bit products it refers to their peak, although
     attention and the output layer have bf16's; with fp32 and fp16 to bf16's.
     """
     words = device_name.replace("-", " ").split()
     for name, tflops in _PEAK_TFLOPS:
         if all(word in words for word in name.split()):
-            return tflops * 1e12 * (_FP8_FACTOR if precision == "fp8" else 1)
+            return tflops * 1e12 * (_8_BITS_FACTOR if PRECISIONS[precision].has_8_bits else 1)
     return None

@@ -6,20 +6,18 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
     element_bytes,
-    largest_matrix_per_rank,
-    matrix_elements_per_rank,
+    matrices_per_rank,
+    parameters_of,
     parameters_per_rank,
 )
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
-
-# Two fp32 moments; in addition an fp32 master for fp16 weights, or the low half of one for bf16 weights.
-STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
 
 
 class RankBytes(NamedTuple):
@@ -45,7 +43,7 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    gradients = _parameters(config, pp_rank) * element_bytes(config.optimizer.main_grads_dtype)
+    gradients = parameters_of(config, pp_rank) * element_bytes(config.optimizer.main_grads_dtype)
     return RankBytes(
         weights=gathered_bytes(config, pp_rank),
         gradients=gradients // config.num_gradient_parts,
@@ -60,7 +58,7 @@ def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    weights = _parameters(config, pp_rank) * element_bytes(config.training.precision)
+    weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
     return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
 
@@ -93,7 +91,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     shares, optimizer = config.num_state_parts, config.optimizer
     if shares == 1:
         return stand_ins
-    parameters, element = _parameters(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
+    parameters, element = parameters_of(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
     bucket = min(optimizer.reduce_bucket_size, parameters)
     is_staged = config.num_gradient_parts > 1
     staged = NUM_STAGING * bucket * element if is_staged else 0
@@ -110,14 +108,13 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     """Bytes of the dummy weight gradient that is returned with --gradient-accumulation-fusion."""
     is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
     is_wanted = cuda if is_fused is None else is_fused
-    has_8_bits, keeps_order = config.training.precision == "fp8", model.precision_align is not None
-    if not is_wanted or has_8_bits or keeps_order:
+    if not is_wanted or config.has_8_bits or model.precision_align is not None:
         return 0
-    largest = largest_matrix_per_rank(config.model, config.parallel)
+    largest = max(matrices_per_rank(config.model, config.parallel))
     return largest * element_bytes(config.training.precision)
 
 
-def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
+def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
     """Bytes of the 8-bit weights that a rank keeps during a step; 0 if it keeps none.
 
     Each matrix of a layer is there twice, for products that sum along its rows and along its columns; the
@@ -137,14 +134,12 @@ def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
     if pp_rank is None:
         of_ranks = parameters_per_rank(config.model, config.parallel)
         pp_rank = of_ranks.index(max(of_ranks))
-    fp8, num_layers = config.training.fp8, config.model.num_layers
-    in_8_bits = range(fp8.num_first_in_bf16, num_layers - fp8.num_last_in_bf16)
-    ends = list(accumulate(config.stage_layers))
+    in_8_bits, ends = config.layers_in_8_bits, list(accumulate(config.stage_layers))
     own = [
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
     ][pp_rank :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * matrix_elements_per_rank(config.model, config.parallel)
+    return sum(map(len, own)) * sum(matrices_per_rank(config.model, config.parallel))
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -185,12 +180,7 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    states = _parameters(config, pp_rank) * STATE_BYTES[config.training.precision]
+    states = parameters_of(config, pp_rank) * PRECISIONS[config.training.precision].state_bytes
     if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
         states += _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
     return states // config.num_state_parts
-
-
-def _parameters(config: RunConfig, pp_rank: int | None) -> int:
-    of_ranks = parameters_per_rank(config.model, config.parallel)
-    return max(of_ranks) if pp_rank is None else of_ranks[pp_rank]

@@ -5,33 +5,37 @@ They are counted from the rows of the weight table (`patch/families`), in the sa
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
-from patch.config import ModelConfig, ParallelConfig
-from patch.config.choices import Precision
-from patch.families import Kind, WeightRow, weight_rows
-from patch.families.weights import TIED_OUTPUT
+from patch.config import ModelConfig, ParallelConfig, RunConfig
+from patch.config.choices import PRECISIONS, Precision
+from patch.families import Kind, WeightRow, layer_matrices, weight_rows
 
 
 def element_bytes(precision: Precision) -> int:
-    """Bytes of a weight, an activation or a main gradient in this precision; fp8 keeps them in bf16."""
-    return 4 if precision == "fp32" else 2
+    """Bytes of a weight, an activation or a main gradient in this precision."""
+    return PRECISIONS[precision].weight_bytes
 
 
-def layer_matrices(model: ModelConfig) -> int:
-    """Elements of one layer's weight matrices; each token is multiplied with all of these matrices."""
-    return sum(row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
+def active_elements(model: ModelConfig) -> float:
+    """Elements of one layer's weight matrices with which a token is multiplied."""
+    return sum(row.active * row.num_elements for row in layer_matrices(model))
 
 
-def total_parameters(model: ModelConfig) -> int:
+def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
     """Parameters of the whole model without vocabulary padding, as transformers counts them.
 
     A tied embedding counts once.
+
+    Args:
+        model: the model.
+        active: only those that one token uses.
     """
     return sum(
-        row.num_elements * (model.num_layers if row.is_per_layer else 1)
+        (row.active if active else 1) * row.num_elements * (model.num_layers if row.is_per_layer else 1)
         for row in weight_rows(model)
-        if row.name != TIED_OUTPUT or model.untie_embeddings_and_output_weights
+        if row.part != "head" or model.untie_embeddings_and_output_weights
     )
 
 
@@ -56,29 +60,27 @@ def _counts(model: ModelConfig, tp_size: int, stages: int, stage_layers: tuple[i
         if row.is_per_layer:
             for stage in range(stages):
                 counts[stage] += elements * sum(stage_layers[stage::stages])
-        elif row.name.startswith("embedding."):
+        elif row.part == "embedding":
             counts[0] += elements
-        elif row.name != TIED_OUTPUT or has_output:
+        elif row.part != "head" or has_output:
             counts[-1] += elements
     return tuple(counts)
 
 
-def matrix_elements_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements of one layer's weight matrices on a TP rank."""
-    return layer_matrices(model) // parallel.tensor_model_parallel_size
+def parameters_of(config: RunConfig, pp_rank: int | None) -> int:
+    """Parameters on a rank of one place in the pipeline; None: on the heaviest one."""
+    of_ranks = parameters_per_rank(config.model, config.parallel)
+    return max(of_ranks) if pp_rank is None else of_ranks[pp_rank]
 
 
-def largest_matrix_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements of the largest of a layer's weight matrices on a TP rank."""
-    matrices = [row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix]
-    return max(matrices) // parallel.tensor_model_parallel_size
+def matrices_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Elements of each of a layer's weight matrices on a TP rank."""
+    tp_size = parallel.tensor_model_parallel_size
+    return [math.prod(row.shard_shape(tp_size)) for row in layer_matrices(model)]
 
 
 def elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
     """Elements of one TP rank's part of a parameter, vocabulary padding included."""
-    if row.kind is Kind.REPLICATED:
-        return row.num_elements
-    elements = row.num_elements
     if row.kind is Kind.VOCAB_PARALLEL:
-        elements = elements // model.vocab_size * model.padded_vocab_size(tp_size)
-    return elements // tp_size
+        return row.num_elements // model.vocab_size * model.padded_vocab_size(tp_size) // tp_size
+    return math.prod(row.shard_shape(tp_size))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from patch.config import RunConfig
-from patch.config.fields import SECTIONS, scalar_of
+from patch.config.fields import scalars_of
 from patch.device import MachineFacts
 from patch.numbers import counted, scaled, size_text, timed
 from patch.plan.cures import cures, what_lacks
@@ -159,10 +158,7 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
     time, fit = step_time(config, machine), fit_of(config, machine.facts)
     report = {
         "machine": machine.to_json(),
-        "run": {
-            section: {field.name: scalar_of(config, field.name) for field in dataclasses.fields(cls)}
-            for section, cls in SECTIONS.items()
-        },
+        "run": scalars_of(config),
         "parameters": total_parameters(config.model),
         "parameters_per_rank": parameters_per_rank(config.model, config.parallel),
         "state": [

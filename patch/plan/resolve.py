@@ -13,7 +13,7 @@ from patch.numbers import size_text
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes
-from patch.plan.parameters import element_bytes, parameters_per_rank
+from patch.plan.parameters import element_bytes, parameters_of
 from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.communication import sent_bytes
 
@@ -32,9 +32,9 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     config, layers = resolve_transformer_impl(config, machine)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
-    config, fp8_weights = resolve_fp8_weights(config, machine)
+    config, eight_bit_weights = resolve_8_bit_weights(config, machine)
     config, activations = resolve_activations(config, machine)
-    return config, layers + sharding + communication + fp8_weights + activations
+    return config, layers + sharding + communication + eight_bit_weights + activations
 
 
 def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
@@ -63,7 +63,7 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     inside each of them, and sum the shards of all of them once a step.
     """
     config = with_sharding(config, stage)
-    parameters = max(parameters_per_rank(config.model, config.parallel))
+    parameters = parameters_of(config, None)
     shares, copies = config.num_state_shares, config.num_weight_copies
     instances = copies // shares
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
@@ -138,7 +138,7 @@ def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return dataclasses.replace(config, parallel=resolved), [line]
 
 
-def resolve_fp8_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+def resolve_8_bit_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
     """Keep no 8-bit weights where there is no memory for them; call before `resolve_activations`.
 
     With AC=auto there must be room while all activations are kept: recomputing a layer costs more than making
@@ -157,7 +157,7 @@ def resolve_fp8_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     rank = heaviest_rank(run, cuda=bool(machine.cuda_devices))
     training = dataclasses.replace(config.training, disable_parameter_transpose_cache=True)
     line = (
-        f"8-bit weights are made in each micro-batch: there is no room to keep {size_text(rank.fp8_weights)} "
-        f"beside the {size_text(rank.total - rank.fp8_weights)} of a rank"
+        f"8-bit weights are made in each micro-batch: there is no room to keep {size_text(rank.eight_bits)} "
+        f"beside the {size_text(rank.total - rank.eight_bits)} of a rank"
     )
     return dataclasses.replace(config, training=training), [line]

@@ -24,7 +24,7 @@ from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.families import MODEL_SIZES, PRESETS, SHAPE_FIELDS
+from patch.families import PRESETS, SHAPE_FIELDS, TRAIT_FIELDS, family_called
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
@@ -97,7 +97,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _make_absolute(merged)
-    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force, notes)
+    config = _build(merged)
+    _check_family(config, flags.fields.get("model_type"))
+    return Invocation(config, flags.dry_run, cluster.rendezvous, flags.force, notes)
 
 
 def split_positions(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -139,8 +141,8 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
     Beside a shape by flags the vocabulary's size comes from the tokenizer's folder.
     """
     size, load = merged.get("model_size", "auto"), merged.get("load")
-    check_choice(size, MODEL_SIZES, where("model_size"))
-    if merged.keys() >= SHAPE_FIELDS:
+    check_choice(size, (*PRESETS, "auto"), where("model_size"))
+    if merged.keys() >= SHAPE_FIELDS - {"model_type"}:
         return {}
     if size != "auto":
         return PRESETS[size]
@@ -165,6 +167,9 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
 
 def _derive(merged: dict[str, Any]) -> None:
     """Add values that were not given and follow from others, by Megatron-LM's and Megatron-LLaMA's rules."""
+    traits = family_called(merged.get("model_type")).traits
+    for name in TRAIT_FIELDS:
+        merged.setdefault(name, getattr(traits, name))
     heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
     if heads > 0:
         merged.setdefault("num_query_groups", heads)
@@ -175,6 +180,16 @@ def _derive(merged: dict[str, Any]) -> None:
         merged.setdefault("max_padding_length", merged["seq_length"])
     if merged.get("overlapped_distributed_optimizer"):
         merged.setdefault("use_distributed_optimizer", True)
+
+
+def _check_family(config: RunConfig, asked: str | None) -> None:
+    """Refuse a family by flag whose class in transformers does not compute the model."""
+    found = config.model.model_type
+    if asked not in (None, found):
+        raise ConfigError(
+            f"got {asked}, expected auto or {found}, which has these traits and this window of attention",
+            field="model_type",
+        )
 
 
 def _take_tokenizer(merged: dict[str, Any]) -> None:

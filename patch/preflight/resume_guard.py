@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patch.config.choices import PRECISIONS
 from patch.config.data_spec import parse_columns
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.flags import spellings
@@ -14,7 +15,7 @@ from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.families import SHAPE_FIELDS
+from patch.families import SHAPE_FIELDS, own_traits
 from patch.preflight.checkpoint_places import begun_root, record_home, refuse_left_checkpoints
 from patch.preflight.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.preflight.stored_shape import STORED_SHAPE
@@ -62,7 +63,8 @@ _FIXED: dict[str, _Reason] = {
 offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
 _MEANINGS: dict[str, Callable[[Any], Any]] = {
     "columns": parse_columns,
-    "precision": lambda precision: "bf16" if precision == "fp8" else precision,  # of weights and states
+    "model_type": own_traits,
+    "precision": lambda precision: PRECISIONS[precision].kept_as,
 }
 """What a text of a field means, where several texts mean the same."""
 

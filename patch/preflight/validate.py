@@ -19,12 +19,12 @@ from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import nearest_set, parse_data, set_files
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError, nearest
-from patch.families import PRESETS, SHAPE_FIELDS, WEIGHT_FIELDS
+from patch.families import PRESETS, SHAPE_FIELDS, differences
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
@@ -40,9 +40,6 @@ from patch.storage.names import (
 )
 from patch.storage.places import AnyPath, any_path
 from patch.storage.remote import RemotePath, is_url
-
-_STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
-"""Fields that decide the tensors' shapes; the other fields only change what is computed with the tensors."""
 
 
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -78,10 +75,10 @@ def _lack_of_weights(load: str) -> str:
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
     """The weights at position 22 have the run's shape."""
-    for file, field, theirs, ours in _differences(config):
-        if field not in _STRUCTURE:
+    size = config.model.model_size
+    for file, field, theirs, ours, is_other in _differences(config):
+        if not is_other:
             continue
-        size = config.model.model_size
         is_of_size = field in SHAPE_FIELDS and size in PRESETS
         if is_of_size and PRESETS[size].get(field, FIELDS[field].default) == getattr(config.model, field):
             why = f"{file} has {FIELDS[field].flag} {theirs}, {size} has {ours}"
@@ -89,21 +86,19 @@ def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
         refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
 
 
-def _differences(config: RunConfig) -> Iterator[tuple[AnyPath, str, str, str]]:
-    """Fields in which the loaded model differs from the run: (file, field, its value, the run's value)."""
+def _differences(config: RunConfig) -> Iterator[tuple[AnyPath, str, str, str, bool]]:
+    """Fields in which the loaded model differs: (file, field, its value, the run's, has it other weights)."""
     stored = shape_at(config.checkpoint.load)
     if stored is None:
         return
-    for field, theirs in stored.fields.items():
-        ours = getattr(config.model, field)
-        if theirs != ours:
-            to_text = FIELDS[field].to_scalar
-            yield stored.file, field, str(to_text(theirs)), str(to_text(ours))
+    for field, theirs, is_other in differences(config.model, stored.fields):
+        their = str(FIELDS[field].to_scalar(theirs))
+        yield stored.file, field, their, str(scalar_of(config, field)), is_other
 
 
 def numerics_notes(config: RunConfig) -> Iterator[str]:
     """One line for each value that differs from the loaded model's although the weights fit."""
-    for file, field, theirs, ours in _differences(config):
+    for file, field, theirs, ours, _ in _differences(config):
         yield f"{where(field)}: {ours} here, {theirs} in {file}"
 
 
@@ -145,13 +140,8 @@ def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
     chosen, names = config.data.chat_template, get_args(BuiltInTemplate)
     if chosen is None or chosen in names or os.path.isfile(chosen):
         return
-    hint = nearest(chosen, list(names))
-    refuse(
-        "chat_template",
-        chosen,
-        f"{', '.join(names)}, or a .jinja file",
-        f"there is no file of that name{hint}",
-    )
+    why = f"there is no file of that name{nearest(chosen, list(names))}"
+    refuse("chat_template", chosen, f"{', '.join(names)}, or a .jinja file", why)
 
 
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:

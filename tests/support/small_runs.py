@@ -15,6 +15,7 @@ from patch.config.schema import (
     RunConfig,
     TrainingConfig,
 )
+from patch.families import with_family
 
 _SECTIONS = {
     "model": ModelConfig(
@@ -57,7 +58,7 @@ def small_run(
         values = {k: _value(k, changes.pop(k)) for k in fields & set(changes)}
         sections[name] = dataclasses.replace(section, **values)
     assert not changes, f"no such fields: {sorted(changes)}"
-    return RunConfig(**sections)
+    return RunConfig(**{**sections, "model": with_family(sections["model"])})
 
 
 def hf_llama(config: RunConfig, folder: Path | None = None, seed: int = 0) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer as Stopwatch  # not a thread
 
+from patch.config.choices import PRECISIONS
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.plan.flops import peak_flops
 from patch.plan.timing.machine import MEASURED, Machine, Reached
-from patch.plan.timing.step_time import UPDATE_BYTES
 from toolkits.doctor.check import Finding, Report, Settings, graded
 
 _COPY_BYTES = 256 << 20
@@ -43,7 +43,7 @@ def measure_host(settings: Settings) -> Iterator[Finding]:
     item = UpdateItem(grad, AdamStates(master, first, second), scalars)
     kernel = adam_kernel(torch.device("cpu"))
     seconds = seconds_of(lambda: kernel.update([item]))
-    speed, billion_s = _ADAM_NUMEL * UPDATE_BYTES["fp32"] / seconds, seconds * 1e9 / _ADAM_NUMEL
+    speed, billion_s = _ADAM_NUMEL * PRECISIONS["fp32"].update_bytes / seconds, seconds * 1e9 / _ADAM_NUMEL
     what = f"{speed / 1e9:.1f} GB/s, {billion_s:.2f} s for a billion parameters ({type(kernel).__name__})"
     yield Finding("Adam on the host", "ok", what, data={"bytes_per_s": speed, "s_per_billion": billion_s})
     flops = {

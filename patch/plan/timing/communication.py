@@ -15,7 +15,7 @@ from patch.config import RunConfig
 from patch.config.choices import ContextCommunication
 from patch.plan.activations import boundary_bytes
 from patch.plan.memory import gathered_bytes
-from patch.plan.parameters import element_bytes, parameters_per_rank
+from patch.plan.parameters import element_bytes, parameters_of
 from patch.plan.timing.machine import Machine
 
 _FP32 = 4
@@ -182,6 +182,6 @@ def gradient_travel(config: RunConfig, machine: Machine) -> GradientTravel:
         pairs = ring(machine, Group(instances, 1), element_bytes(optimizer.main_grads_dtype) / group.size)
         across = Collective(2 * pairs.latency, 2 * pairs.seconds_per_byte, pairs.bytes_per_element)
     # On average: of the layers' matrices less, if these travel in 8 bits.
-    of_weight = gathered_bytes(config) / max(parameters_per_rank(config.model, config.parallel))
+    of_weight = gathered_bytes(config) / parameters_of(config, None)
     gather = ring(machine, group, of_weight)
     return GradientTravel(ring(machine, group, of_gradient), gather, across)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import Precision, Recompute
+from patch.config.choices import PRECISIONS, Precision, Recompute
+from patch.families import Kind, layer_matrices, traits_of, widths
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
@@ -105,24 +106,16 @@ def product_seconds(
         written: bytes of memory for each element of the result, read and written.
     """
     m, n, k = sides
-    size = 1 if precision == "fp8" else element_bytes(precision)
-    reached = machine.reached.gemm_fp8 if precision == "fp8" else machine.reached.gemm
+    size, reached = PRECISIONS[precision].factor_bytes, machine.gemm_share(precision)
     reached *= machine.reached.sustained * min(sides) / (min(sides) + HALF_REACHED)
     memory = size * (m * k + k * n) + written * m * n
     return max(2 * m * n * k / (machine.peak_flops(precision) * reached), memory / machine.memory_rate)
 
 
-def layer_products(config: RunConfig) -> list[tuple[int, int]]:
-    """Columns n and summed elements k of a layer's products on a TP rank: QKV, projection, gate-up, down."""
-    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    queries = model.num_attention_heads * model.kv_channels // tp_size
-    keys = model.num_query_groups * model.kv_channels // tp_size
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp_size
-    return [(queries + 2 * keys, hidden), (hidden, queries), (2 * ffn, hidden), (hidden, ffn)]
-
-
 class _Products:
-    """Seconds of a layer's products, all and one by one.
+    """Seconds of a layer's products, all and one by one, each with the tokens that use its matrix.
+
+    TP sums the results of those numbered in `summed`, and cuts those of `cut`.
 
     Args:
         config: the run.
@@ -138,10 +131,13 @@ class _Products:
         fused = machine.is_gpu if given is None else given
         main = element_bytes(config.optimizer.main_grads_dtype)
         added = 2 * main + (0 if fused else 2 * size)
-        sides = layer_products(config)
-        self.each = [product_seconds(machine, precision, (tokens, n, k), size) for n, k in sides]
-        self.inputs = [product_seconds(machine, precision, (tokens, k, n), size) for n, k in sides]
-        self.weights = [product_seconds(machine, precision, (n, k, tokens), added) for n, k in sides]
+        rows, tp_size = layer_matrices(config.model), config.parallel.tensor_model_parallel_size
+        sides = [(tokens * row.active, *row.shard_shape(tp_size)) for row in rows]
+        self.each = [product_seconds(machine, precision, (m, n, k), size) for m, n, k in sides]
+        self.inputs = [product_seconds(machine, precision, (m, k, n), size) for m, n, k in sides]
+        self.weights = [product_seconds(machine, precision, (n, k, m), added) for m, n, k in sides]
+        self.summed = [index for index, row in enumerate(rows) if row.kind is Kind.ROW_PARALLEL]
+        self.cut = [index for index in range(len(rows)) if index not in self.summed]
         self.forward, self.backward = sum(self.each), sum(self.inputs) + sum(self.weights)
 
 
@@ -168,16 +164,16 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     model, parallel, precision = config.model, config.parallel, config.training.precision
     tp_size = parallel.tensor_model_parallel_size
     hidden = model.hidden_size / (tp_size if parallel.sequence_parallel else 1)
-    heads = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp_size
-    ffn = model.ffn_hidden_size / tp_size
-    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * heads, 3 * ffn
+    attention, mlp = widths(model, "attention", tp_size), widths(model, "mlp", tp_size)
+    rotated = attention.given if traits_of(model).position_embedding_type == "rope" else 0
+    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * rotated, sum(mlp)
     forward = norms + residuals + rope + swiglu
-    backward = 2 * 3 * hidden + residuals + rope + 6 * ffn
+    backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu
     size = element_bytes(precision)
-    if precision == "fp8":  # each factor is read twice, for its largest value and its cast, and written
-        inputs = 2 * model.hidden_size + (model.num_attention_heads * model.kv_channels + ffn) / tp_size
+    if config.has_8_bits:  # each factor is read twice, for its largest value and its cast, and written
+        inputs = 2 * model.hidden_size + attention.taken + mlp.taken / tp_size
         forward += inputs * 5 / size
-        backward += (inputs + heads + 2 * ffn) * 5 / size
+        backward += (inputs + attention.given + mlp.given) * 5 / size
     tokens = config.micro_batch_tokens
     return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
 
@@ -199,14 +195,16 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
     if not machine.is_gpu if overlaps is None else overlaps:
         seconds = products.each if is_forward else inputs
         if not parallel.sequence_parallel:
-            once, seconds = 2 * once, seconds[1::2] if is_forward else seconds[::2]
+            once = 2 * once
+            seconds = [seconds[index] for index in (products.summed if is_forward else products.cut)]
         return sum(max(once / tp_size, once - product * (1 - 1 / tp_size)) for product in seconds)
     if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
-        return 4 * once
+        return len(inputs) * once
     if not parallel.sequence_parallel:
-        return sum(max(0.0, 2 * once - weights[column]) for column in (0, 2))
-    gathers = sum(max(0.0, once - inputs[column]) for column in (0, 2))
-    return 2 * once + gathers + sum(max(0.0, once - weights[column]) for column in (0, 2))
+        return sum(max(0.0, 2 * once - weights[index]) for index in products.cut)
+    gathers = sum(max(0.0, once - inputs[index]) for index in products.cut)
+    sums = len(products.summed) * once
+    return sums + gathers + sum(max(0.0, once - weights[index]) for index in products.cut)
 
 
 def _context(config: RunConfig, machine: Machine, attention: float) -> tuple[float, float]:

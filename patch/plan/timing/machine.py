@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from patch.config.choices import Precision
+from patch.config.choices import PRECISIONS, Precision
 from patch.device import MachineFacts
 from patch.errors import ConfigError, nearest
 from patch.numbers import to_float, to_int
@@ -103,7 +103,11 @@ class Machine:
         """Dense FLOP/s of a device with this precision; of fp8 without 8-bit products those of bf16."""
         if precision == "fp32":
             return self.fp32_flops
-        return (self.fp8_flops if precision == "fp8" else 0.0) or self.bf16_flops
+        return (self.fp8_flops if PRECISIONS[precision].has_8_bits else 0.0) or self.bf16_flops
+
+    def gemm_share(self, precision: Precision) -> float:
+        """The share of `peak_flops` that large products reach."""
+        return self.reached.gemm_fp8 if PRECISIONS[precision].has_8_bits else self.reached.gemm
 
     @property
     def memory_rate(self) -> float:
@@ -157,13 +161,9 @@ def mapping(value: object, origin: str) -> Mapping[str, Any]:
 
 
 _MAY_BE_ZERO = {
-    "contention",
-    "device_memory_bytes",
-    "fp8_flops",
-    "node_link_latency",
-    "network_latency",
+    "contention", "device_memory_bytes", "fp8_flops", "node_link_latency", "network_latency",
     "launch_seconds",
-}
+}  # fmt: skip
 
 
 def _checked(values: Mapping[str, Any], cls: type, origin: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import Precision
+from patch.config.choices import PRECISIONS
 from patch.layout.buckets import smallest_bucket
 from patch.layout.pipeline_stages import stage_activations
 from patch.numbers import timed
@@ -33,8 +33,6 @@ from patch.plan.timing.communication import (
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
 
-UPDATE_BYTES = {"fp32": 28, "bf16": 28, "fp16": 34, "fp8": 28}
-"""That the optimizer's kernel reads and writes for a parameter: gradient 4, moments 16, master and weight."""
 _LOGIT_BYTES = 20
 """For each logit: written, read for its largest and their sum, made a gradient, read by two products."""
 
@@ -96,7 +94,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         travel=gradient_travel(config, machine),
         parameters=tuple(parameters_per_rank(config.model, parallel)),
         shares=config.num_state_parts,
-        update=UPDATE_BYTES[config.training.precision] / machine.memory_rate,
+        update=PRECISIONS[config.training.precision].update_bytes / machine.memory_rate,
     )
 
 
@@ -120,10 +118,8 @@ def _loss(config: RunConfig, machine: Machine) -> float:
     model, training = config.model, config.training
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     tokens = config.micro_batch_tokens
-    precision: Precision = "bf16" if training.precision == "fp8" else training.precision
-    size = element_bytes(precision)
-    sides = (tokens, rows, model.hidden_size)
-    products = 3 * product_seconds(machine, precision, sides, size)
+    precision, sides = PRECISIONS[training.precision].kept_as, (tokens, rows, model.hidden_size)
+    products = 3 * product_seconds(machine, precision, sides, element_bytes(precision))
     bandwidth = machine.memory_rate
     return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * summing_seconds(config, machine)
 
@@ -359,7 +355,7 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     link = machine.host_link_bandwidth * machine.reached.host_link
     of_process = machine.host_bandwidth * machine.reached.host_bandwidth / config.parallel.nproc_per_node
     down, up = elements * (main + weight) / link, elements * weight / link
-    update = elements * UPDATE_BYTES[config.training.precision] / of_process
+    update = elements * PRECISIONS[config.training.precision].update_bytes / of_process
     pp_size = config.parallel.pipeline_model_parallel_size
     backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))

@@ -29,7 +29,6 @@ def _trace(rank: int, world_size: int, folder: Path) -> dict[str, tuple | None]:
     from patch.convert import import_hf
     from patch.device import DeviceContext
     from patch.distributed.groups import alone
-    from patch.families import weight_rows
     from patch.model import build_llama_model
 
     compat.apply(cuda=False)
@@ -39,13 +38,13 @@ def _trace(rank: int, world_size: int, folder: Path) -> dict[str, tuple | None]:
         (ours,) = build_llama_model(run.model, groups, torch.device("cpu"), run.execution)
         import_hf([ours], folder, run.model, groups)
         theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-        prompt, rows = torch.arange(3, 12)[None], weight_rows(run.model)
-        found["nothing"] = first_difference(ours.eval(), theirs, prompt, rows)
+        prompt = torch.arange(3, 12)[None]
+        found["nothing"] = first_difference(ours.eval(), theirs, prompt, run.model)
         for name in CHANGED:
             weight = theirs.get_submodule(name).weight
             before = weight.clone()
             weight += 0.5
-            found[name] = first_difference(ours, theirs, prompt, rows)
+            found[name] = first_difference(ours, theirs, prompt, run.model)
             weight.copy_(before)
     return found
 

@@ -37,9 +37,10 @@ def test_fed_back_yaml_repeats_the_run(command):
     assert parse_args(["--config", file], {}, command.machine).config == config
 
 
-def test_fed_back_yaml_needs_the_hf_folder_no_more(command):
+@pytest.mark.parametrize("gone", ["", "  model_type: llama\n"])  # which files of before have not
+def test_fed_back_yaml_needs_the_hf_folder_no_more(command, gone):
     config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
-    file = _write(command, to_yaml(config))
+    file = _write(command, to_yaml(config).replace(gone, ""))
     (command.folder / "hf" / "config.json").unlink()
     assert parse_args(["--config", file], {}, command.machine).config == config
 

@@ -60,8 +60,7 @@ def test_config_of_every_family_is_written_without_a_source(tmp_path, name, tiny
         if field in read_hf_config(tmp_path)
     }
     ours = AutoConfig.from_pretrained(tmp_path)
-    if name != "mistral-nemo":  # without a window it is a LLaMA
-        assert ours.architectures == theirs.architectures
+    assert ours.architectures == theirs.architectures
     for key in ("sliding_window", "layer_types", "head_dim", "rope_parameters"):
         assert getattr(ours, key, None) == getattr(theirs, key, None) or (key, name) in _IMPLIED
 

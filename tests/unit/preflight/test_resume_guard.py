@@ -44,6 +44,16 @@ def test_data_and_its_order_change_only_where_the_user_says_so(command):
         resume_notes(command.parse("--resume-with-changed-data", "--num-layers=4").config)
 
 
+def test_run_of_before_which_names_no_family_goes_on_as_what_it_is(command):
+    begun, file = _begun(command), command.folder / "out" / "config.yaml"
+    file.write_text(file.read_text().replace("  model_type: llama\n", ""))
+    assert resume_notes(begun) == []
+    (note,) = resume_notes(command.parse("--model-type=mistral").config)
+    assert note == "--model-type: llama before, mistral from here on"
+    with refused(ConfigError, match="--add-qkv-bias: got .* another model shape"):
+        resume_notes(command.parse("--model-type=qwen2").config)
+
+
 MIB = 2**20
 
 
@@ -95,16 +105,8 @@ def test_folder_with_one_file_more_is_other_data(command):
 @pytest.mark.parametrize(
     ("name", "chosen", "message"),
     [
-        (
-            "tokenizer.json",
-            False,
-            "TOKENIZER_PATH.*: the tokenizer in .*/encoder has changed since",
-        ),
-        (
-            "chat_template.jinja",
-            False,
-            "TOKENIZER_PATH.*: the chat template in .*/encoder is not the",
-        ),
+        ("tokenizer.json", False, "TOKENIZER_PATH.*: the tokenizer in .*/encoder has changed since"),
+        ("chat_template.jinja", False, "TOKENIZER_PATH.*: the chat template in .*/encoder is not the"),
         ("mine.jinja", True, "--chat-template: .*/mine.jinja is not the chat template with which"),
     ],
 )

@@ -120,14 +120,10 @@ def test_pipe_or_device_as_data_is_refused_before_it_is_read(command):
 @pytest.mark.parametrize(
     ("layers", "pp", "expected"),
     [
-        (4, 3, [1, 2, 1]),
-        (5, 3, [2, 2, 1]),
-        (5, 2, [3, 2]),
-        (10, 4, [2, 3, 3, 2]),
-        (6, 3, [2, 2, 2]),
+        (4, 3, [1, 2, 1]), (5, 3, [2, 2, 1]), (5, 2, [3, 2]), (10, 4, [2, 3, 3, 2]), (6, 3, [2, 2, 2]),
         (3, 1, [3]),
     ],
-)
+)  # fmt: skip
 def test_layers_that_do_not_divide_go_to_the_middle_first(command, layers, pp, expected):
     argv = [f"--num-layers={layers}", f"--nproc-per-node={pp}"]
     config = command.parse(*argv, PP=str(pp), GLOBAL_BATCH_SIZE="8").config

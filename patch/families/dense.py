@@ -1,0 +1,142 @@
+"""The families of the project, dense: LLaMA 1 to 3.3 with its public sizes; Mistral, Qwen 2, 2.5 and 3.
+
+The others have LLaMA's layers, which may have a sliding window. Sources of LLaMA's sizes: the config.json
+that Meta publishes with each model on Hugging Face; for LLaMA 1 its paper (arXiv 2302.13971, table 2) and
+params.json, where the norm's epsilon is 1e-6 but 1e-5 at 65B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from patch.families.config_json import ConfigReader
+from patch.families.family import Family
+from patch.families.shape import ModelConfig, Traits
+
+_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+
+
+def _shape(size: Sequence[int], vocab_size: int, max_position: int, norm_epsilon: float) -> dict[str, Any]:
+    _, hidden, _, heads, _ = size
+    return dict(zip(_FIELDS, size, strict=True)) | {
+        "kv_channels": hidden // heads, "vocab_size": vocab_size, "max_position_embeddings": max_position,
+        "norm_epsilon": norm_epsilon,
+    }  # fmt: skip
+
+
+def _llama3(size: Sequence[int], factor: float, tied: bool) -> dict[str, Any]:
+    """LLaMA 3.1 and 3.2: RoPE scaling to 128 Ki tokens; the small 3.2 models have tied embeddings.
+
+    The other fields of the scaling have ModelConfig's defaults, which are LLaMA 3.1's.
+    """
+    return {
+        **_shape(size, vocab_size=128256, max_position=131072, norm_epsilon=1e-5),
+        "rotary_base": 500000.0,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": factor,
+        "untie_embeddings_and_output_weights": not tied,
+    }
+
+
+def _llama12(size: Sequence[int], max_position: int, norm_epsilon: float) -> dict[str, Any]:
+    return {
+        **_shape(size, vocab_size=32000, max_position=max_position, norm_epsilon=norm_epsilon),
+        "rotary_base": 10000.0,
+        "untie_embeddings_and_output_weights": True,
+    }
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    # LLaMA 3.1 in miniature; it keeps the vocabulary, so that every LLaMA-3 tokenizer fits it
+    "tiny": _llama3((2, 64, 192, 4, 2), factor=8.0, tied=False),
+    "1B": _llama3((16, 2048, 8192, 32, 8), factor=32.0, tied=True),
+    "3B": _llama3((28, 3072, 8192, 24, 8), factor=32.0, tied=True),
+    "8B": _llama3((32, 4096, 14336, 32, 8), factor=8.0, tied=False),
+    "70B": _llama3((80, 8192, 28672, 64, 8), factor=8.0, tied=False),
+    "405B": _llama3((126, 16384, 53248, 128, 8), factor=8.0, tied=False),
+    "llama2-7B": _llama12((32, 4096, 11008, 32, 32), max_position=4096, norm_epsilon=1e-5),
+    "llama2-13B": _llama12((40, 5120, 13824, 40, 40), max_position=4096, norm_epsilon=1e-5),
+    "llama2-70B": _llama12((80, 8192, 28672, 64, 8), max_position=4096, norm_epsilon=1e-5),
+    "llama1-7B": _llama12((32, 4096, 11008, 32, 32), max_position=2048, norm_epsilon=1e-6),
+    "llama1-13B": _llama12((40, 5120, 13824, 40, 40), max_position=2048, norm_epsilon=1e-6),
+    "llama1-30B": _llama12((60, 6656, 17920, 52, 52), max_position=2048, norm_epsilon=1e-6),
+    "llama1-65B": _llama12((80, 8192, 22016, 64, 64), max_position=2048, norm_epsilon=1e-5),
+}
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    traits=Traits(),
+    defaults={"max_position_embeddings": 2048},
+    type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
+    presets=_PRESETS,
+)
+
+
+def _window_length(model: ModelConfig) -> int | None:
+    """The value of config.json's `sliding_window`, which counts the token itself."""
+    return None if model.window_size is None else model.window_size[0] + 1
+
+
+def _slides(config: ConfigReader) -> bool:
+    """Whether the layers have a sliding window; without `use_sliding_window` none has.
+
+    Raises:
+        ConfigError: some layers have a window and others do not.
+    """
+    if not config.boolean("use_sliding_window", False):
+        return False
+    key, kinds = "layer_types", config.values.get("layer_types")
+    if not kinds:
+        key, num_full = "max_window_layers", config.integer("max_window_layers", 28)
+        has_both = 0 < num_full < config.integer("num_hidden_layers")
+        kinds = (
+            ["full", "sliding_attention"] if has_both else ["full" if num_full > 0 else "sliding_attention"]
+        )
+    elif not isinstance(kinds, list):
+        config.refuse(key, kinds, "a list of the layers' attention")
+    if any(kind != kinds[0] for kind in kinds):
+        config.refuse(key, config.values.get(key), "the same attention in all layers")
+    return kinds[0] == "sliding_attention"
+
+
+def _window_keys(model: ModelConfig) -> dict[str, Any]:
+    """The keys of the window; the layers from number `max_window_layers` on have it."""
+    window = _window_length(model)
+    return {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0 if window else 28,
+    }
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    traits=Traits(),
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    slides=lambda config: True,
+    type_keys=lambda model: {"sliding_window": _window_length(model)},
+)
+"""In version 0.1 all layers have the window."""
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    traits=Traits(add_qkv_bias=True),
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    slides=_slides,
+    type_keys=_window_keys,
+)
+"""Biases on queries, keys and values."""
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    traits=Traits(qk_layernorm=True),
+    defaults={**QWEN2.defaults, "head_dim": 128},
+    slides=_slides,
+    type_keys=_window_keys,
+)
+"""An RMSNorm of each query and key head; the other keys of config.json are those of Qwen 2."""

@@ -1,0 +1,86 @@
+"""A family that the project does not have, as somebody else adds it: Arcee, whose MLP has no gate."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hf_families import family_model, family_run
+from safetensors.torch import load_file
+from small_runs import small_run
+from transformers import AutoConfig
+
+from patch.convert import hf_to_mcore, mcore_to_hf
+from patch.convert.hf_config_files import model_description
+from patch.convert.mappings import TPShard
+from patch.convert.weight_table import weights_table
+from patch.errors import ConfigError
+from patch.families import FAMILIES, Family, Traits, family_of, register_family, traits_of
+from patch.families.weights import dense_rows
+from patch.plan.flops import flops_per_step
+from patch.plan.parameters import parameters_per_rank, total_parameters
+
+ARCEE = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    traits=Traits(activation="relu2", gated_linear_unit=False),
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
+)
+
+
+@pytest.fixture(autouse=True)
+def arcee():
+    register_family(ARCEE)
+    yield
+    del FAMILIES["arcee"]
+
+
+def test_its_models_are_read_counted_and_written_as_transformers_has_them(tmp_path, tiny_tokenizer):
+    theirs = family_model("arcee", tmp_path)
+    model = family_run(tmp_path).model
+    assert traits_of(model) == ARCEE.traits and family_of(model) is ARCEE
+    assert total_parameters(model) == theirs.num_parameters()
+    described = model_description(model, None, tiny_tokenizer(), torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert family_run(tmp_path).model == model
+    again = AutoConfig.from_pretrained(tmp_path).to_dict()
+    of_tokenizer = {"bos_token_id": 0, "eos_token_id": 1, "_name_or_path": str(tmp_path)}
+    assert again == theirs.config.to_dict() | of_tokenizer
+
+
+def test_its_weights_are_those_of_transformers_cut_over_tp(tmp_path):
+    theirs = family_model("arcee", tmp_path / "hf").state_dict()
+    model = family_run(tmp_path / "hf").model
+    up = theirs["model.layers.1.mlp.up_proj.weight"]
+    mapping = weights_table(model)["decoder.layers.*.mlp.linear_fc1.weight"].at_layer(1)
+    for rank in range(2):
+        shard = torch.empty(mapping.shard_shape(2))
+        mapping.hf_to_megatron(shard, [up], TPShard(rank, 2))
+        assert torch.equal(shard, up.chunk(2)[rank])
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in back)
+
+
+def test_flag_that_its_class_has_not_leaves_its_layers_but_no_class(tmp_path):
+    family_model("arcee", tmp_path)
+    model = family_run(tmp_path, add_qkv_bias=True).model
+    assert family_of(model) is None and not traits_of(model).gated_linear_unit
+    with pytest.raises(ConfigError, match="got 'gpt2', expected auto or one of llama, .*arcee"):
+        family_run(tmp_path, model_type="gpt2")
+
+
+def test_share_in_use_decides_flops_and_active_parameters_but_not_what_is_held():
+    dense = small_run(model_type="arcee")
+
+    def rows(model, traits):
+        return tuple(r._replace(active=0.25 if r.part == "mlp" else 1) for r in dense_rows(model, traits))
+
+    before, held = flops_per_step(dense).model, parameters_per_rank(dense.model, dense.parallel)
+    register_family(dataclasses.replace(ARCEE, rows=rows))
+    unused = 0.75 * 4 * 2 * 64 * 160
+    assert total_parameters(dense.model, active=True) == total_parameters(dense.model) - unused
+    assert before - flops_per_step(dense).model == 3 * 2 * unused * 4 * 32
+    assert parameters_per_rank(dense.model, dense.parallel) == held
