@@ -1,7 +1,7 @@
 """Layers whose activations are not all kept until backward: recomputed and offloaded ones (AC=full, offload).
 
-They are upstream's layers with another class, set after they are built, and have no parameters of their own.
-`patch.layout.pipeline_stages` decides which layers they are.
+They are subclasses of upstream's layer and have no parameters of their own. `patch.layout.pipeline_stages`
+decides which layers they are.
 
 An offloaded layer's activations start for the host when its forward ends, while the next layer computes; when
 that one has ended too, their memory on the device is freed. They start back when the next layer's backward
@@ -10,14 +10,11 @@ begins. So at most two offloaded layers have activations on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import checkpoint
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from patch.config.execution import Execution
@@ -34,7 +31,15 @@ class RecomputedLayer(TransformerLayer):
 
     Upstream recomputes single layers in its block of layers (transformer_block.py:560-578). Here a layer does
     so itself, so that another one of the block can be offloaded.
+
+    Args:
+        recompute: upstream's `checkpoint`, or one that takes its arguments.
+        arguments, named: those of TransformerLayer.
     """
+
+    def __init__(self, *arguments: Any, recompute: Callable[..., Any], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._recompute = recompute
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, Any]:
         """TransformerLayer's: hidden states [S, B, H] in; the same and a context, which is None, out."""
@@ -45,26 +50,28 @@ class RecomputedLayer(TransformerLayer):
         def compute(hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return forward(hidden, **arguments)
 
-        if self.config.fp8:  # by Transformer Engine, whose context backward must enter again
-            from megatron.core.extensions.transformer_engine import te_checkpoint
-
-            return te_checkpoint(compute, False, get_cuda_rng_tracker, self.pg_collection.tp, hidden_states)
-        return checkpoint(compute, False, hidden_states)
+        return self._recompute(compute, False, hidden_states)
 
 
 class OffloadedLayer(TransformerLayer):
-    """A layer whose activations are in host memory between its forward and its backward."""
+    """A layer whose activations are in host memory between its forward and its backward.
 
-    offload: StageOffload
-    is_first: bool
-    """Whether it is the first layer of its stage."""
+    Args:
+        offload: of the stage.
+        is_first: whether it is the first layer of its stage.
+        arguments, named: those of TransformerLayer.
+    """
+
+    def __init__(self, *arguments: Any, offload: StageOffload, is_first: bool, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.offload, self._is_first = offload, is_first
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, Any]:
         """TransformerLayer's: hidden states [S, B, H] in; the same and a context, which is None, out."""
         forward = super().forward
         if not torch.is_grad_enabled():
             return forward(hidden_states, **arguments)
-        with self.offload.saving(hidden_states, arguments, is_first=self.is_first):
+        with self.offload.saving(hidden_states, arguments, is_first=self._is_first):
             return forward(hidden_states, **arguments)
 
 
@@ -125,24 +132,29 @@ def _storages_of(values: list[Any]) -> set[int]:
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
-def set_activation_layers(stage: GPTModel, execution: Execution, saved: SavedTensors | None) -> None:
-    """Give the layers of a pipeline stage the classes that do what the settings say.
+def layer_kinds(
+    num_layers: int, execution: Execution, offload: StageOffload | None, recompute: Callable[..., Any]
+) -> list[tuple[type[TransformerLayer], dict[str, Any]]]:
+    """The class of each layer of a stage, and what it takes besides upstream's arguments.
 
     Args:
-        stage: the model.
+        num_layers: of the stage.
         execution: the settings.
-        saved: of the process, if it offloads activations.
+        offload: of the stage, if the process offloads activations.
+        recompute: see RecomputedLayer.
     """
-    layers = stage.decoder.layers
-    split = stage_activations(len(layers), execution)
+    split = stage_activations(num_layers, execution)
+    kinds: list[tuple[type[TransformerLayer], dict[str, Any]]] = [(TransformerLayer, {})] * num_layers
     if execution.recompute_method == "block":
-        for layer in layers[split.offloaded : split.offloaded + split.recomputed]:
-            layer.__class__ = RecomputedLayer
-    if saved is None or not split.offloaded:
-        return
-    offload = StageOffload(saved, keeps_input=not stage.pre_process)
-    for layer in layers[: split.offloaded]:
-        layer.__class__ = OffloadedLayer
-        layer.offload, layer.is_first = offload, layer is layers[0]
-    for layer in layers[: split.offloaded + 1]:
-        layer.register_forward_hook(offload.follow)
+        recomputed = slice(split.offloaded, split.offloaded + split.recomputed)
+        kinds[recomputed] = [(RecomputedLayer, {"recompute": recompute})] * split.recomputed
+    for index in range(split.offloaded):
+        kinds[index] = OffloadedLayer, {"offload": offload, "is_first": index == 0}
+    return kinds
+
+
+def follow_offloaded(layers: Sequence[torch.nn.Module]) -> None:
+    """Let a stage's offload follow its offloaded layers, which come first, and the one behind them."""
+    offloads = [layer.offload for layer in layers if isinstance(layer, OffloadedLayer)]
+    for layer in layers[: len(offloads) + 1] if offloads else ():
+        layer.register_forward_hook(offloads[0].follow)

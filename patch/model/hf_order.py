@@ -1,7 +1,7 @@
-"""Modules in Hugging Face's order of operations, where the fast order gives other bits (`--precision-align`).
+"""Hugging Face's order of operations, where the fast order gives other bits (`--precision-align`).
 
-Each class replaces one of upstream's or ours, with the same parameters, names and sharding. On the CPU at
-TP=1 they make logits, loss and every weight gradient bitwise equal to transformers';
+Each class replaces a module, upstream's or ours, with the same parameters, or the product of a linear layer.
+On the CPU at TP=1 they make logits, loss and every weight gradient bitwise equal to transformers';
 `llama-patch align` measures how much each fast form differs. RoPE (unfused), residual and
 embedding need no such class, because their fast forms already have Hugging Face's order.
 
@@ -11,17 +11,16 @@ memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from patch.model.attention import CausalAttention
+from patch.model.linear import NO_MESSAGES, Messages, Product
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
@@ -54,27 +53,24 @@ class AlignedHeadRMSNorm(AlignedRMSNorm, HeadRMSNorm):
         return heads_bnsd.permute(2, 0, 1, 3)
 
 
-class _BatchFirst:
-    """Makes upstream's linear layers multiply batch-first memory. Reductions over TP are still upstream's."""
+class BatchFirst(Product):
+    """Batch-first products by autograd. Messages are upstream's; with TP > 1 a row layer's sum is another."""
 
-    def _forward_impl(
+    def __call__(
         self,
         input: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: torch.distributed.ProcessGroup | None,
-        **unused: Any,
+        bias: torch.Tensor | None = None,
+        messages: Messages = NO_MESSAGES,
     ) -> torch.Tensor:
-        if sequence_parallel:
+        """See Product."""
+        if messages.is_cut:
             input = gather_from_sequence_parallel_region(
-                input.contiguous(), tensor_parallel_output_grad=True, group=tp_group
+                input.contiguous(), tensor_parallel_output_grad=True, group=messages.group
             )
         batch_first = input.transpose(0, 1).contiguous()
-        if allreduce_dgrad:
-            batch_first = copy_to_tensor_model_parallel_region(batch_first, group=tp_group)
+        if messages.sums_gradient:
+            batch_first = copy_to_tensor_model_parallel_region(batch_first, group=messages.group)
         return self.multiply(batch_first, weight, bias).transpose(0, 1)
 
     def multiply(
@@ -84,16 +80,18 @@ class _BatchFirst:
         return F.linear(hidden_bsh, weight, bias)
 
 
-class BatchFirstColumn(_BatchFirst, ColumnParallelLinear):
-    """A column-parallel layer with one product."""
+class SeparateQKV(BatchFirst):
+    """One merged parameter, but three products: the input's gradient is a sum of three rounded gradients.
 
+    Args:
+        config: heads and groups of the model.
+    """
 
-class BatchFirstRow(_BatchFirst, RowParallelLinear):
-    """A row-parallel layer. With TP > 1 its sum over inputs has another order than Hugging Face's."""
-
-
-class SeparateQKV(BatchFirstColumn):
-    """One merged parameter, but three products: the input's gradient is a sum of three rounded gradients."""
+    def __init__(self, config: TransformerConfig) -> None:
+        self._queries, self._head_size = (
+            config.num_attention_heads // config.num_query_groups,
+            config.kv_channels,
+        )
 
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -102,30 +100,24 @@ class SeparateQKV(BatchFirstColumn):
         weights = [rows.flatten(0, 2) for rows in self._split(weight)]
         biases = [None] * 3 if bias is None else [rows.flatten() for rows in self._split(bias)]
         outputs = [F.linear(hidden_bsh, *pair) for pair in zip(weights, biases, strict=True)]
-        groups = self._num_groups
-        merged = torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], dim=-1)
+        num_groups = len(self._split(weight)[0])
+        merged = torch.cat([output.unflatten(-1, (num_groups, -1)) for output in outputs], dim=-1)
         return merged.flatten(-2)
-
-    @property
-    def _num_groups(self) -> int:
-        """Key/value groups of this TP rank."""
-        return self.config.num_query_groups * self.output_size_per_partition // self.output_size
 
     def _split(self, merged: torch.Tensor) -> list[torch.Tensor]:
         """The rows of q, k and v, each [groups, heads, head size, ...]."""
-        queries = self.config.num_attention_heads // self.config.num_query_groups
-        heads = merged.unflatten(0, (self._num_groups, queries + 2, self.config.kv_channels))
-        return list(heads.split([queries, 1, 1], dim=1))
+        heads = merged.unflatten(0, (-1, self._queries + 2, self._head_size))
+        return list(heads.split([self._queries, 1, 1], dim=1))
 
 
-class SeparateGateUp(BatchFirstColumn):
+class SeparateGateUp(BatchFirst):
     """One merged parameter, but two products, for the same reason as in SeparateQKV."""
 
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[B, S, H] in; gate and up out, concatenated."""
-        assert bias is None, "no supported family has a bias in its MLP"
+        """[B, S, H] in; gate and up out, concatenated; their bias is added by the caller."""
+        assert bias is None
         return torch.cat([F.linear(hidden_bsh, half) for half in weight.chunk(2)], dim=-1)
 
 
@@ -138,18 +130,22 @@ def batch_first_silu(gate_sbf: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_sbf.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
-class AlignedOutput(BatchFirstColumn):
-    """The output layer without vocabulary padding, because a product's bits depend on its number of rows."""
+class AlignedOutput(BatchFirst):
+    """The output layer's without vocabulary padding, because a product's bits depend on its number of rows.
 
-    num_rows: int
-    """Rows of the real vocabulary on this TP rank."""
+    Args:
+        num_rows: rows of the real vocabulary on this TP rank.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
 
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[B, S, H] in; [B, S, V / TP] out, with zeros in the padding of the vocabulary."""
-        logits = F.linear(hidden_bsh, weight[: self.num_rows])
-        return F.pad(logits, (0, weight.shape[0] - self.num_rows))
+        logits = F.linear(hidden_bsh, weight[: self._num_rows])
+        return F.pad(logits, (0, weight.shape[0] - self._num_rows))
 
 
 class AlignedSdpa(CausalAttention):

@@ -1,10 +1,10 @@
-"""megatron-core's linear layers, whose tensor-parallel messages travel in pieces while products are computed.
+"""Products of linear layers whose tensor-parallel messages travel in pieces while they are computed.
 
 Upstream's layers wait for messages in forward: with sequence parallelism (SP) for a gather before the column
 layers, and for a reduce-scatter after the row layers, without it for an all-reduce there. Here a product is
 computed in pieces of rows, each when it has arrived, or sent when it is computed. In backward the messages of
 the input's gradient also overlap with the product for the weight's gradient, which is one product as
-upstream's. Parameters, names and checkpoints are upstream's.
+upstream's.
 
 Shapes: S sequence (with SP a rank has S / TP of it), B micro-batch, I inputs and O outputs of this rank.
 """
@@ -14,42 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.autograd.function import once_differentiable
 
 from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
 from patch.model.weight_gradient import weight_gradient
 
 
-class OverlappedColumn(ColumnParallelLinear):
-    """A column-parallel layer: gather (SP) overlaps with forward, the input's gradient with backward."""
+class OverlappedColumn(torch.autograd.Function):
+    """A column-parallel product: gather (SP) overlaps with forward, the input's gradient with backward."""
 
-    def _forward_impl(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        sequence_parallel: bool,
-        **unused: Any,
-    ) -> torch.Tensor:
-        return _Column.apply(input, weight, bias, _group_of(self), sequence_parallel)
-
-
-class OverlappedRow(RowParallelLinear):
-    """A row-parallel layer: the sum over ranks overlaps with forward, gather (SP) with backward."""
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[S, B, I] in; [S, B, O], with SP [S / TP, B, O], and no bias out."""
-        assert self.bias is None, "no supported family has a bias in a row-parallel layer"
-        return _Row.apply(input_, self.weight, _group_of(self), self.sequence_parallel), None
-
-
-def _group_of(layer: ColumnParallelLinear | RowParallelLinear) -> TensorGroup:
-    return TensorGroup(layer.tp_group, is_overlapped=layer.config.tp_comm_overlap)
-
-
-class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -59,6 +32,7 @@ class _Column(torch.autograd.Function):
         group: TensorGroup,
         is_cut: bool,
     ) -> torch.Tensor:
+        """[S, B, I] in, if cut [S / TP, B, I]; [S, B, O] out."""
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.is_cut, ctx.weight = group, is_cut, weight
         rows = _rows(input)
@@ -70,6 +44,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of input, weight and bias."""
         (input, weight), group = ctx.saved_tensors, ctx.group
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         rows = _rows(gradient)
@@ -86,11 +61,14 @@ class _Column(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-class _Row(torch.autograd.Function):
+class OverlappedRow(torch.autograd.Function):
+    """A row-parallel product: the sum over ranks overlaps with forward, gather (SP) with backward."""
+
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, group: TensorGroup, is_cut: bool
     ) -> torch.Tensor:
+        """[S, B, I] in; [S, B, O] out, if cut [S / TP, B, O]."""
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.is_cut, ctx.weight = group, is_cut, weight
         sums = _multiply_and_sum(_rows(input), weight.t(), group, is_cut=is_cut)
@@ -99,6 +77,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of input and weight."""
         input, weight = ctx.saved_tensors
         rows = _rows(gradient)
         if ctx.is_cut:

@@ -1,4 +1,4 @@
-"""The layer specification: upstream's TransformerLayer with our norm and our attention.
+"""The layer specification: upstream's TransformerLayer with our parts, all of which are chosen here.
 
 Parameter names are those of upstream's local spec (get_gpt_layer_local_spec), and checkpoint keys are those
 of its Transformer Engine spec, so models of both specs load what we save. Each operation can be switched to
@@ -7,155 +7,190 @@ Hugging Face's order (hf_order.py) separately; this changes no name.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from patch.config.backends import Backends
+from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
-from patch.families import traits_of
+from patch.families import Traits, traits_of
+from patch.memory import SavedTensors
+from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.attention import CausalAttention
 from patch.model.context_parallel import ContextParallelAttention
+from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.hf_order import (
     AlignedHeadRMSNorm,
     AlignedRMSNorm,
     AlignedSdpa,
-    BatchFirstColumn,
-    BatchFirstRow,
+    BatchFirst,
     EagerAttention,
     SeparateGateUp,
     SeparateQKV,
 )
+from patch.model.linear import Column, Row
+from patch.model.mlp import activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, RMSNorm
-from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 from patch.model.rotary_attention import RotaryAttention
-from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
+
+NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
+    ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
+    ("RMSNorm", True): (AlignedRMSNorm, AlignedHeadRMSNorm),
+}
+"""Norm of tokens and norm of heads, by `Traits.normalization` and whether in Hugging Face's order."""
 
 
-def layer_spec(
-    model: ModelConfig,
-    aligned: frozenset[str],
-    backends: Backends,
-    *,
-    is_context_parallel: bool = False,
-    has_pieces: bool = False,
-) -> ModuleSpec:
-    """One layer: norm, attention, norm, gated MLP.
+@dataclass(frozen=True)
+class Blueprint:
+    """What a model is built from; the same for all stages of a process."""
 
-    Args:
-        model: decides the norms of heads and the attention.
-        aligned: the operations (of hf_order.SOURCES) in Hugging Face's order.
-        backends: what serves its operations.
-        is_context_parallel: whether several ranks share each sequence.
-        has_pieces: whether the messages of tensor parallelism are cut in pieces (overlapped_linear.py).
-    """
-    norm = _norm(aligned)
-    head_norm = _head_norm(model, aligned)
-    column, row = _linear(aligned, has_pieces)
-    attention = ModuleSpec(
-        module=RotaryAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "is_fused": backends.is_fused},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=SeparateQKV if "qkv" in aligned else column,
-            core_attention=_core_attention(model, "attention" in aligned, backends, is_context_parallel),
-            linear_proj=row,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=SeparateGateUp if "gate_up" in aligned else column, linear_fc2=row
-        ),
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
-        ),
-    )
+    model: ModelConfig
+    """The shape of the whole model."""
+    execution: Execution
+    """How it is computed."""
+    upstream: TransformerConfig
+    """The model as megatron-core has it."""
+    groups: ProcessGroupCollection
+    """megatron-core's process groups."""
+    backends: Backends
+    """What serves its operations."""
+    aligned: frozenset[str]
+    """The operations (of hf_order.SOURCES) in Hugging Face's order."""
+    step_weights: StepWeights | None
+    """Of our 8-bit products; None: products have the weights' type, or are Transformer Engine's."""
+    saved: SavedTensors | None
+    """Saved tensors of all stages, if activations are offloaded."""
 
+    @property
+    def traits(self) -> Traits:
+        """Those of the layers."""
+        return traits_of(self.model)
 
-def _linear(
-    aligned: frozenset[str], has_pieces: bool
-) -> tuple[type[ColumnParallelLinear], type[RowParallelLinear]]:
-    if aligned:
-        return BatchFirstColumn, BatchFirstRow
-    return (OverlappedColumn, OverlappedRow) if has_pieces else (AccumulatingColumn, AccumulatingRow)
+    def stage_spec(self, vp_stage: int) -> TransformerBlockSubmodules:
+        """The layers of a pipeline stage of this process, and the norm after the last layer of the model."""
+        pp_rank = self.groups.pp.rank()
+        num_layers = get_num_layers_to_build(self.upstream, vp_stage, pp_rank)
+        first = 1 + get_transformer_layer_offset(self.upstream, vp_stage, pp_rank)
+        offload = None
+        if self.saved is not None:
+            offload = StageOffload(self.saved, keeps_input=vp_stage > 0 or pp_rank > 0)
+        kinds = layer_kinds(num_layers, self.execution, offload, self._recompute)
+        layers = [
+            replace(self._layer(first + index), module=kind, params=params)
+            for index, (kind, params) in enumerate(kinds)
+        ]
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=self._norms[0])
 
+    def _layer(self, number: int) -> ModuleSpec:
+        """The parts of a layer, by its number from 1: norm, attention, norm, MLP."""
+        norm, head_norm = self._norms
+        if not self.traits.qk_layernorm:
+            head_norm = IdentityOp
+        is_separate = "gate_up" in self.aligned and self.traits.gated_linear_unit
+        gate_up = SeparateGateUp() if is_separate else BatchFirst()
+        qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else BatchFirst()
+        attention = ModuleSpec(
+            module=RotaryAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "is_fused": self.backends.is_fused},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=self._linear(Column, number, qkv),
+                core_attention=self._core_attention(),
+                # Attention keeps its result, which is the projection's input.
+                linear_proj=self._linear(Row, number, is_input_kept=True),
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        )
+        fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm,
+                self_attention=attention,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=norm,
+                mlp=self._mlp(MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={
+                    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+                },
+            ),
+        )
 
-def _norm(aligned: frozenset[str]) -> type[RMSNorm]:
-    return AlignedRMSNorm if "rmsnorm" in aligned else RMSNorm
+    def _linear(
+        self,
+        kind: type[Column | Row],
+        number: int,
+        aligned: BatchFirst | None = None,
+        *,
+        is_input_kept: bool = False,
+    ) -> ModuleSpec:
+        """A linear layer.
 
+        Args:
+            kind: cut along columns or rows.
+            number: of the layer that it is in, counted from 1.
+            aligned: its product in Hugging Face's order, if it is not one.
+            is_input_kept: whether another operation keeps its input for backward.
+        """
+        params: dict[str, Any] = {}
+        if self.step_weights is not None and self.step_weights.serve(number, self.model.num_layers):
+            # Backward recomputes the norms and the MLP's activation with AC=sel.
+            keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
+            params["product"] = EightBits(self.step_weights, keeps_input=keeps_input)
+        elif self.aligned:
+            params["product"] = aligned or BatchFirst()
+        else:
+            # On a CPU the messages are in pieces without overlap too, for the same bits.
+            may_have_pieces = self.upstream.tp_comm_overlap or self.upstream.use_cpu_initialization
+            params["in_pieces"] = self.groups.tp.size() > 1 and may_have_pieces
+        return ModuleSpec(module=kind, params=params)
 
-def _head_norm(model: ModelConfig, aligned: frozenset[str]) -> type[torch.nn.Module]:
-    if not traits_of(model).qk_layernorm:
-        return IdentityOp
-    return AlignedHeadRMSNorm if "rmsnorm" in aligned else HeadRMSNorm
+    def _mlp(self, submodules: MLPSubmodules) -> Any:
+        return mlp_spec(
+            submodules,
+            self.groups.tp,
+            activation_of(self.traits, self.upstream.activation_func, is_fused=self.backends.is_fused),
+            is_recomputed=self.upstream.recompute_granularity == "selective",
+        )
 
+    @property
+    def _norms(self) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
+        return NORMS[self.traits.normalization, "rmsnorm" in self.aligned]
 
-def _core_attention(
-    model: ModelConfig, is_aligned: bool, backends: Backends, is_context_parallel: bool
-) -> ModuleSpec:
-    if is_aligned:
-        assert not is_context_parallel, "validate_run refuses it"
-        return ModuleSpec(module=EagerAttention if model.precision_align == "eager" else AlignedSdpa)
-    attention = ContextParallelAttention if is_context_parallel else CausalAttention
-    return ModuleSpec(module=attention, params={"kernels": backends.sdpa})
+    @property
+    def _recompute(self) -> Callable[..., Any]:
+        """What recomputes a layer in backward."""
+        return checkpoint
 
+    def _core_attention(self) -> ModuleSpec:
+        is_context_parallel = self.groups.cp.size() > 1
+        if "attention" in self.aligned:
+            assert not is_context_parallel, "validate_run refuses it"
+            return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
+        attention = ContextParallelAttention if is_context_parallel else self._attention
+        return ModuleSpec(module=attention, params={"kernels": self.backends.sdpa})
 
-def block_spec(
-    model: ModelConfig, num_local_layers: int, aligned: frozenset[str], backends: Backends, **layer: bool
-) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, and the norm after the last layer of the model.
-
-    Args:
-        model: see `layer_spec`.
-        num_local_layers: layers of the stage.
-        aligned, backends, layer: see `layer_spec`.
-    """
-    return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(model, aligned, backends, **layer)] * num_local_layers,
-        layer_norm=_norm(aligned),
-    )
-
-
-def recomputed_modules(dtype: torch.dtype, aligned: Set[str], *, cuda: bool) -> list[str]:
-    """Upstream's `recompute_modules` for AC=sel: what is large and cheap, but no matrix product.
-
-        norms        outputs (upstream's `layernorm`), except in fp32 on a CPU and with --precision-align
-        activation   the product of silu(gate) and up: one of an MLP's three widths (gated_mlp.py)
-        attention    only with --precision-align, where the eager one keeps its scores (`core_attn`)
-
-    Fused attention keeps no scores, so recomputing it, as upstream does by default, saves nothing.
-    Norms are left out if torch computes them by several operations, each of which adds a gradient to the
-    norm's input. If they were recomputed, these gradients would be summed before the residual's gradient is
-    added instead of after it, which gives other bits.
-
-    Args:
-        dtype: the dtype of activations.
-        aligned: the operations (of `SOURCES`) in Hugging Face's order.
-        cuda: whether the model is on a GPU.
-    """
-    is_one_operation = "rmsnorm" not in aligned and (cuda or dtype != torch.float32)
-    attention = ["core_attn"] if "attention" in aligned else []
-    return [*attention, "layernorm"] if is_one_operation else attention
+    @property
+    def _attention(self) -> type[torch.nn.Module]:
+        """Of whole sequences."""
+        return CausalAttention

@@ -1,4 +1,4 @@
-"""The scales of Transformer Engine's delayed scaling, from a checkpoint into the model.
+"""The scales of Transformer Engine's 8-bit products: which they are, and delayed ones from a checkpoint.
 
 With delayed scaling a layer's scales come from earlier steps, so a run that goes on needs them. TE puts them
 into a checkpoint as a pickle (`_extra_state`, transformer_engine/pytorch/module/base.py:808-873), which could
@@ -18,11 +18,30 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from patch.compat.unpickle import unpickle_tensors
+from patch.config.execution import Execution
 from patch.errors import CheckpointError
 
 _KEY = "._extra_state"
 _NUM_TENSORS = {"fwd": 3, "bwd": 2}
 """The tensors of a linear layer: input, weight and output in forward; two gradients in backward."""
+
+
+def scaling_settings(execution: Execution) -> dict[str, Any]:
+    """The fields of upstream's configuration for TE's 8-bit products; none for those of other precisions."""
+    if execution.precision != "fp8":
+        return {}
+    fp8 = execution.fp8
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.num_first_in_bf16 + fp8.num_last_in_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.num_first_in_bf16,
+        "num_layers_at_end_in_bf16": fp8.num_last_in_bf16,
+        "disable_parameter_transpose_cache": not fp8.keeps_weights,
+        # Delayed scaling: over replicas too it would be a collective in each forward and backward, for
+        # which a rank that repeats a step, or computes one alone (guards), would wait forever.
+        "tp_only_amax_red": True,
+    }
 
 
 def restore_scales(stages: Sequence[GPTModel], loaded: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,25 +10,28 @@ te_scales.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm, set_save_original_input
+from megatron.core.extensions.transformer_engine import (
+    TEDotProductAttention,
+    TENorm,
+    TERowParallelLinear,
+    set_save_original_input,
+    te_checkpoint,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformer_engine.pytorch import RMSNorm
 
-from patch.config.backends import Backends, SdpaKernel
-from patch.config.schema import ModelConfig
-from patch.families import traits_of
+from patch.config.backends import SdpaKernel
 from patch.model.attention import CausalAttention
-from patch.model.context_parallel import ContextParallelAttention
 from patch.model.packed_sequences import PackedSequences
 from patch.model.rotary_attention import RotaryAttention
+from patch.model.spec import Blueprint
 
 
 class TEAttention(TEDotProductAttention):
@@ -63,40 +66,48 @@ class TEHeadNorm(RMSNorm):
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1
 
 
-def te_block_spec(
-    model: ModelConfig, num_local_layers: int, backends: Backends, *, is_context_parallel: bool
-) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, and the norm after the last layer of the model.
+class _KeepingRow(TERowParallelLinear):
+    """Keeps its input, which AC=sel recomputes, for backward, instead of a copy in 8 bits."""
 
-    Args:
-        model: decides the norms of heads and the attention.
-        num_local_layers: layers of the stage.
-        backends: the kernels of our attention.
-        is_context_parallel: whether several ranks share each sequence; then the attention is ours.
-    """
-    has_head_norms = traits_of(model).qk_layernorm
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_head_norms)
-    layer.submodules.self_attention.module = RotaryAttention
-    layer.submodules.self_attention.params["is_fused"] = backends.is_fused
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(
-        module=_core_attention(model, is_context_parallel), params={"kernels": backends.sdpa}
-    )
-    if has_head_norms:
-        attention.q_layernorm = attention.k_layernorm = TEHeadNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_local_layers, layer_norm=TENorm)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        set_save_original_input(self)
 
 
-def _core_attention(model: ModelConfig, is_context_parallel: bool) -> type[torch.nn.Module]:
-    if is_context_parallel:
-        return ContextParallelAttention
-    return CausalAttention if model.attention_backend == "local" else TEAttention
+class EngineBlueprint(Blueprint):
+    """Layers of Transformer Engine; the MLP and attention with context parallelism are ours."""
 
+    def _layer(self, number: int) -> ModuleSpec:
+        has_head_norms = self.traits.qk_layernorm
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_head_norms)
+        layer.submodules.self_attention.module = RotaryAttention
+        layer.submodules.self_attention.params["is_fused"] = self.backends.is_fused
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = self._core_attention()
+        if has_head_norms:
+            attention.q_layernorm = attention.k_layernorm = TEHeadNorm
+        linear = layer.submodules.mlp.submodules
+        keeps_copy = not self.upstream.fp8 or self.upstream.fp8_recipe == "delayed"  # then TE always does
+        if self.upstream.recompute_granularity == "selective" and not keeps_copy:
+            linear.linear_fc2 = _KeepingRow
+        layer.submodules.mlp = self._mlp(linear)
+        return layer
 
-def keep_original_inputs(layer: TransformerLayer) -> None:
-    """Let the MLP's second layer keep its input, which AC=sel recomputes, instead of a copy in 8 bits.
+    @property
+    def _norms(self) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
+        return TENorm, TEHeadNorm
 
-    With delayed scaling TE always keeps the copy.
-    """
-    if layer.config.fp8_recipe != "delayed":
-        set_save_original_input(layer.mlp.linear_fc2)
+    @property
+    def _attention(self) -> type[torch.nn.Module]:
+        return CausalAttention if self.model.attention_backend == "local" else TEAttention
+
+    @property
+    def _recompute(self) -> Callable[..., Any]:
+        """With 8-bit products backward must enter TE's context again."""
+        if not self.upstream.fp8:
+            return super()._recompute
+
+        def recompute(compute: Callable[..., Any], is_distributed: bool, hidden: torch.Tensor) -> Any:
+            return te_checkpoint(compute, is_distributed, get_cuda_rng_tracker, self.groups.tp, hidden)
+
+        return recompute

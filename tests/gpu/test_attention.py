@@ -18,7 +18,7 @@ from patch.distributed.groups import initialize
 from patch.model import PackedSequences
 from patch.model.attention import CausalAttention
 from patch.model.backends import backends_on
-from patch.model.llama import transformer_config
+from patch.model.configuration import transformer_config
 from patch.model.varlen import takes_varlen
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}

@@ -1,5 +1,7 @@
 """The kernels of a layer on a GPU: Triton against torch, products in 8 bits and with an epilogue."""
 
+import dataclasses
+
 import pytest
 import torch
 from gpu.runs import needs_8_bits
@@ -8,8 +10,7 @@ from small_runs import small_run
 from patch.config.execution import Fp8
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from patch.model.fp8_linear import Fp8Product
-from patch.model.fp8_weights import StepWeights
+from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.kernels import layer_kernels
 from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.weight_gradient import add_product, has_epilogue
@@ -97,9 +98,9 @@ def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:
         torch.randn(*shape).bfloat16().to(device) for shape in ((75, 3, 256), (512, 256), (75, 3, 512))
     )
     x.requires_grad_(), w.requires_grad_()
-    step = StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=True)
+    step = StepWeights(dataclasses.replace(fp8, keeps_weights=True))
     with step.unchanged():
-        output = Fp8Product(fp8, keeps_input=False, weight=step.new())(x, w)
+        output = EightBits(step, keeps_input=False).of(None)(x, w)
         output.backward(g)
     return [tensor.detach().float().cpu() for tensor in (output, x.grad, w.grad)]
 

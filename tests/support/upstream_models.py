@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from patch.config.schema import RunConfig
-from patch.model.llama import transformer_config
+from patch.model.configuration import transformer_config
 
 ACCOUNTED = {
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
@@ -30,11 +30,8 @@ MARKS = (
 OURS = ("layernorm", "self_attention", "core_attention", ".mlp", "rotary_pos_emb")
 """Ends of the names of modules that are ours instead of upstream's."""
 
-OWN_LINEAR = {
-    "OverlappedColumn": "ColumnParallelLinear", "OverlappedRow": "RowParallelLinear",
-    "AccumulatingColumn": "ColumnParallelLinear", "AccumulatingRow": "RowParallelLinear",
-}  # fmt: skip
-"""Subclasses of upstream's, with tensor parallelism."""
+OWN_LINEAR = {"Column": "ColumnParallelLinear", "Row": "RowParallelLinear"}
+"""Subclasses of upstream's."""
 
 
 @contextmanager

@@ -25,8 +25,7 @@ from patch.device import DeviceContext
 from patch.distributed.async_collectives import Pending
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
-from patch.model import build_llama_model, initialize_weights, overlapped_linear
-from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
+from patch.model import build_llama_model, initialize_weights, linear
 from toolkits.benchmarks._contenders import run_config
 from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, time_on_ranks
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
@@ -40,7 +39,7 @@ _MOST = 0.95
 _TIMEOUT_S = 600
 NUM_RANKS = 2
 UPSTREAM, PLAIN, OVERLAPPED = "upstream", "ours: no overlap", "ours: overlap"
-_CLASSES = {ColumnParallelLinear: OverlappedColumn, RowParallelLinear: OverlappedRow}
+_CLASSES = {ColumnParallelLinear: linear.Column, RowParallelLinear: linear.Row}
 
 _SHAPE = {
     "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8,
@@ -128,7 +127,7 @@ class Layers:
             for upstream, ours in _CLASSES.items():
                 if isinstance(module, upstream):
                     module.__class__ = upstream if name == UPSTREAM else ours
-        vars(overlapped_linear)["TensorGroup"] = group
+        vars(linear)["TensorGroup"] = group
         hidden = self._hidden.clone().requires_grad_()
         angles = self._model.rotary_pos_emb(self._whole.shape[0] // _ROWS)
         with _WaitingProducts():

@@ -120,7 +120,7 @@ def _load_upstream(folder: Path, config: Any, groups: Any) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from patch.model.llama import transformer_config
+    from patch.model.configuration import transformer_config
 
     model_parallel_cuda_manual_seed(1)
     model = GPTModel(

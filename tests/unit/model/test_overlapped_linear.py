@@ -20,11 +20,10 @@ from training_runs import CPU
 from patch import compat
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import TensorGroup
-from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow, _Column, _Row
-from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
+from patch.model.linear import PLAIN, Column, Row, give_product
+from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 
-UPSTREAM = {OverlappedColumn: ColumnParallelLinear, OverlappedRow: RowParallelLinear}
-ACCUMULATING = {OverlappedColumn: AccumulatingColumn, OverlappedRow: AccumulatingRow}
+UPSTREAM = {Column: ColumnParallelLinear, Row: RowParallelLinear}
 DTYPES = (torch.float32, torch.bfloat16)
 # Tokens of a TP rank, rows, width of what travels, the other width: one piece; several; uneven ones.
 SHAPES = [(8, 2, 48, 64), (32, 2, 1024, 48), (77, 1, 1036, 52)]
@@ -53,7 +52,7 @@ class Found(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    for layer in (OverlappedColumn, OverlappedRow):
+    for layer in (Column, Row):
         for is_cut in (False, True):
             for dtype in DTYPES:
                 for shape in SHAPES:
@@ -81,7 +80,7 @@ class Problem:
         torch.manual_seed(7)
         tokens, rows, *_ = case.shape
         self.case, self.size, length = case, size, tokens * size
-        is_column = case.layer is OverlappedColumn
+        is_column = case.layer is Column
         inputs, outputs = self.widths = case.shape[2:] if is_column else case.shape[:1:-1]
 
         def random(*shape: int) -> torch.Tensor:
@@ -92,7 +91,7 @@ class Problem:
 
     def rank(self, rank: int) -> list[Any]:
         """Hidden states, weight, bias and output gradient of a rank."""
-        is_column, is_cut = self.case.layer is OverlappedColumn, self.case.is_cut
+        is_column, is_cut = self.case.layer is Column, self.case.is_cut
 
         def part(tensor: torch.Tensor, dim: int, is_divided: bool = True) -> torch.Tensor:
             return tensor.chunk(self.size, dim)[rank] if is_divided else tensor  # contiguous or not
@@ -105,7 +104,7 @@ class Problem:
     def expected(self, rank: int) -> Found:
         """By plain products of whole matrices, and sums over ranks in their order."""
         case = self.case
-        if case.layer is OverlappedColumn:
+        if case.layer is Column:
             hidden, (_, weight, bias, gradient) = self.hidden, self.rank(rank)
             output = hidden.flatten(0, 1) @ weight.t() + bias
             parts = [self.rank(other) for other in range(self.size)]
@@ -119,7 +118,7 @@ class Problem:
 
     def _found(self, output: torch.Tensor, of_input: torch.Tensor, *weights: Any) -> Found:
         *weights, rank = weights
-        rows, is_column = self.case.shape[1], self.case.layer is OverlappedColumn
+        rows, is_column = self.case.shape[1], self.case.layer is Column
         output, of_input = (tensor.unflatten(0, (-1, rows)) for tensor in (output, of_input))
         if self.case.is_cut and is_column:
             of_input = of_input.chunk(self.size)[rank]
@@ -131,7 +130,10 @@ class Problem:
 def run_layer(
     problem: Problem, group: Any, form: str, *, is_frozen: bool = False, is_written: bool = False
 ) -> Found:
-    """One forward and backward of this rank's layer, by `overlap`, `plain`, `upstream` or `accumulating`.
+    """One forward and backward of this rank's layer.
+
+    By `overlap` or `plain`, in pieces; `around`, with upstream's messages; `upstream`; or `given`, upstream's
+    with our product.
 
     If `is_written`, the weight's gradient is what the layer wrote.
     """
@@ -142,12 +144,17 @@ def run_layer(
         use_cpu_initialization=True, perform_initialization=False, gradient_accumulation_fusion=False,
     )  # fmt: skip
     hidden, weight, bias, gradient = problem.rank(group.rank())
-    ways = {"gather_output": False} if case.layer is OverlappedColumn else {"input_is_parallel": True}
-    classes = {"upstream": UPSTREAM, "accumulating": ACCUMULATING}
-    layer = classes.get(form, {}).get(case.layer, case.layer)(
+    ways = {"gather_output": False} if case.layer is Column else {"input_is_parallel": True}
+    if form in ("upstream", "given"):
+        kind = UPSTREAM[case.layer]
+    else:
+        kind, ways = case.layer, ways | {"in_pieces": form != "around"}
+    layer = kind(
         *problem.widths, config=config, init_method=None, bias=bias is not None,
         skip_bias_add=False, tp_group=group, **ways,
     )  # fmt: skip
+    if form == "given":
+        give_product(layer, PLAIN)
     layer.weight.data.copy_(weight)
     layer.weight.requires_grad_(not is_frozen)
     if bias is not None:
@@ -182,10 +189,14 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
         found[case] = {
             "oracle": compare(overlap, problem.expected(rank)),
             "plain": compare(overlap, plain),
-            "upstream": compare(overlap, run_layer(problem, group, "upstream")) if world_size == 2 else [],
+            "upstream": [
+                difference
+                for form in (["upstream", "around", "given"] if world_size == 2 else [])
+                for difference in compare(overlap, run_layer(problem, group, form))
+            ],
             "written": [
                 compare(run_layer(problem, group, form, is_written=True), overlap)
-                for form in (["overlap", "accumulating"] if world_size == 2 else [])
+                for form in (["overlap", "around", "given"] if world_size == 2 else [])
             ],
         }
     frozen = run_layer(problem, group, "overlap", is_frozen=True)
@@ -281,10 +292,10 @@ BACKWARD = ["message 2", "message 3", *_later(SCATTER, 4), *_waits(2, 3), PRODUC
 @pytest.mark.parametrize(
     ("function", "is_cut", "forward", "backward"),
     [
-        (_Column, True, GATHER, BACKWARD),
-        (_Column, False, [PRODUCT], [*REDUCE, PRODUCT, *_waits(0, 1, 2, 3)]),
-        (_Row, True, [*SCATTER, *_waits(0, 1)], [*_later(GATHER, 2), PRODUCT]),
-        (_Row, False, [*REDUCE, *_waits(0, 1, 2, 3)], [PRODUCT, PRODUCT]),
+        (OverlappedColumn, True, GATHER, BACKWARD),
+        (OverlappedColumn, False, [PRODUCT], [*REDUCE, PRODUCT, *_waits(0, 1, 2, 3)]),
+        (OverlappedRow, True, [*SCATTER, *_waits(0, 1)], [*_later(GATHER, 2), PRODUCT]),
+        (OverlappedRow, False, [*REDUCE, *_waits(0, 1, 2, 3)], [PRODUCT, PRODUCT]),
     ],
 )  # fmt: skip
 def test_messages_travel_while_products_are_computed(
@@ -292,9 +303,11 @@ def test_messages_travel_while_products_are_computed(
 ) -> None:
     """The own rows are computed while the first arrive, and last where others wait for the rest."""
     rows, width = 128, 256
-    hidden = torch.randn(rows // 2 if is_cut and function is _Column else rows, 2, width, requires_grad=True)
+    hidden = torch.randn(
+        rows // 2 if is_cut and function is OverlappedColumn else rows, 2, width, requires_grad=True
+    )
     weight, group = torch.randn(width, width, requires_grad=True), _Alone()
-    bias = [None] if function is _Column else []
+    bias = [None] if function is OverlappedColumn else []
     with _Events(group.events):
         output = function.apply(hidden, weight, *bias, group, is_cut)
         assert group.events == forward

@@ -1,5 +1,6 @@
 """Layers with 8-bit products: against plain torch on rounded factors, cut over TP, and in a whole model."""
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -16,9 +17,9 @@ from patch.config.execution import Fp8
 from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.errors import TrainingError
-from patch.model import build_llama_model
-from patch.model.fp8_linear import Fp8ColumnParallelLinear, Fp8Product, Fp8RowParallelLinear
-from patch.model.fp8_weights import StepWeights
+from patch.model import build_llama_model, fp8_matrix
+from patch.model.eight_bit_product import EightBits, StepWeights
+from patch.model.linear import Column, Row
 from patch.training.evaluation import evaluate
 from patch.training.run_state import Progress, resume
 from patch.training.step import train_step
@@ -49,10 +50,9 @@ LOSS_BOUND = 0.04
 """Against bf16 while the loss falls from 5.7 to 1.5; measured at most 0.013 (hybrid) and 0.024 (e4m3)."""
 
 
-def product_of(fp8: Fp8, *, keeps_input: bool = False, step: StepWeights | None = None) -> Fp8Product:
+def product_of(fp8: Fp8, *, keeps_input: bool = False) -> EightBits:
     """A layer's product on one rank."""
-    step = step or StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=False)
-    return Fp8Product(fp8, keeps_input, step.new())
+    return EightBits(StepWeights(fp8), keeps_input=keeps_input).of(None)
 
 
 def rounded(matrix: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
@@ -131,6 +131,33 @@ def test_a_part_that_needs_no_gradient_is_left_out_and_no_tokens_are_a_sum_of_no
         assert output.shape == (0, 3, 48) and none.grad.shape == none.shape and not w.grad.any()
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_what_is_kept_of_weights_and_how_long(rowwise: bool) -> None:
+    torch.manual_seed(0)
+    w = (torch.randn(48, 32) * torch.exp2(4 * torch.randn(48, 1))).bfloat16()
+    fp8 = Fp8(recipe="rowwise" if rowwise else "tensorwise", keeps_weights=True)
+    step = StepWeights(fp8)
+    weight = step.new()
+    assert weight.rows(w).values is not weight.rows(w).values
+    with step.unchanged():
+        rows, columns = weight.rows(w), weight.columns(w)
+        assert weight.rows(w) is rows and weight.columns(w) is columns
+        assert rows.values.nbytes == columns.values.nbytes == w.numel()  # what the plan counts
+        expected = fp8_matrix.factors(w, E4M3, rowwise=rowwise)
+        for ours, theirs in zip((rows, columns), expected, strict=True):
+            assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+            assert torch.equal(ours.scale_inv, theirs.scale_inv)
+    assert weight.rows(w) is not rows
+    with pytest.raises(KeyError), step.unchanged():
+        weight.rows(w)
+        raise KeyError
+    assert not torch.equal(weight.rows(w * 3).values.float(), rows.values.float())
+    with (scales_only := StepWeights(dataclasses.replace(fp8, keeps_weights=False))).unchanged():
+        weight = scales_only.new()
+        assert weight.rows(w).values is not weight.rows(w).values
+        assert weight.rows(w).scale_inv is weight.rows(w).scale_inv
+
+
 def _whole_numbers(*shape: int) -> torch.Tensor:
     """-2 to 2: 8 bits hold them, and their sums are exact in bfloat16, in any order and over any ranks."""
     return torch.randint(-2, 3, shape).bfloat16()
@@ -141,8 +168,8 @@ def _check_cut_layer(config: RunConfig, name: str) -> None:
     groups = initialize(config, CPU)
     (model,) = build_llama_model(config.model, groups, CPU.device, config.execution)
     layer, rank = model.decoder.layers[0].get_submodule(name), groups.tp.rank()
-    is_column, is_sp = isinstance(layer, Fp8ColumnParallelLinear), config.parallel.sequence_parallel
-    assert is_column or isinstance(layer, Fp8RowParallelLinear)
+    is_column, is_sp = isinstance(layer, Column), config.parallel.sequence_parallel
+    assert isinstance(layer.product, EightBits)
     weight, x, g = _whole_numbers(64, 64), _whole_numbers(10, 2, 64), _whole_numbers(10, 2, 64)
     bias = _whole_numbers(64) if layer.bias is not None else torch.zeros(64)
 
@@ -176,8 +203,8 @@ def _layers_in_8_bits(**layout: int) -> list[int]:
     stages = build_llama_model(config.model, groups, CPU.device, config.execution)
     found = []
     for layer in (layer for stage in stages for layer in stage.decoder.layers):
-        kinds = [isinstance(m, (Fp8ColumnParallelLinear, Fp8RowParallelLinear)) for m in layer.modules()]
-        assert sum(kinds) in (0, 4)
+        kinds = [isinstance(m.product, EightBits) for m in layer.modules() if isinstance(m, Column | Row)]
+        assert len(kinds) == 4 and sum(kinds) in (0, 4)
         found += [layer.layer_number] if any(kinds) else []
     new_job()
     return found

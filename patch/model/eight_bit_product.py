@@ -1,0 +1,222 @@
+"""Products of `--precision fp8`: linear layers' three products take 8-bit factors.
+
+Weights, inputs and outputs are bfloat16; input and weight are rounded to e4m3, the output's gradient to e5m2
+(`--fp8-format hybrid`) or e4m3. Scales are made anew from what they scale (`fp8_matrix.py`): tensor-wise, or
+with a scale for each row of what a product sums over. On a TP rank these are the scales of its own part.
+Everything but weights is rounded for each product.
+
+For backward a layer keeps its input in 8 bits, half of what bfloat16 takes; where something else keeps the
+input anyway (attention its result) or brings it back (AC=sel), it keeps that one. With SP a rank keeps its
+own part, and backward gathers 8-bit values. The weight's gradient is returned.
+
+A weight is a factor of two products, along its rows in forward and along its columns in backward, in every
+micro-batch, and again where a layer is recomputed. While `StepWeights.unchanged` is open nobody changes a
+weight, so a factor that was made is that of all later products. Outside of it each product makes its own:
+nothing has to know who writes weights, and by which alias.
+
+The gathers of updated weights that still travel when a step begins change nothing: a layer that gets its
+weight waits for it (`patch.optimizer.param_buffer`), and the factors are made from what it got.
+
+With `--fp8-param-gather` the optimizer has rounded the weight already: the parameter is its values in 8 bits,
+and its attribute `scale_inv` their scale.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+
+from patch.config.execution import Execution, Fp8
+from patch.eight_bits import Factors, Fp8Matrix
+from patch.model.fp8_matrix import factors, product, quantize, transposed
+from patch.model.linear import Messages, Product
+
+_WIDE = torch.float8_e4m3fn
+"""Of inputs and weights."""
+_GRADIENT = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
+
+
+class StepWeights:
+    """What the 8-bit weights of a model have in common.
+
+    Args:
+        fp8: with `keeps_weights` the factors are kept, 2 bytes for each number of a weight; otherwise only
+            their scales, so that the largest numbers are searched once.
+    """
+
+    def __init__(self, fp8: Fp8) -> None:
+        self.fp8 = fp8
+        self.rowwise = fp8.recipe == "rowwise"
+        """A scale for each row of what a product sums over, instead of one for the tensor."""
+        self._weights: list[Fp8Weight] = []
+        self.is_open = False
+        """Whether what is made now is kept."""
+
+    @classmethod
+    def of(cls, execution: Execution) -> StepWeights | None:
+        """Those of a model that is computed so; None: its products have the weights' type."""
+        return cls(execution.fp8) if execution.precision == "fp8" else None
+
+    def serve(self, layer_number: int, num_layers: int) -> bool:
+        """Whether a layer, counted from 1, has 8-bit products; first and last ones may stay in bf16."""
+        return self.fp8.num_first_in_bf16 < layer_number <= num_layers - self.fp8.num_last_in_bf16
+
+    def new(self) -> Fp8Weight:
+        """For the weight of a layer."""
+        self._weights.append(Fp8Weight(self))
+        return self._weights[-1]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context in which nobody changes a weight: forwards and backwards of a step, or an evaluation."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+            for weight in self._weights:
+                weight.forget()
+
+
+class Fp8Weight:
+    """The weight [N, K] of a layer as a factor of its products.
+
+    Args:
+        step: decides what is kept, and how long.
+    """
+
+    def __init__(self, step: StepWeights) -> None:
+        self._step = step
+        self._gathered_scale: torch.Tensor | None = None
+        """The scale of a weight that is gathered in 8 bits, where the optimizer writes its scale."""
+        self.forget()
+
+    def forget(self) -> None:
+        """The weight may change from here on."""
+        self._rows: Fp8Matrix | None = None
+        self._columns: Fp8Matrix | None = None
+        self._row_scales: torch.Tensor | None = None
+        self._column_scales: torch.Tensor | None = None
+
+    def rows(self, weight: torch.Tensor) -> Fp8Matrix:
+        """The factor of a product that sums along its rows."""
+        if weight.dtype == _WIDE:
+            # What autograd saves of a weight for backward may be without its attributes.
+            self._gathered_scale = weight.scale_inv  # type: ignore[attr-defined]
+            return self._as_gathered(weight)
+        if self._rows is not None:
+            return self._rows
+        known = self._row_scales, None
+        made, _ = factors(weight, _WIDE, rowwise=self._step.rowwise, columns=False, scale_inv=known)
+        assert made is not None
+        if self._step.is_open:
+            self._row_scales = made.scale_inv
+            self._rows = made if self._step.fp8.keeps_weights else None
+        return made
+
+    def columns(self, weight: torch.Tensor) -> Fp8Matrix:
+        """The factor of a product that sums along its columns, [K, N]."""
+        if self._columns is not None:
+            return self._columns
+        if weight.dtype == _WIDE:
+            made = transposed(self._as_gathered(weight))
+        elif self._rows is not None and not self._step.rowwise:
+            made = transposed(self._rows)
+        else:
+            known = (None, self._column_scales) if self._step.rowwise else (self._row_scales, None)
+            _, columns = factors(weight, _WIDE, rowwise=self._step.rowwise, rows=False, scale_inv=known)
+            assert columns is not None
+            made = columns
+        if self._step.is_open:
+            if self._step.rowwise:
+                self._column_scales = made.scale_inv
+            self._columns = made if self._step.fp8.keeps_weights else None
+        return made
+
+    def _as_gathered(self, weight: torch.Tensor) -> Fp8Matrix:
+        assert self._gathered_scale is not None, "forward comes first"
+        return Fp8Matrix(weight.detach(), self._gathered_scale)
+
+
+class EightBits(Product):
+    """The products of 8-bit factors.
+
+    The first sums along the rows of both factors, the one for the input's gradient along the columns of the
+    weight, the one for the weight's gradient along the columns of both.
+
+    Args:
+        step: format, scales, and what is kept of weights.
+        keeps_input: keep the input as it came: something else keeps it too, or brings it back before backward
+            needs it.
+    """
+
+    _weight: Fp8Weight
+
+    def __init__(self, step: StepWeights, *, keeps_input: bool) -> None:
+        self._step, self._keeps_input = step, keeps_input
+
+    def of(self, weight: torch.nn.Parameter | None) -> Self:
+        """The product of one layer, with its own factors of the weight."""
+        if self._step.fp8.param_gather:  # read by the optimizer
+            weight.gather_dtype = _WIDE  # type: ignore[union-attr]
+        own = copy.copy(self)
+        own._weight = self._step.new()
+        return own
+
+    def forward(
+        self, whole: torch.Tensor, weight: torch.Tensor, own: torch.Tensor | None, messages: Messages
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """See Product; of the input its columns are kept, or this rank's part of its rows."""
+        matrix = whole.reshape(-1, whole.shape[-1])
+        keeps_8_bits = own is not None and not self._keeps_input
+        rows, columns = self._of_input(matrix, rows=True, columns=keeps_8_bits and not messages.is_cut)
+        assert rows is not None
+        output = product(rows, self._weight.rows(weight), whole.dtype, fast=True)
+        kept: tuple[torch.Tensor, ...] = () if own is None else (own,)
+        if keeps_8_bits and messages.is_cut:  # this rank's rows, with the scales of the whole
+            values, scale_inv = quantize(matrix, _WIDE, 0) if self._step.rowwise else rows
+            own_values = values.chunk(messages.group.size())[messages.group.rank()]
+            kept = own_values.clone(), scale_inv  # otherwise the whole would be kept
+        elif columns is not None:
+            kept = columns
+        return output.view(*whole.shape[:-1], len(weight)), kept
+
+    def of_gradient(
+        self, gradient: torch.Tensor, *, of_input: bool, of_weight: bool
+    ) -> tuple[Factors, torch.dtype]:
+        """The output's gradient as factors, and the type of results."""
+        kind = _GRADIENT[self._step.fp8.format]
+        made = factors(gradient, kind, rowwise=self._step.rowwise, rows=of_input, columns=of_weight)
+        return made, gradient.dtype
+
+    def input_gradient(self, gradient: tuple[Factors, torch.dtype], weight: torch.Tensor) -> torch.Tensor:
+        """[M, I]."""
+        (rows, _), dtype = gradient
+        assert rows is not None
+        return product(rows, self._weight.columns(weight), dtype)
+
+    def weight_gradient(
+        self,
+        weight: torch.Tensor,
+        gradient: tuple[Factors, torch.dtype],
+        kept: list[torch.Tensor],
+        messages: Messages,
+    ) -> torch.Tensor:
+        """[O, I]."""
+        (_, columns), dtype = gradient
+        of_input: Fp8Matrix | None
+        if self._keeps_input:
+            (whole,) = kept
+            _, of_input = self._of_input(whole.reshape(-1, whole.shape[-1]), rows=False, columns=True)
+        else:
+            of_input = Fp8Matrix(*kept)
+            of_input = transposed(of_input) if messages.is_cut else of_input
+        assert columns is not None and of_input is not None
+        return product(columns, of_input, dtype)
+
+    def _of_input(self, matrix: torch.Tensor, *, rows: bool, columns: bool) -> Factors:
+        return factors(matrix, _WIDE, rowwise=self._step.rowwise, rows=rows, columns=columns)

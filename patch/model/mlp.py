@@ -1,0 +1,115 @@
+"""The MLP: it keeps what its first layer gives for backward, and computes the activation there again.
+
+Upstream's unfused gated MLP keeps 5.3 values for each of the F channels: gate and up, silu(gate), up plus an
+offset of zero, and the product. This one keeps three with SwiGLU: gate and up, and the product, which the
+second layer needs. With AC=sel it keeps two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn.functional import silu
+
+from patch.families import Traits
+from patch.model.kernels import LayerKernels, layer_kernels
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+ACTIVATIONS: dict[str, Activation] = {"silu": silu}
+"""The functions of `Traits.activation`, element by element; a program may add its own."""
+
+
+class RecomputableMLP(MLP):
+    """Upstream's MLP with another activation.
+
+    Args:
+        activate: what comes between the two layers, [S, B, 2 F] (gated) or [S, B, F] to [S, B, F].
+        is_recomputed: whether backward computes it again (AC=sel). The memory of its result is freed after
+            the second layer has read it, and filled when that layer's gradient arrives.
+        arguments, named: those of upstream's MLP.
+    """
+
+    def __init__(self, *arguments: Any, activate: Activation, is_recomputed: bool, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._activate, self._is_recomputed = activate, is_recomputed
+
+    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, B, H] in; [S, B, H] out, and the second layer's bias, which upstream adds with the residual."""
+        hidden, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            hidden = hidden + bias
+        if not self._is_recomputed:
+            return self.linear_fc2(self._activate(hidden))
+        recomputed = CheckpointWithoutOutput()
+        output, bias = self.linear_fc2(recomputed.checkpoint(self._activate, hidden))
+        recomputed.discard_output_and_register_recompute(output)
+        return output, bias
+
+
+def mlp_spec(
+    submodules: MLPSubmodules, group: ProcessGroup, activate: Activation, *, is_recomputed: bool
+) -> SimpleNamespace:
+    """What upstream's build_module makes the MLP from.
+
+    It is no ModuleSpec: of one whose module is not MLP itself upstream's layer logs that it is unknown, and
+    gives it no group (transformer_layer.py:351-369).
+
+    Args:
+        submodules: the two linear layers.
+        group: the TP group.
+        activate, is_recomputed: see RecomputableMLP.
+    """
+    params = {"activate": activate, "is_recomputed": is_recomputed, "tp_group": group}
+    return SimpleNamespace(module=RecomputableMLP, submodules=submodules, params=params)
+
+
+def activation_of(traits: Traits, function: Activation, *, is_fused: bool) -> Activation:
+    """What comes between the two layers of an MLP.
+
+    Args:
+        traits: whether it is gated.
+        function: of ACTIVATIONS, or one with its values in another order.
+        is_fused: whether SwiGLU is in Triton.
+    """
+    if not traits.gated_linear_unit:
+        return function
+    return partial(swiglu, is_fused=is_fused) if function is silu else partial(_gated, function=function)
+
+
+def _gated(gate_up: torch.Tensor, *, function: Activation) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+def swiglu(gate_up: torch.Tensor, *, is_fused: bool) -> torch.Tensor:
+    """silu(gate) * up, of which backward keeps only the merged gate and up.
+
+    Args:
+        gate_up: [..., 2 F].
+        is_fused: whether in Triton.
+    Returns:
+        [..., F].
+    """
+    return _SwiGlu.apply(gate_up, layer_kernels(is_fused))
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.kernels = kernels
+        return kernels.swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        return ctx.kernels.swiglu_backward(gradient, gate_up), None
