@@ -15,7 +15,7 @@ from patch.device import torch_dtype
 from patch.families import traits_of
 from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.model.hf_order import batch_first_silu
-from patch.model.mlp import ACTIVATIONS
+from patch.model.mlp import activation_called
 from patch.model.te_scales import scaling_settings
 
 
@@ -38,6 +38,9 @@ def transformer_config(
     """
     tp_size = groups.tp.size()
     dtype, traits = torch_dtype(execution.facts.kept_as), traits_of(model)
+    activation = activation_called(traits.activation)
+    if "swiglu" in aligned and traits.activation == "silu":
+        activation = batch_first_silu
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -48,7 +51,7 @@ def transformer_config(
         layernorm_epsilon=model.norm_epsilon,
         normalization=traits.normalization,
         gated_linear_unit=traits.gated_linear_unit,
-        activation_func=batch_first_silu if "swiglu" in aligned else ACTIVATIONS[traits.activation],
+        activation_func=activation,
         add_bias_linear=traits.add_bias_linear,
         add_qkv_bias=traits.add_qkv_bias,
         qk_layernorm=traits.qk_layernorm,

@@ -23,8 +23,6 @@ from patch.families import Traits
 from patch.model.kernels import LayerKernels, layer_kernels
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-ACTIVATIONS: dict[str, Activation] = {"silu": silu}
-"""The functions of `Traits.activation`, element by element; a program may add its own."""
 
 
 class RecomputableMLP(MLP):
@@ -71,12 +69,21 @@ def mlp_spec(
     return SimpleNamespace(module=RecomputableMLP, submodules=submodules, params=params)
 
 
+def activation_called(name: str) -> Activation:
+    """The function of `Traits.activation`, element by element; transformers has all but SiLU."""
+    if name == "silu":
+        return silu
+    from transformers.activations import ACT2FN  # it takes a second to import
+
+    return ACT2FN[name].forward  # upstream takes a module for a part with weights
+
+
 def activation_of(traits: Traits, function: Activation, *, is_fused: bool) -> Activation:
     """What comes between the two layers of an MLP.
 
     Args:
         traits: whether it is gated.
-        function: of ACTIVATIONS, or one with its values in another order.
+        function: see `activation_called`, or one with its values in another order.
         is_fused: whether SwiGLU is in Triton.
     """
     if not traits.gated_linear_unit:

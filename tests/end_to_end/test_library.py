@@ -9,20 +9,21 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from distributed_runner import leave, rejoin, run_distributed
+from hf_families import family_model
 from launches import free_port
 from llama3_tokenizer import tiny_tokenizer
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 
 import patch.alignment
 import patch.convert
@@ -30,6 +31,8 @@ import patch.data
 import patch.optimizer
 from patch.config import to_yaml
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.families import FAMILIES
+from patch.preflight.stored_shape import read_hf_config
 
 pytestmark = pytest.mark.long
 
@@ -38,6 +41,8 @@ LIBRARY = ROOT / "examples/llama3_1/library"
 EXAMPLES = sorted(LIBRARY.glob("*.py"))
 # Ten steps move a weight by up to 0.1; another order of sums shows most where Adam's moments are small.
 BOUND = 1e-5
+
+
 def _signatures(package: ModuleType) -> Iterator[tuple[str, inspect.Signature]]:
     """What other programs call: public functions, and methods of public classes of ours."""
     for name in package.__all__:
@@ -63,7 +68,7 @@ def test_paths_may_be_strings() -> None:
 
 def test_they_have_at_most_30_lines_or_40_if_they_extend_a_run() -> None:
     extending = {example for example in EXAMPLES if "register_" in example.read_text()}
-    assert (len(EXAMPLES), len(extending)) == (7, 1)
+    assert (len(EXAMPLES), len(extending)) == (8, 2)
     assert all(len(each.read_text().splitlines()) <= (40 if each in extending else 30) for each in EXAMPLES)
 
 
@@ -139,39 +144,82 @@ def test_layouts_of_a_plan_fit_and_the_fastest_is_first(
     assert seconds == sorted(seconds) and seconds[0] <= float(given.split(", ")[1].split(" s")[0])
 
 
-def test_run_with_an_objective_and_a_hook_of_its_own(tmp_path: Path) -> None:
-    """A process that a scheduler has started, and two of our launcher; the first loss is transformers'."""
-    model = hf_llama(small_run(vocab_size=400), tmp_path)
+def _answers(model: torch.nn.Module, folder: Path) -> list[torch.Tensor]:
+    """Rows of four answers, in `folder`, with a tokenizer; transformers' losses of the tokens of each."""
     tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
-    tokenizer.save_pretrained(tmp_path)
-    of_rows, data, file = [], tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    tokenizer.save_pretrained(folder)
+    losses, rows = [], []
     for answer in ("no", "yes, and again and again", "you", "never in the world"):
         turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
         begin = len(tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False))
         ids = torch.tensor(tokenizer.apply_chat_template(turns, return_dict=False))
-        logits = model(ids[None]).logits[0, begin - 1 : -1]
-        of_rows.append(torch.nn.functional.cross_entropy(logits, ids[begin:], reduction="none"))
-        with data.open("a") as stream:
-            stream.write(json.dumps({"messages": turns}) + "\n")
+        logits = model(ids[None]).logits[0, begin - 1 : -1].detach()
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[begin:], reduction="none"))
+        rows.append(json.dumps({"messages": turns}))
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return losses
+
+
+def _train(
+    program: Sequence[object], folder: Path, variables: Mapping[str, object], **run: object
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program with a configuration of two steps on all rows of `_answers`."""
+    common = {
+        "train_iters": 2,
+        "lr_warmup_iters": 0,
+        "seq_length": 64,
+        "max_padding_length": 64,
+        "vocab_size": 400,
+    }
+    data = {"load": str(folder), "train_data_path": str(folder / "rows.jsonl")}
+    config = small_run(**common | data | run)
+    (folder / "run.yaml").write_text(to_yaml(config))
+    environment = {**os.environ, "PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": "", **variables}
+    environment = {name: str(value) for name, value in environment.items()}
+    command = [sys.executable, *program, "--config", folder / "run.yaml"]
+    return subprocess.run(command, env=environment, capture_output=True, check=False)
+
+
+def test_run_with_an_objective_and_a_hook_of_its_own(tmp_path: Path) -> None:
+    """A process that a scheduler has started, and two of our launcher; the first loss is transformers'."""
+    of_rows = _answers(hf_llama(small_run(vocab_size=400), tmp_path), tmp_path)
     expected = torch.stack([losses.mean() for losses in of_rows]).mean().item()
     assert abs(torch.cat(of_rows).mean().item() - expected) > 10 * BOUND, "not the mean over tokens"
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     tables = []
     for cp, variables in ((1, alone | {"MASTER_ADDR": "127.0.0.1"}), (2, {})):
         output = tmp_path / f"cp={cp}"
-        config = small_run(
-            cp=cp, vocab_size=400, objective="sequence-mean", train_iters=2, lr_warmup_iters=0, seq_length=64,
-            max_padding_length=64, load=str(tmp_path), train_data_path=str(data), output_path=str(output),
-        )  # fmt: skip
-        file.write_text(to_yaml(config))
-        environment = {**os.environ, "PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": "", **variables}
-        run = partial(subprocess.run, env={k: str(v) for k, v in environment.items()}, capture_output=True)
-        ended = run([sys.executable, LIBRARY / "sequence_mean.py", "--config", file])
+        run = {"cp": cp, "objective": "sequence-mean", "output_path": str(output)}
+        ended = _train([LIBRARY / "sequence_mean.py"], tmp_path, variables, **run)
         assert ended.returncode == 0, ended.stderr.decode()
         tables.append(dict(map(float, line.split(",")) for line in (output / "losses.csv").open()))
     assert [*tables[0]] == [1, 2] and tables == [pytest.approx(tables[1] | {1: expected}, abs=BOUND)] * 2
-    ended = run([sys.executable, "-m", "toolkits.train", "--config", file])
+    ended = _train(["-m", "toolkits.train"], tmp_path, {}, **run)
     assert ended.returncode == 2 and b"expected one of default, sft, pretrain" in ended.stderr
+
+
+@pytest.fixture
+def arcee() -> Iterator[None]:
+    """The family of arcee.py is known to this process."""
+    runpy.run_path(str(LIBRARY / "arcee.py"))
+    yield
+    del FAMILIES["arcee"]
+
+
+def test_run_of_a_family_of_its_own(tmp_path: Path, arcee: None) -> None:
+    """From transformers' folder over two tensor-parallel ranks and back; the first loss is transformers'."""
+    model = family_model("arcee", tmp_path, vocab_size=400)
+    expected = torch.cat(_answers(model, tmp_path)).mean().item()
+    output = tmp_path / "output"
+    run = {**read_hf_config(tmp_path), "tp": 2, "sequence_parallel": True, "export_hf": True}
+    ended = _train([LIBRARY / "arcee.py"], tmp_path, {}, **run, output_path=str(output))
+    assert ended.returncode == 0, ended.stderr.decode()
+    first = json.loads((output / "log/metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(expected, abs=BOUND)
+    trained = AutoModelForCausalLM.from_pretrained(output / "hf")
+    assert isinstance(trained, type(model))
+    moved = [(a - b).abs().max() for a, b in zip(trained.parameters(), model.parameters(), strict=True)]
+    assert all(0 < each < 0.1 for each in moved)
 
 
 ALONE = """

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +17,12 @@ from patch.convert.hf_config_files import model_description
 from patch.convert.mappings import TPShard
 from patch.convert.weight_table import weights_table
 from patch.errors import ConfigError
-from patch.families import FAMILIES, Family, Traits, family_of, register_family, traits_of
+from patch.families import FAMILIES, family_of, register_family, traits_of
 from patch.families.weights import dense_rows
 from patch.plan.flops import flops_per_step
 from patch.plan.parameters import parameters_per_rank, total_parameters
 
-ARCEE = Family(
-    model_type="arcee",
-    architecture="ArceeForCausalLM",
-    traits=Traits(activation="relu2", gated_linear_unit=False),
-    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
-)
+ARCEE = runpy.run_path(Path(__file__).parents[3] / "examples/llama3_1/library/arcee.py")["ARCEE"]
 
 
 @pytest.fixture(autouse=True)
