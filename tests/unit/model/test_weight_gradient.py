@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patch.model.weight_gradient import add_product, has_epilogue, weight_gradient
+from patch.model.weight_gradient import add_product, has_epilogue
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NUM_BATCHES = 8
@@ -41,11 +41,6 @@ def test_products_are_added_up_over_what_was_there(
 def test_products_of_16_bits_are_not_rounded(dtype: torch.dtype) -> None:
     rounded = torch.stack([(a.t() @ b).float() for a, b in batches(dtype)]).sum(0)
     assert error(added_up(dtype, FP32), dtype) < 0.01 * error(rounded, dtype)
-
-
-def test_a_weight_without_a_writer_gets_its_gradient() -> None:
-    weight, (gradient, rows) = torch.nn.Parameter(torch.zeros(24, 40)), batches(FP32)[0]
-    assert torch.equal(weight_gradient(weight, gradient, rows), gradient.t() @ rows)
 
 
 def test_a_device_without_the_kernel_is_known() -> None:
