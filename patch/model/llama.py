@@ -132,9 +132,7 @@ def _layer_settings(
         return {
             "transformer_impl": "local",
             "tp_comm_overlap": _overlaps(execution, cuda=cuda),
-            "recompute_modules": recomputed_modules(
-                torch_dtype(execution.facts.kept_as), aligned, cuda=cuda
-            ),
+            "recompute_modules": recomputed_modules(torch_dtype(execution.facts.kept_as), aligned, cuda=cuda),
         }
     # Its norms are parts of its linear layers, its messages overlap only through user buffers (not set up).
     settings = {"transformer_impl": "transformer_engine", "tp_comm_overlap": False, "recompute_modules": []}
