@@ -10,14 +10,10 @@ from patch.model.llama import (
     unchanged_weights,
 )
 from patch.model.loss import LearnedTokens, sum_aligned
-from patch.model.mlp import ACTIVATIONS
 from patch.model.packed_sequences import PackedSequences
-from patch.model.spec import NORMS
 from patch.model.weight_init import forget_weights, initialize_weights
 
 __all__ = [
-    "ACTIVATIONS",
-    "NORMS",
     "SOURCES",
     "WEIGHT_PREFIXES",
     "Execution",
