@@ -171,7 +171,7 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu
     size = element_bytes(precision)
     if config.has_8_bits:  # each factor is read twice, for its largest value and its cast, and written
-        inputs = 2 * model.hidden_size + attention.taken + mlp.taken / tp_size
+        inputs = 2 * model.hidden_size + attention.taken + mlp.taken
         forward += inputs * 5 / size
         backward += (inputs + attention.given + mlp.given) * 5 / size
     tokens = config.micro_batch_tokens
