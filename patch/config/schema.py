@@ -407,25 +407,15 @@ class RunConfig:
     @property
     def execution(self) -> Execution:
         """The settings that building the model needs besides its shape."""
-        training, parallel = self.training, self.parallel
-        return Execution(
-            precision=training.precision,
-            fp8=replace(training.fp8, keeps_weights=self.keeps_8_bit_weights),
-            sequence_parallel=self.parallel.sequence_parallel,
-            tp_comm_overlap=self.parallel.tp_comm_overlap,
-            stage_layers=tuple(self.stage_layers),
-            num_micro_batches=self.num_micro_batches,
-            overlap_p2p_communication=parallel.overlap_p2p_communication,
-            overlap_p2p_communication_warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
-            micro_batch_group=self.micro_batch_group,
-            recompute_granularity=self.recompute,
-            recompute_method=training.recompute_method,
-            recompute_num_layers=training.recompute_num_layers,
-            cpu_offloading=training.cpu_offloading,
-            cpu_offloading_num_layers=training.cpu_offloading_num_layers,
-            deterministic_mode=training.deterministic_mode,
-            cp_comm_type=self.parallel.cp_comm_type,
-        )
+        copied = {name: getattr(s, name) for s in (self.training, self.parallel) for name in s.__slots__}
+        return Execution(**{
+            **{name: value for name, value in copied.items() if name in Execution.__slots__},
+            "fp8": replace(self.training.fp8, keeps_weights=self.keeps_8_bit_weights),
+            "stage_layers": tuple(self.stage_layers),
+            "num_micro_batches": self.num_micro_batches,
+            "micro_batch_group": self.micro_batch_group,
+            "recompute_granularity": self.recompute,
+        })  # fmt: skip
 
     @property
     def has_8_bits(self) -> bool:
@@ -441,8 +431,7 @@ class RunConfig:
     @property
     def keeps_8_bit_weights(self) -> bool:
         """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
-        training = self.training
-        is_wanted = self.has_8_bits and not training.disable_parameter_transpose_cache
+        is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1
 
     @property
@@ -476,8 +465,7 @@ class RunConfig:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank in one optimizer step."""
-        samples = self.training.micro_batch_size * self.data_parallel_size
-        return self.training.global_batch_size // samples
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size)
 
     @property
     def micro_batch_group(self) -> int:

@@ -40,7 +40,7 @@ def test_a_worker_imports_no_compiler_and_leaves_its_imports_to_no_collection(tm
     llama3_tokenizer.tiny_tokenizer().save_pretrained(tmp_path)
     script = (
         "import gc, sys\nfrom patch.compat import quick_start\n"
-        "with quick_start():\n    import patch.training\n"
+        "with quick_start():\n    import patch.training.worker\n"
         f"from patch.data.tokenizer import load_tokenizer\nload_tokenizer({str(tmp_path)!r})\n"
         f"print(*({COMPILER} & sys.modules.keys()), gc.get_freeze_count() > 100_000, gc.isenabled())"
     )

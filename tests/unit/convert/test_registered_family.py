@@ -22,20 +22,19 @@ from patch.families.weights import dense_rows
 from patch.plan.flops import flops_per_step
 from patch.plan.parameters import parameters_per_rank, total_parameters
 
-ARCEE = runpy.run_path(Path(__file__).parents[3] / "examples/llama3_1/library/arcee.py")["ARCEE"]
+PROGRAM = Path(__file__).parents[3] / "examples/llama3_1/library/arcee.py"
 
 
 @pytest.fixture(autouse=True)
 def arcee():
-    register_family(ARCEE)
-    yield
+    yield runpy.run_path(str(PROGRAM))["ARCEE"]
     del FAMILIES["arcee"]
 
 
-def test_its_models_are_read_counted_and_written_as_transformers_has_them(tmp_path, tiny_tokenizer):
+def test_its_models_are_read_counted_and_written_as_transformers_has_them(tmp_path, tiny_tokenizer, arcee):
     theirs = family_model("arcee", tmp_path)
     model = family_run(tmp_path).model
-    assert traits_of(model) == ARCEE.traits and family_of(model) is ARCEE
+    assert traits_of(model) == arcee.traits and family_of(model) is arcee
     assert total_parameters(model) == theirs.num_parameters()
     described = model_description(model, None, tiny_tokenizer(), torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(described))
@@ -68,14 +67,14 @@ def test_flag_that_its_class_has_not_leaves_its_layers_but_no_class(tmp_path):
         family_run(tmp_path, model_type="gpt2")
 
 
-def test_share_in_use_decides_flops_and_active_parameters_but_not_what_is_held():
+def test_share_in_use_decides_flops_and_active_parameters_but_not_what_is_held(arcee):
     dense = small_run(model_type="arcee")
 
     def rows(model, traits):
         return tuple(r._replace(active=0.25 if r.part == "mlp" else 1) for r in dense_rows(model, traits))
 
     before, held = flops_per_step(dense).model, parameters_per_rank(dense.model, dense.parallel)
-    register_family(dataclasses.replace(ARCEE, rows=rows))
+    register_family(dataclasses.replace(arcee, rows=rows))
     unused = 0.75 * 4 * 2 * 64 * 160
     assert total_parameters(dense.model, active=True) == total_parameters(dense.model) - unused
     assert before - flops_per_step(dense).model == 3 * 2 * unused * 4 * 32
