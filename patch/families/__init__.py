@@ -121,7 +121,8 @@ def weight_rows(model: ModelConfig) -> tuple[WeightRow, ...]:
 
 def differences(model: ModelConfig, theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Fields in which other values mean another model: the field, its other value, has it other weights."""
-    for field, value in theirs.items():
+    for field in (each.name for each in dataclasses.fields(model) if each.name in theirs):
+        value = theirs[field]
         meaning = own_traits if field == "model_type" else lambda value: value
         if meaning(value) != meaning(getattr(model, field)):
             is_cut_otherwise = field in ("num_layers", "make_vocab_size_divisible_by")
