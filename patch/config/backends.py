@@ -26,7 +26,7 @@ from patch.config.execution import Execution
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
-from patch.families import TransformerImpl
+from patch.families import TransformerImpl, traits_of
 
 FP8_MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -215,7 +215,9 @@ def _rows(
         yield _packed_rows(backends, model, execution.precision)
     yield Served("norm", "Transformer Engine" if is_engine else "torch's rms_norm")
     missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
-    for operation in ("RoPE", "SwiGLU"):
+    traits = traits_of(model)
+    is_swiglu = traits.gated_linear_unit and traits.activation == "silu"
+    for operation in ("RoPE", "SwiGLU") if is_swiglu else ("RoPE",):
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     chunks = "chunks of tokens, without all logits"

@@ -113,13 +113,13 @@ def _check_experts(parallel: ParallelConfig, order: str, ep_size: int, etp_size:
     if ep_size == 1 and etp_size != tp_size:
         raise ConfigError(
             f"got {sizes}, expected ETP=TP at EP=1, otherwise experts would have wrong gradients: change "
-            "--expert-tensor-parallel-size, or distribute experts (--expert-model-parallel-size)"
+            "expert_tensor_parallel_size, or distribute experts (expert_model_parallel_size)"
         )
     edp_size, rest = divmod(world_size, etp_size * ep_size * pp_size)
     if rest:
         raise ConfigError(
             f"got {sizes} and {world_size} processes, expected a multiple of EP x ETP x PP: change "
-            "--expert-model-parallel-size or --expert-tensor-parallel-size"
+            "expert_model_parallel_size or expert_tensor_parallel_size"
         )
     dp_size = world_size // (tp_size * pp_size * cp_size)
     of_others = RankGenerator(tp_size, 1, dp_size, pp_size, cp_size, order)

@@ -21,7 +21,6 @@ __all__ = [
     "LlamaModel",
     "PackedSequences",
     "build_llama_model",
-    "capture_layers",
     "forget_weights",
     "initialize_weights",
     "sharded_weights",

@@ -220,8 +220,7 @@ class Row(_OfParts, RowParallelLinear):
 def give_product(layer: ColumnParallelLinear | RowParallelLinear, product: Product) -> None:
     """Let a finished layer of upstream's own class compute its product so, with upstream's messages.
 
-    An instance's `_forward_impl` precedes its class's, and upstream's `forward` calls it. An adapter may wrap
-    the layer, or be a Product that calls another one.
+    An instance's `_forward_impl` precedes its class's, and upstream's `forward` calls it.
     """
     layer._forward_impl = partial(_multiply, product.of(layer.weight))
 

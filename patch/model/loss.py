@@ -31,7 +31,7 @@ class LearnedTokens(NamedTuple):
     """Which tokens of a micro-batch are learned, and the gradient that backward will bring."""
 
     mask: torch.Tensor
-    """[B, S]: 1 for a learned token, else 0; with CP this rank's part of each row, as of the labels."""
+    """[B, S]: the weight of each label, 0 where nothing is learned; with CP this rank's part of each row."""
     gradient: float
     """Expected gradient of the sum of losses: loss scale / divisor. If backward brings another value, the
     result is rescaled (one extra rounding)."""
@@ -271,7 +271,7 @@ def sum_aligned(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Args:
         losses: [B, S].
-        mask: [B, S], 1 for a learned token, else 0.
+        mask: [B, S], above 0 for a learned token; the losses are weighted already.
     """
     ignored = torch.where(mask > 0, 0, -100)
     return F.nll_loss(-losses.reshape(-1, 1), ignored.flatten(), ignore_index=-100, reduction="sum")

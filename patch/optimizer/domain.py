@@ -182,7 +182,7 @@ def flat_layout(
     """
     dp_groups = [group.data_parallel_group or groups.dp_cp for group in trained.groups]
     own, across = _instances(groups, zero_stage, dp_groups)
-    # The same on all ranks of the job, whatever parameters they hold.
+    # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
         zero_stage, across = ZeroStage.NONE, None
     sharding = SHARDINGS[zero_stage]

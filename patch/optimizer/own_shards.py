@@ -3,7 +3,7 @@
 Some gradients are summed over more ranks than their bucket: those of sequence-parallel parameters over
 tensor-parallel ranks, those of a tied embedding over the two stages that hold it. The norm counts each weight
 of the model once, though several ranks hold a copy. Experts that are distributed have tensor-parallel ranks
-of their own; ranks that only some other group of parameters is said to have hold no copies beyond them.
+of their own. Any other data-parallel group of a ParamGroup has all ranks that hold a copy.
 """
 
 from __future__ import annotations
