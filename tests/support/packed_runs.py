@@ -5,16 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from training_runs import CPU
+from training_runs import CPU, build_stages
 
-from patch import compat
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch
 from patch.data.packing import PackedSource, Packs
 from patch.data.samples import Sample, collate
-from patch.distributed.groups import initialize
-from patch.model import build_llama_model, initialize_weights
+from patch.model import initialize_weights
 from patch.training.objective import Objective
 from patch.training.setup import Run, RunData
 
@@ -92,9 +90,7 @@ def talk_batches(config: RunConfig, iteration: int) -> list[Batch]:
 
 def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:
     """A run without an optimizer, for `run_schedule`."""
-    compat.apply(cuda=False)
-    groups = initialize(config, CPU)
-    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+    groups, stages = build_stages(config)
     if hf_folder is None:
         initialize_weights(stages, config.model, 1)
     else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job
+from megatron.core.process_groups_config import ProcessGroupCollection
 from stale_reads import no_stale_reads
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -100,6 +101,15 @@ class SeededReader:
         return [cut_batch(batch, self._zigzag) for batch in own]
 
 
+def build_stages(
+    config: RunConfig, context: DeviceContext = CPU, **how: Any
+) -> tuple[ProcessGroupCollection, list[LlamaModel]]:
+    """The groups of a run, which this rank joins, and its stages, whose weights nobody has set."""
+    compat.apply(cuda=context.is_cuda)
+    groups = initialize(config, context)
+    return groups, build_llama_model(config.model, groups, context.device, config.execution, **how)
+
+
 def build_seeded_run(
     config: RunConfig,
     hf_folder: Path | None = None,
@@ -107,9 +117,7 @@ def build_seeded_run(
     is_frozen: Callable[[torch.nn.Module], bool] = lambda module: False,
 ) -> Run:
     """This rank's run with random weights, or those of a Hugging Face folder; some modules are frozen."""
-    compat.apply(cuda=context.is_cuda)
-    groups = initialize(config, context)
-    stages = build_llama_model(config.model, groups, context.device, config.execution)
+    groups, stages = build_stages(config, context)
     if hf_folder is None:
         initialize_weights(stages, config.model, config.training.seed)
     else:

@@ -3,7 +3,6 @@
 And what happens to all ranks when something is wrong on one.
 """
 
-import logging
 import os
 import resource
 import shutil
@@ -16,9 +15,12 @@ from distributed_runner import new_job, run_distributed
 from full_disk import disk_full_after
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
+from training_runs import build_stages, messages_from
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from patch.convert import export_hf, import_hf, iter_hf_weights
 from patch.convert.live_weights import Receivers
+from patch.errors import ConversionError
 
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},
@@ -50,18 +52,10 @@ def _iterate(
 
     And what trouble came to.
     """
-    from patch import compat
-    from patch.convert import export_hf, import_hf, iter_hf_weights
-    from patch.device import DeviceContext
-    from patch.distributed.groups import initialize
-    from patch.model import build_llama_model
-
-    compat.apply(cuda=False)
     found = {}
     for case, changes in CASES.items():
         config = small_run(2, 2, **changes)
-        groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+        groups, stages = build_stages(config)
         import_hf(stages, root / case, config.model, groups)
         export_hf(
             stages, root / f"{case}-back", config.model, groups,
@@ -80,23 +74,14 @@ def _iterate(
 
 def _trouble(rank: int, root: Path, tokenizer: Any) -> dict[str, Any]:
     """Errors of an import that is broken on rank 0 and of an export to its full disk, and a rounding."""
-    from patch.convert import export_hf, import_hf
-    from patch.device import DeviceContext
-    from patch.distributed.groups import initialize
-    from patch.errors import ConversionError
-    from patch.model import build_llama_model
-
-    config, messages = small_run(2, 2, precision="bf16"), []
-    groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-    stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+    config = small_run(2, 2, precision="bf16")
+    groups, stages = build_stages(config)
     for parameter in stages[0].parameters():
         parameter.data.fill_(3.0)
     with pytest.raises(ConversionError) as broken:
         import_hf(stages, root / ("broken" if rank == 0 else "untied"), config.model, groups)
     is_untouched = all(bool((parameter == 3.0).all()) for parameter in stages[0].parameters())
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("patch.convert").addHandler(handler)
+    messages = messages_from("WARNING", "patch.convert")
     import_hf(stages, root / "untied", config.model, groups)
     words = stages[0].embedding.word_embeddings.weight.detach().float().numpy() if rank < 2 else None
     most_bytes = 20_000 if rank == 0 else resource.RLIM_INFINITY
@@ -114,8 +99,6 @@ def _trouble(rank: int, root: Path, tokenizer: Any) -> dict[str, Any]:
 
 def _change_while_iterating(stages: Any, config: Any, groups: Any) -> tuple[list[str], bool]:
     """The last norm is changed after the first tensor came; whether the change is seen on every rank."""
-    from patch.convert import iter_hf_weights
-
     weights = iter_hf_weights(stages, config.model, groups)
     first, _ = next(weights)
     torch.distributed.barrier()
@@ -230,23 +213,13 @@ def test_tensors_are_made_one_by_one(ranks: list[dict]) -> None:
 
 def _refuse(rank: int, world_size: int) -> list[str]:
     """Messages for models that are not what their configuration says."""
-    from patch import compat
-    from patch.convert import iter_hf_weights
-    from patch.device import DeviceContext
-    from patch.distributed.groups import initialize
-    from patch.errors import ConversionError
-    from patch.model import build_llama_model
-
-    compat.apply(cuda=False)
-    config = small_run()
-    groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
     messages = []
     for built, told in (({"add_qkv_bias": True}, {}), ({}, {"ffn_hidden_size": 96}), ({}, {"num_layers": 5})):
-        run = small_run(**built)
-        stages = build_llama_model(run.model, groups, torch.device("cpu"), run.execution)
+        groups, stages = build_stages(small_run(**built))
         with pytest.raises(ConversionError) as caught:
             list(iter_hf_weights(stages, small_run(**told).model, groups))
         messages.append(str(caught.value))
+        new_job()
     return messages
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from hf_families import FAMILIES, family_model, family_run
 from safetensors.torch import load_file, save_file
+from training_runs import build_stages
 
-from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline
+from patch.compat.cpu import replace_torch
+from patch.convert import ConversionError, hf_to_mcore, import_hf, mcore_to_hf, offline
 
 SHARDED = "qwen-2"
 
@@ -92,25 +94,17 @@ def _prompt(length: int) -> torch.Tensor:
 @torch.no_grad()
 def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Logits by family and prompt length: ours as imported, upstream's after its strict load; fused norms."""
-    from patch import compat
-    from patch.compat.cpu import replace_torch
-    from patch.convert import import_hf
-    from patch.device import DeviceContext
-    from patch.distributed.groups import initialize
-    from patch.model import build_llama_model
-
-    compat.apply(cuda=False)
     replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
-    groups, found = None, {}
+    found = {}
     for name in FAMILIES:
         config = family_run(root / name, make_vocab_size_divisible_by=128)
-        groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        (ours,) = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+        groups, (ours,) = build_stages(config)
         import_hf([ours.eval()], root / name, config.model, groups)
         found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
         found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
         if name == "llama-3":
             found["norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)
+        new_job()
     return found
 
 
@@ -142,8 +136,6 @@ def _load_upstream(folder: Path, config: Any, groups: Any) -> Any:
 
 def _import_with_fused_norms(model: Any, folder: Path, shape: Any, groups: Any) -> dict[str, object]:
     """The norms of a model whose parameters are named as Transformer Engine's layers name them."""
-    from patch.convert import import_hf
-
     for layer in model.decoder.layers:
         for norm, linear in (
             ("input_layernorm", "self_attention.linear_qkv"),

@@ -13,11 +13,17 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import FAMILIES, family_model, family_run
+from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
+from training_runs import build_stages
+from upstream_saver import let_upstream_save
 
+from patch.checkpoint import save_checkpoint
 from patch.compat.unpickle import read_metadata
-from patch.convert import hf_to_mcore, mcore_to_hf
+from patch.convert import export_hf, hf_to_mcore, mcore_to_hf
 from patch.errors import PatchError
+from patch.model import sharded_weights
+from patch.training.run_state import load_weights
 
 pytestmark = pytest.mark.long
 
@@ -83,29 +89,15 @@ def _write_legacy(stages, folder: Path, groups) -> None:
 
 def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     """In each layout load what was converted as position 22 does, export and save it; also as others do."""
-    from megatron.core import dist_checkpointing
-    from upstream_saver import let_upstream_save
-
-    from patch import compat
-    from patch.checkpoint import save_checkpoint
-    from patch.convert import export_hf
-    from patch.device import DeviceContext
-    from patch.distributed.groups import initialize
-    from patch.model import build_llama_model, sharded_weights
-    from patch.training.run_state import load_weights
-
-    compat.apply(cuda=False)
     for layout in JOBS[world_size]:
-        stages = None
         for source in (*FAMILIES, "source") if layout == (2, 2, 0) else (source_of(layout),):
+            new_job()
             (tp, pp, stage), cp = layout, CP.get(layout, 1)
             config = family_run(
                 root / source, tp, pp, world_size // (tp * pp * cp), cp=cp, cp_comm_type="p2p",
                 make_vocab_size_divisible_by=48, precision="bf16", **cut_of(stage),
             )  # fmt: skip
-            if stages is None:
-                groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-            stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+            groups, stages = build_stages(config)
             mcore, out = root / f"{source}-mcore", root / f"{source}-{name_of(layout)}"
             load_weights(mcore, stages, config)
             export_hf(stages, out, config.model, groups, hf_source=mcore, tokenizer=tokenizer)
@@ -120,7 +112,6 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
                 torch.distributed.barrier()
                 model = stages[0].sharded_state_dict(prefix, metadata=metadata)
                 dist_checkpointing.save({"model": model, "iteration": 3}, str(root / name))
-        new_job()
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,12 @@ from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from megatron.core import parallel_state
 from small_runs import hf_llama, small_run
-from training_runs import CPU, hf_gradients
+from training_runs import build_stages, hf_gradients
 
-from patch import compat
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch
-from patch.distributed.groups import initialize
-from patch.model import LlamaModel, build_llama_model, sum_aligned
+from patch.model import LlamaModel, sum_aligned
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = (
@@ -65,9 +63,7 @@ def _config(folder: Path, precision: str, align: str, tp: int = 1, pp: int = 1, 
 
 def _stages(config: RunConfig, folder: Path) -> list[LlamaModel]:
     """This rank's stages; joins the groups of its layout."""
-    compat.apply(cuda=False)
-    groups = initialize(config, CPU)
-    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+    groups, stages = build_stages(config)
     import_hf(stages, folder, config.model, groups)
     return stages
 

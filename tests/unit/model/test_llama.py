@@ -8,12 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import CPU
+from training_runs import build_stages
 
-from patch import compat
 from patch.config.schema import RunConfig
-from patch.distributed.groups import initialize
-from patch.model import SOURCES, LlamaModel, build_llama_model, initialize_weights
+from patch.model import SOURCES, LlamaModel, initialize_weights
 
 FORMS = {"fast": frozenset(), "aligned": frozenset(SOURCES)}
 VOCABULARIES = {
@@ -32,8 +30,7 @@ GRADIENT_BOUND = 2e-5
 
 
 def _model(config: RunConfig, form: str) -> tuple[LlamaModel, Any]:
-    groups = initialize(config, CPU)
-    stages = build_llama_model(config.model, groups, CPU.device, config.execution, aligned=FORMS[form])
+    groups, stages = build_stages(config, aligned=FORMS[form])
     initialize_weights(stages, config.model, config.training.seed)
     return stages[0], groups
 
@@ -131,7 +128,6 @@ def _check_gradients(form: str, is_sp: bool) -> None:
 
 
 def run_all(rank: int, world_size: int) -> None:
-    compat.apply(cuda=False)
     for tp, name, form in PADDED:
         config = small_run(tp=tp, dp=2 // tp, num_layers=1, **VOCABULARIES[name])
         model, groups = _model(config, form)

@@ -12,11 +12,11 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
 from small_runs import small_run
-from training_runs import CPU
+from training_runs import CPU, build_stages
 
 from patch import compat
 from patch.distributed.groups import initialize
-from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
+from patch.model import LearnedTokens, LlamaModel, initialize_weights
 from patch.model.loss import VocabularyPart, chunk_length, linear_cross_entropy
 from toolkits.benchmarks._measure import peak_bytes
 
@@ -113,8 +113,7 @@ def problems(rank: int) -> Iterator[tuple[tuple[str, str], Problem, int]]:
     for name, changes in CASES.items():
         for precision in PRECISIONS:
             config = small_run(**changes, precision=precision)
-            compat.apply(cuda=False)
-            (model,) = build_llama_model(config.model, initialize(config, CPU), CPU.device, config.execution)
+            _, (model,) = build_stages(config)
             initialize_weights([model], config.model, seed=1)
             tp_rank = rank if "tp" in changes else 0
             yield (name, precision), Problem(model, config.model.vocab_size, tp_rank), config.model.vocab_size

@@ -10,12 +10,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from small_runs import small_run
-from training_runs import CPU
+from training_runs import build_stages
 from upstream_models import local_upstream
 
-from patch import compat
-from patch.distributed.groups import initialize
-from patch.model import build_llama_model, initialize_weights, sharded_weights
+from patch.model import initialize_weights, sharded_weights
 from patch.plan.parameters import parameters_per_rank
 
 VOCAB = 90
@@ -46,8 +44,7 @@ Weights = dict[str, np.ndarray]
 def _parts(name: str) -> list[tuple]:
     """This rank's parts of a run's weights: name, shape of the whole, place in it, values."""
     config = small_run(**SHAPE | RUNS[name])
-    groups = initialize(config, CPU)
-    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+    groups, stages = build_stages(config)
     held = sum(p.numel() for stage in stages for p in stage.parameters())
     assert held == parameters_per_rank(config.model, config.parallel)[groups.pp.rank()]
     torch.manual_seed(torch.distributed.get_rank())
@@ -70,8 +67,7 @@ def _parts(name: str) -> list[tuple]:
 def _upstream_stds() -> dict[str, tuple[float, float]]:
     """Upstream's own initialisation of the whole model beside ours: standard deviations by parameter."""
     config = small_run(**SHAPE | RUNS["untied"], num_layers=2)
-    groups = initialize(config, CPU)
-    (ours,) = build_llama_model(config.model, groups, CPU.device, config.execution)
+    groups, (ours,) = build_stages(config)
     initialize_weights([ours], config.model, config.training.seed)
     weights = dict(local_upstream(config, groups, 0).named_parameters())
     stds = {}
@@ -83,7 +79,6 @@ def _upstream_stds() -> dict[str, tuple[float, float]]:
 
 
 def run_all(rank: int, world_size: int) -> tuple[dict[str, list[tuple]], dict]:
-    compat.apply(cuda=False)
     return {name: _parts(name) for name in RUNS}, _upstream_stds()
 
 

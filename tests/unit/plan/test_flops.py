@@ -7,12 +7,10 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import CPU
+from training_runs import CPU, build_stages
 
-from patch import compat
 from patch.config import RunConfig
-from patch.distributed.groups import initialize
-from patch.model import PackedSequences, build_llama_model, initialize_weights
+from patch.model import PackedSequences, initialize_weights
 from patch.plan.flops import attended_pairs, flops_per_step
 
 BORDERS = [0, 10, 32, 37, 64]
@@ -38,8 +36,7 @@ def run_all(rank: int, world_size: int) -> dict[Any, int]:
     found = {}
     for name, changes in COUNTED.items():
         config = run_of(changes)
-        compat.apply(cuda=False)
-        (model,) = build_llama_model(config.model, initialize(config, CPU), CPU.device, config.execution)
+        _, (model,) = build_stages(config)
         initialize_weights([model], config.model, seed=1)
         tokens = torch.arange(64).view(2, 32)
         for kind in PACKED:
