@@ -1,4 +1,7 @@
-"""Layers with 8-bit products: against plain torch on rounded factors, cut over TP, and in a whole model."""
+"""Layers with 8-bit products: against plain torch on rounded factors, and in a whole model.
+
+Cut over TP: test_overlapped_linear.py.
+"""
 
 import dataclasses
 import itertools
@@ -10,14 +13,12 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import CPU, build_seeded_run, digests, save, saved_for_backward
+from training_runs import build_seeded_run, build_stages, digests, save, saved_for_backward
 
-from patch import compat
 from patch.config.execution import Fp8
 from patch.config.schema import RunConfig
-from patch.distributed.groups import initialize
 from patch.errors import TrainingError
-from patch.model import build_llama_model, fp8_matrix
+from patch.model import fp8_matrix
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.linear import Column, Row
 from patch.training.evaluation import evaluate
@@ -30,13 +31,6 @@ GRADIENT = {"hybrid": E5M2, "e4m3": E4M3}
 SETTINGS = [
     Fp8(format=f, recipe=r) for f, r in itertools.product(("hybrid", "e4m3"), ("tensorwise", "rowwise"))
 ]
-CUT = [
-    ("tensorwise", True, "none"),
-    ("rowwise", True, "none"),
-    ("rowwise", True, "selective"),
-    ("tensorwise", False, "none"),
-]
-"""Recipe, SP and recomputation of the runs at TP 2: gathered 8-bit values, a gathered input, and neither."""
 STEPS = 12
 CURVES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -158,49 +152,12 @@ def test_what_is_kept_of_weights_and_how_long(rowwise: bool) -> None:
         assert weight.rows(w).scale_inv is weight.rows(w).scale_inv
 
 
-def _whole_numbers(*shape: int) -> torch.Tensor:
-    """-2 to 2: 8 bits hold them, and their sums are exact in bfloat16, in any order and over any ranks."""
-    return torch.randint(-2, 3, shape).bfloat16()
-
-
-def _check_cut_layer(config: RunConfig, name: str) -> None:
-    """Output and gradients of a layer at TP 2, to the bit, against plain products of the whole tensors."""
-    groups = initialize(config, CPU)
-    (model,) = build_llama_model(config.model, groups, CPU.device, config.execution)
-    layer, rank = model.decoder.layers[0].get_submodule(name), groups.tp.rank()
-    is_column, is_sp = isinstance(layer, Column), config.parallel.sequence_parallel
-    assert isinstance(layer.product, EightBits)
-    weight, x, g = _whole_numbers(64, 64), _whole_numbers(10, 2, 64), _whole_numbers(10, 2, 64)
-    bias = _whole_numbers(64) if layer.bias is not None else torch.zeros(64)
-
-    def own(whole: torch.Tensor, dim: int, is_cut: bool = True) -> torch.Tensor:
-        return whole.chunk(2, dim)[rank].clone() if is_cut else whole.clone()
-
-    layer.weight.data = own(weight, 0 if is_column else 1)
-    if layer.bias is not None:
-        layer.bias.data = own(bias, 0)
-    input = own(x, 0, is_sp) if is_column else own(x, 2)
-    output, _ = layer(input.requires_grad_())
-    output.backward(own(g, 2) if is_column else own(g, 0, is_sp))
-
-    expected = x.float() @ weight.float().t() + bias.float()
-    assert torch.equal(output.float(), own(expected, 2) if is_column else own(expected, 0, is_sp))
-    expected = g.float() @ weight.float()
-    assert torch.equal(input.grad.float(), own(expected, 0, is_sp) if is_column else own(expected, 2))
-    expected = g.float().flatten(0, 1).t() @ x.float().flatten(0, 1)
-    assert torch.equal(layer.weight.grad.float(), own(expected, 0 if is_column else 1))
-    if layer.bias is not None:
-        assert torch.equal(layer.bias.grad.float(), own(g.float().sum((0, 1)), 0))
-    new_job()
-
-
 def _layers_in_8_bits(**layout: int) -> list[int]:
     """The layers of this rank with 8-bit products, by number; all four linear layers or none."""
     config = small_run(
         precision="fp8", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2, num_layers=8, **layout
     )
-    groups = initialize(config, CPU)
-    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+    _, stages = build_stages(config)
     found = []
     for layer in (layer for stage in stages for layer in stage.decoder.layers):
         kinds = [isinstance(m.product, EightBits) for m in layer.modules() if isinstance(m, Column | Row)]
@@ -234,25 +191,17 @@ def _check_kept_weights() -> None:
 
 
 def run_two(rank: int, world_size: int) -> list[list[int]]:
-    compat.apply(cuda=False)
-    for recipe, is_sp, recompute in CUT:
-        config = small_run(
-            tp=2, num_layers=1, precision="fp8", fp8_recipe=recipe, sequence_parallel=is_sp,
-            recompute_granularity=recompute, ffn_hidden_size=64, num_query_groups=4, add_qkv_bias=True,
-        )  # fmt: skip
-        for name in ("self_attention.linear_proj", "mlp.linear_fc2", "self_attention.linear_qkv"):
-            _check_cut_layer(config, name)
     _check_kept_weights()
     return [_layers_in_8_bits(pp=2), _layers_in_8_bits(pp=2, stage=2)]
 
 
 @pytest.fixture(scope="module")
 def together() -> list[list[list[int]]]:
-    """After the layers cut over two ranks, and weights that are kept in a step, have been checked."""
+    """After weights that are kept in a step have been checked."""
     return run_distributed(run_two, 2)
 
 
-def test_layers_are_cut_over_tensor_parallel_ranks_and_some_stay_in_bf16(together: list) -> None:
+def test_some_layers_stay_in_bf16(together: list) -> None:
     assert together == [[[2, 3, 4], [2, 5, 6]], [[5, 6], [3, 4]]]
 
 

@@ -6,6 +6,7 @@ Layers that add their weight's gradient to the main gradients have the same bits
 
 from collections.abc import Iterator
 from functools import reduce
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import CPU
 
 from patch import compat
+from patch.config.execution import Fp8
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import TensorGroup
-from patch.model.linear import PLAIN, Column, Row, give_product
+from patch.model.eight_bit_product import EightBits, StepWeights
+from patch.model.linear import PLAIN, Column, Product, Row, give_product
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 
 UPSTREAM = {Column: ColumnParallelLinear, Row: RowParallelLinear}
@@ -76,7 +79,7 @@ class Writer:
 class Problem:
     """The whole tensors of a case, equal on all ranks, and each rank's parts of them."""
 
-    def __init__(self, case: Case, size: int) -> None:
+    def __init__(self, case: Case, size: int, *, fits_8_bits: bool = False) -> None:
         torch.manual_seed(7)
         tokens, rows, *_ = case.shape
         self.case, self.size, length = case, size, tokens * size
@@ -84,6 +87,8 @@ class Problem:
         inputs, outputs = self.widths = case.shape[2:] if is_column else case.shape[:1:-1]
 
         def random(*shape: int) -> torch.Tensor:
+            if fits_8_bits:  # and sums are exact in bfloat16, in any order and over any ranks
+                return torch.randint(-2, 3, shape).to(case.dtype)
             return torch.randn(shape).mul_(2.0 ** torch.randint(-4, 5, shape)).to(case.dtype)
 
         self.hidden, self.weight = random(length, rows, inputs), random(outputs, inputs)
@@ -128,7 +133,13 @@ class Problem:
 
 
 def run_layer(
-    problem: Problem, group: Any, form: str, *, is_frozen: bool = False, is_written: bool = False
+    problem: Problem,
+    group: Any,
+    form: str,
+    *,
+    is_frozen: bool = False,
+    is_written: bool = False,
+    multiplied_by: Product = PLAIN,
 ) -> Found:
     """One forward and backward of this rank's layer.
 
@@ -148,7 +159,7 @@ def run_layer(
     if form in ("upstream", "given"):
         kind = UPSTREAM[case.layer]
     else:
-        kind, ways = case.layer, ways | {"in_pieces": form != "around"}
+        kind, ways = case.layer, ways | {"in_pieces": form != "around", "product": multiplied_by}
     layer = kind(
         *problem.widths, config=config, init_method=None, bias=bias is not None,
         skip_bias_add=False, tp_group=group, **ways,
@@ -202,6 +213,20 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
     frozen = run_layer(problem, group, "overlap", is_frozen=True)
     same = torch.equal(frozen.of_input, overlap.of_input) and torch.equal(frozen.output, overlap.output)
     found["frozen"] = same and frozen.of_weight is None
+    found["8 bits"] = in_8_bits(group)
+    return found
+
+
+def in_8_bits(group: Any) -> list[float]:
+    """Differences to the oracle where the messages around a product bring 8-bit values."""
+    found = []
+    for layer, is_cut, recipe, keeps_input in product(
+        (Column, Row), (False, True), ("tensorwise", "rowwise"), (False, True)
+    ):
+        problem = Problem(Case(layer, is_cut, torch.bfloat16, SHAPES[0]), group.size(), fits_8_bits=True)
+        eight_bits = EightBits(StepWeights(Fp8(recipe=recipe)), keeps_input=keeps_input)
+        ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
+        found += compare(ours, problem.expected(group.rank()))
     return found
 
 
@@ -216,6 +241,10 @@ def test_layers_have_the_bits_of_plain_products(layers: list) -> None:
         for case in cases():
             bound = 0.0 if case.is_cut or len(layers) == 2 else SUM_BOUND[case.dtype]
             assert max(rank[case]["oracle"]) <= bound, case
+
+
+def test_8_bit_products_have_the_messages_of_plain_ones(layers: list) -> None:
+    assert not any(any(rank["8 bits"]) for rank in layers)
 
 
 def test_overlap_changes_no_bit(layers: list) -> None:
