@@ -1,16 +1,16 @@
 """Gradients that layers add to the grad buffer themselves: the sums of autograd on one process.
 
-The layers are plain torch: one by our own protocol, one by the attributes that Transformer Engine reads, in
+One layer is ours; one is plain torch, by the attributes that Transformer Engine reads, in
 the order in which it reads them (transformer_engine/pytorch/module/linear.py of 2.11).
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
 from typing import Any
 
 import pytest
 import torch
-from adding_linear import AddingLinear
 from distributed_runner import run_distributed
 from optimizer_runs import (
     ZERO_STAGES,
@@ -24,6 +24,7 @@ from optimizer_runs import (
 from torch.utils.checkpoint import checkpoint
 
 from patch.config.choices import ZeroStage
+from patch.model.linear import PLAIN
 
 # Of fp32 weights: a product that adds rounds otherwise than a product and a sum; a last bit is 1.5e-8.
 BOUND = 5e-7
@@ -65,19 +66,19 @@ class _TheirsIn8Bits(_Theirs):
 class Linear(torch.nn.Linear):
     """A bias stays with autograd."""
 
-    function: type[torch.autograd.Function] = AddingLinear
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = PLAIN
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = self.function.apply(input, self.weight)
+        output = self.product(input, self.weight)
         return output if self.bias is None else output + self.bias
 
 
 class TheirLinear(Linear):
-    function = _Theirs
+    product = staticmethod(_Theirs.apply)
 
 
 class TheirLinearIn8Bits(Linear):
-    function = _TheirsIn8Bits
+    product = staticmethod(_TheirsIn8Bits.apply)
 
 
 class Model(torch.nn.Module):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from adding_linear import AddingLinear
 from distributed_runner import run_distributed
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
 from fake_offload import FakeOffloadDevice, collectives_of, on
@@ -29,6 +28,7 @@ from optimizer_runs import (
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
+from patch.model.linear import PLAIN
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.grad_buffer import NUM_STAGING
 from patch.optimizer.offload import Offload
@@ -185,7 +185,7 @@ class Written(OddModel):
     """The first layer's weight gets its gradient from the layer itself."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(AddingLinear.apply(batch, self.first.weight) + self.first.bias)
+        hidden = torch.tanh(PLAIN(batch, self.first.weight) + self.first.bias)
         return (self.last(hidden) * self.gain).square().mean()
 
 
