@@ -5,7 +5,6 @@ comparisons find differences, so they can.
 """
 
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from megatron.core import parallel_state
+from packed_runs import build_untrained
 from small_runs import hf_llama, small_run
-from training_runs import build_stages, hf_gradients
+from training_runs import hf_gradients
 
 from patch.config.schema import RunConfig
-from patch.convert import import_hf
 from patch.data import Batch
-from patch.model import LlamaModel, sum_aligned
+from patch.training.setup import Run
+from patch.training.step import run_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = (
@@ -40,6 +40,7 @@ CASES = [
     ("mistral-0.1", "fp32", "eager"),
     ("mistral-0.1", "bf16", "sdpa"),
 ]
+STAGED_LENGTH = 66
 LONG = (2, 100)
 """Micro-batch and tokens."""
 SHAPES = {"llama-3.1": [(1, 1), LONG], "mistral-0.1": [(2, 16), LONG]}
@@ -58,14 +59,8 @@ CUT = [("mistral-nemo", "fp32", False), ("qwen-2", "fp32", True), ("qwen-3", "bf
 
 
 def _config(folder: Path, precision: str, align: str, tp: int = 1, pp: int = 1, **changes: Any) -> RunConfig:
-    return family_run(folder, tp, pp, precision=precision, precision_align=align, **changes)
-
-
-def _stages(config: RunConfig, folder: Path) -> list[LlamaModel]:
-    """This rank's stages; joins the groups of its layout."""
-    groups, stages = build_stages(config)
-    import_hf(stages, folder, config.model, groups)
-    return stages
+    changes |= {"precision": precision, "precision_align": align, "max_padding_length": STAGED_LENGTH}
+    return family_run(folder, tp, pp, **changes)
 
 
 def _hf_model(folder: Path, precision: str, attention: str) -> Any:
@@ -105,44 +100,24 @@ def _hf_step(hf: Any, batches: list[Batch]) -> tuple[torch.Tensor, list[float], 
     return logits[0].detach(), losses, {name: weight.grad for name, weight in hf.named_parameters()}
 
 
-def _our_step(stages: list[LlamaModel], batches: list[Batch], is_aligned: bool) -> list[float]:
-    """Losses (of the last stage) by megatron-core's schedule; the gradients are in the parameters."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    for stage in stages:
+def _our_step(run: Run, batches: list[Batch]) -> list[float]:
+    """Losses (of the last stage) of a step of training; the gradients are in the parameters."""
+    for stage in run.stages:
         stage.zero_grad()
     tokens = sum(batch.loss_mask.sum() for batch in batches).item()
-    sizes = [
-        stages[0].config.pipeline_model_parallel_size,
-        stages[0].config.virtual_pipeline_model_parallel_size,
-    ]
-
-    def loss_of(losses: torch.Tensor, mask: torch.Tensor) -> tuple:
-        loss = (sum_aligned(losses, mask) if is_aligned else (losses * mask).sum()) / tokens
-        return loss, mask.sum().int(), loss.detach()
-
-    def forward(data: Any, stage: Any) -> tuple:
-        batch = next(data)
-        return stage(batch.tokens, None, None, labels=batch.labels), partial(loss_of, mask=batch.loss_mask)
-
-    size, length = batches[0].tokens.shape
-    losses = get_forward_backward_func(*sizes)(
-        forward_step_func=forward, data_iterator=[iter(batches) for _ in stages], model=stages,
-        num_microbatches=len(batches), seq_length=length, micro_batch_size=size, forward_only=False,
-    )  # fmt: skip
-    return [loss.item() for loss in losses]
+    return [report["loss"].item() for report in run_schedule(run, batches, tokens, loss_scale=1.0)]
 
 
-def _differences(stages: list[LlamaModel], hf: Any, config: RunConfig, shape: tuple[int, int]) -> list[str]:
+def _differences(run: Run, hf: Any, shape: tuple[int, int]) -> list[str]:
     """What is not equal to the bit: logits, losses, names of weights whose gradient differs."""
-    batches = _batches(config, *shape)
+    batches = _batches(run.config, *shape)
     logits, losses, gradients = _hf_step(hf, batches)
     with torch.no_grad():
-        ours = stages[0](batches[0].tokens, None, None)[..., : config.model.vocab_size]
+        ours = run.stages[0](batches[0].tokens, None, None)[..., : run.config.model.vocab_size]
     found = [] if torch.equal(ours, logits) else ["logits"]
-    if _our_step(stages, batches, config.model.precision_align != "none") != losses:
+    if _our_step(run, batches) != losses:
         found.append("losses")
-    ours = hf_gradients(stages, config)
+    ours = hf_gradients(run.stages, run.config)
     assert ours.keys() == gradients.keys()
     return found + [name for name in gradients if not torch.equal(ours[name], gradients[name])]
 
@@ -154,10 +129,9 @@ def run_one_process(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:
     for family, precision, align in CASES:
         hf = _hf_model(root / family, precision, align)
         for form in (align, "none") if (family, align) == ("llama-3.1", "eager") else (align,):
-            config = _config(root / family, precision, form)
-            stages = _stages(config, root / family)
+            run = build_untrained(_config(root / family, precision, form), root / family)
             for shape in SHAPES.get(family, [LONG]):
-                found[family, precision, align, form, shape] = _differences(stages, hf, config, shape)
+                found[family, precision, align, form, shape] = _differences(run, hf, shape)
             new_job()
     return found
 
@@ -213,13 +187,13 @@ def _stage_differences(hf: Any, folder: Path, config: RunConfig) -> tuple:
     A tied embedding has a gradient on each stage: ours and theirs are returned for the parent to add. Over
     several micro-batches each stage adds its own first, which is not transformers' order.
     """
-    stages = _stages(config, folder)
+    run = build_untrained(config, folder)
     torch.manual_seed(0)
     tied = "" if config.model.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
-    batches = _batches(config, 2, 66, count=1 if tied else 2)
+    batches = _batches(config, 2, STAGED_LENGTH, count=1 if tied else 2)
     _, losses, gradients = _hf_step(hf, batches)
-    ours = _our_step(stages, batches, is_aligned=True)
-    mine = hf_gradients(stages, config)
+    ours = _our_step(run, batches)
+    mine = hf_gradients(run.stages, config)
     new_job()
     differing = [name for name in mine if name != tied and not torch.equal(mine[name], gradients[name])]
     shared = (mine[tied].float().numpy(), gradients[tied].float().numpy()) if tied else None
@@ -230,17 +204,17 @@ def _tp_nearness(hf: Any, folder: Path, config: RunConfig) -> tuple[float, float
     """Least cosine and largest error of the logits, and the largest relative error of a cut gradient."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    stages = _stages(config, folder)
+    run = build_untrained(config, folder)
     torch.manual_seed(0)
-    batches = _batches(config, 2, 66)
+    batches = _batches(config, 2, STAGED_LENGTH)
     logits, _, gradients = _hf_step(hf, batches)
     with torch.no_grad():
-        ours = gather_from_tensor_model_parallel_region(stages[0](batches[0].tokens, None, None))
+        ours = gather_from_tensor_model_parallel_region(run.stages[0](batches[0].tokens, None, None))
     ours, logits = ours[..., : config.model.vocab_size].double(), logits.double()
-    _our_step(stages, batches, is_aligned=True)
+    _our_step(run, batches)
     columns = gradients["model.layers.0.self_attn.o_proj.weight"].chunk(2, dim=1)
     expected = columns[parallel_state.get_tensor_model_parallel_rank()].float()
-    mine = stages[0].decoder.layers[0].self_attention.linear_proj.weight.grad.float()
+    mine = run.stages[0].decoder.layers[0].self_attention.linear_proj.weight.grad.float()
     new_job()
     cosine = torch.nn.functional.cosine_similarity(ours, logits, dim=-1).min().item()
     relative = (mine - expected).abs().max() / expected.abs().max()
