@@ -41,7 +41,7 @@ from optimizer_runs import (
 )
 
 from patch.config.choices import ZeroStage
-from patch.optimizer import OverlappedDistributedOptimizer, grad_buffer
+from patch.optimizer import grad_buffer
 from patch.optimizer.grad_buffer import NUM_STAGING, GradBuffer
 
 NUM_STEPS = 10
@@ -100,28 +100,7 @@ class Outcome(NamedTuple):
     weights: dict[str, np.ndarray]
 
 
-def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
-    """No overlap: a reduction is waited for where it starts, parameters where their gather starts.
-
-    And the norm is computed at once at the end, not of each bucket that has arrived.
-    """
-    grads, params = optimizer.grad_buffer, optimizer.param_buffer
-    launch, start_param_sync = grads._launch, params.start_param_sync
-
-    def launch_and_wait() -> None:
-        launch()
-        while grads._travelling:
-            grads._finish_next()
-
-    def sync(index: int) -> None:
-        start_param_sync(index)
-        params.finish_param_sync()
-
-    grads._launch, params.start_param_sync = launch_and_wait, sync  # type: ignore[method-assign]
-    optimizer._own.start_norm = lambda index: None  # type: ignore[method-assign]
-
-
-def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
+def train(case: Case, rank: int, dp_size: int) -> Outcome:
     model = case.model()
     optimizer = build_optimizer(
         model,
@@ -132,8 +111,6 @@ def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
         grad_reduce_in_bf16=case.rounds,
         ddp_pad_buckets_for_high_nccl_busbw=case.is_wide and case.zero_stage is ZeroStage.GRADIENTS,
     )
-    if not overlaps:
-        wait_everywhere(optimizer)
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
     optimizer.finish_param_sync()
     return Outcome(norms, weights_of(model))
@@ -142,14 +119,7 @@ def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "bytes": measure_zero_stages(),
-        "overlapped": {
-            case: train(case, rank, world_size, overlaps=True) for case in CASES if case.runs_at(world_size)
-        },
-        "waiting": {
-            case: train(case, rank, world_size, overlaps=False)
-            for case in CASES
-            if case.bucket_size == 300 and world_size == 2 and case.runs_at(2)
-        },
+        "outcomes": {case: train(case, rank, world_size) for case in CASES if case.runs_at(world_size)},
     }
 
 
@@ -178,20 +148,10 @@ def test_weights_after_ten_steps_are_those_of_the_oracle(ranks: list, case: Case
     expected, initial = oracle(case, len(ranks)), weights_of(case.model())
     bound = ALL_REDUCE_BOUND if case.zero_stage is ZeroStage.NONE and len(ranks) > 2 else 0.0
     for found in ranks:
-        assert found["overlapped"][case].norms == pytest.approx(expected.norms, rel=1e-5 if bound else 1e-14)
-        for name, weight in found["overlapped"][case].weights.items():
+        assert found["outcomes"][case].norms == pytest.approx(expected.norms, rel=1e-5 if bound else 1e-14)
+        for name, weight in found["outcomes"][case].weights.items():
             np.testing.assert_allclose(weight, expected.weights[name], rtol=0, atol=bound, err_msg=name)
             assert np.abs(weight - initial[name]).max() > LR
-
-
-def test_overlap_changes_no_bit(ranks: list) -> None:
-    if not ranks[0]["waiting"]:
-        pytest.skip("run without overlap at DP 2 only")
-    for found in ranks:
-        for case, waiting in found["waiting"].items():
-            assert waiting.norms == found["overlapped"][case].norms
-            for name, weight in waiting.weights.items():
-                assert np.array_equal(weight, found["overlapped"][case].weights[name]), (case, name)
 
 
 def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:

@@ -73,9 +73,6 @@ def train(
     }
 
 
-STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0}
-
-
 def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     if world_size == 1:
         frozen = {"first": is_first, "last": is_last, "whole": is_whole}
