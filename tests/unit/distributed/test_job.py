@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import leave, rejoin, run_distributed
+from launches import free_port
 from small_runs import small_run
 
 from patch import compat
@@ -56,11 +57,8 @@ def test_groups_are_not_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> No
 
     This torch knows no GPU, and refuses to bind to one.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     assert run_distributed(join_with_a_gpu, 1) == [None]
 
 

@@ -46,6 +46,14 @@ def _ours(window: int | None, softmax_scale: float | None) -> CausalAttention:
     )
 
 
+def _check(context: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """An output and its gradients of the inputs."""
+    torch.testing.assert_close(context, expected, rtol=0, atol=FP32_BOUND)
+    direction = torch.randn(expected.shape)
+    gradients, theirs = (torch.autograd.grad((of * direction).sum(), inputs) for of in (context, expected))
+    torch.testing.assert_close(gradients, theirs, rtol=0, atol=FP32_BOUND * 4)
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2), (3, 1)])
 @pytest.mark.parametrize("length", [1, 7, 33])
 @pytest.mark.parametrize("window", [None, 1, 5, 33, 50])
@@ -55,16 +63,9 @@ def test_outputs_and_gradients_are_those_of_transformers(
     torch.manual_seed(0)
     shapes = [(length, 2, count, HEAD_SIZE) for count in (heads, groups, groups)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    direction = torch.randn(length, 2, heads * HEAD_SIZE)
     for softmax_scale in (None, 0.7):
         expected = _eager(inputs, window, softmax_scale or HEAD_SIZE**-0.5)
-        context = _ours(window, softmax_scale)(*inputs, None)
-        torch.testing.assert_close(context, expected, rtol=0, atol=FP32_BOUND)
-        gradients = torch.autograd.grad((context * direction).sum(), inputs)
-        for ours, theirs in zip(
-            gradients, torch.autograd.grad((expected * direction).sum(), inputs), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=FP32_BOUND * 4)
+        _check(_ours(window, softmax_scale)(*inputs, None), expected, inputs)
 
 
 BORDERS = [0, 7, 8, 20, 24, 48]
@@ -85,20 +86,13 @@ def test_packed_sequences_attend_as_each_alone_in_transformers(
 ) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(24, 2, count, HEAD_SIZE, requires_grad=True) for count in (heads, groups, groups)]
-    direction = torch.randn(24, 2, heads * HEAD_SIZE)
     context = _ours(window, None)(*inputs, None, packed_seq_params=_packed(2, 24))
     tokens = [tensor.transpose(0, 1).flatten(0, 1)[:, None] for tensor in inputs]  # [B * S, 1, heads, D]
     alone = [
         _eager([tensor[begin:end] for tensor in tokens], window, HEAD_SIZE**-0.5)
         for begin, end in pairwise(BORDERS)
     ]
-    expected = torch.cat(alone).view(2, 24, -1).transpose(0, 1)
-    torch.testing.assert_close(context, expected, rtol=0, atol=FP32_BOUND)
-    gradients = torch.autograd.grad((context * direction).sum(), inputs)
-    for ours, theirs in zip(
-        gradients, torch.autograd.grad((expected * direction).sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=FP32_BOUND * 4)
+    _check(context, torch.cat(alone).view(2, 24, -1).transpose(0, 1), inputs)
 
 
 def test_positions_begin_again_at_each_border() -> None:

@@ -12,7 +12,15 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from hf_families import family_model, family_run
+from training_runs import CPU
 
+from patch import compat
+from patch.alignment import verify
+from patch.checkpoint import save_checkpoint
+from patch.config import to_yaml
+from patch.convert import hf_to_mcore, import_hf
+from patch.distributed.groups import alone
+from patch.model import build_llama_model, sharded_weights
 from toolkits.verify_alignment import main
 
 SOURCES = {"rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention"}
@@ -50,14 +58,6 @@ CASES: dict[str, Case] = {
 
 def _save(folder: Path, hf: Path, case: Case) -> None:
     """A run's folder with a checkpoint made from the Hugging Face folder, and then damaged."""
-    from patch import compat
-    from patch.checkpoint import save_checkpoint
-    from patch.config import to_yaml
-    from patch.convert import hf_to_mcore, import_hf
-    from patch.device import DeviceContext
-    from patch.distributed.groups import alone
-    from patch.model import build_llama_model, sharded_weights
-
     _, fields, damage, written, _ = case
     if damage is _convert:
         hf_to_mcore(hf, folder)
@@ -65,8 +65,8 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     folder.mkdir()
     compat.apply(cuda=False)
     config = family_run(hf, **fields)
-    with alone(DeviceContext(torch.device("cpu"), "gloo")) as groups:
-        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+    with alone(CPU) as groups:
+        stages = build_llama_model(config.model, groups, CPU.device, config.execution)
         if fields.get(TIED) is None:
             import_hf(stages, hf, config.model, groups)
         else:
@@ -79,13 +79,10 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
 
 def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> None:
     """What a converter does that mistakes the tied flag: a copy of the embedding, or no output layer."""
-    from patch.convert import import_hf
-    from patch.model import build_llama_model
-
     right = dataclasses.replace(
         config, model=dataclasses.replace(config.model, **{TIED: not getattr(config.model, TIED)})
     )
-    (source,) = build_llama_model(right.model, groups, torch.device("cpu"), right.execution)
+    (source,) = build_llama_model(right.model, groups, CPU.device, right.execution)
     import_hf([source], hf, right.model, groups)
     weights = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
@@ -95,8 +92,6 @@ def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> 
 
 def run_cases(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, dict]]:
     """Exit code and report by case; the whole command line for two of them, whose output is a file."""
-    from patch.alignment import verify
-
     found = {}
     for name, (family, *_, options) in CASES.items():
         hf, folder = root / family, root / name
