@@ -23,6 +23,7 @@ from patch.model.configuration import transformer_config
 ACCOUNTED = {
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
 }  # fmt: skip
+"""Embedding and loss are stages of their own."""
 MARKS = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce",
     "is_embedding_or_output_parameter", "shared", "shared_embedding",
@@ -80,6 +81,8 @@ def upstream_stage(
         post_process=stage == config.virtual_pipeline_size * groups.pp.size() - 1,
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
+        rotary_base=config.model.rotary_base,
+        rope_scaling=config.model.use_rope_scaling,
         pg_collection=groups,
         vp_stage=vp_stage,
     )

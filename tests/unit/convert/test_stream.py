@@ -11,8 +11,10 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import FAMILIES, family_model, family_run
+from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from training_runs import build_stages
+from upstream_models import local_upstream
 
 from patch.compat.cpu import replace_torch
 from patch.convert import ConversionError, hf_to_mcore, import_hf, mcore_to_hf, offline
@@ -109,21 +111,7 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 
 def _load_upstream(folder: Path, config: Any, groups: Any) -> Any:
-    from megatron.core import dist_checkpointing
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from patch.model.configuration import transformer_config
-
-    model_parallel_cuda_manual_seed(1)
-    model = GPTModel(
-        transformer_config(config.model, groups, config.execution, cuda=False),
-        get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm),
-        config.padded_vocab_size, 64, position_embedding_type="rope", pg_collection=groups,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
-        rotary_base=config.model.rotary_base,
-    ).eval()  # fmt: skip
+    model = local_upstream(config, groups, 0).eval()
     stored = str(folder / "release")
     loaded = dist_checkpointing.load(model.sharded_state_dict(), stored, strict="raise_all")
     model.load_state_dict({key: value for key, value in loaded.items() if "." in key}, strict=True)

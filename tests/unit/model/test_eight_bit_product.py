@@ -6,14 +6,13 @@ Cut over TP: test_overlapped_linear.py.
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run, build_stages, digests, save, saved_for_backward
+from training_runs import build_seeded_run, build_stages, saved_for_backward
 
 from patch.config.execution import Fp8
 from patch.config.schema import RunConfig
@@ -22,7 +21,6 @@ from patch.model import fp8_matrix
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.linear import Column, Row
 from patch.training.evaluation import evaluate
-from patch.training.run_state import Progress, resume
 from patch.training.step import train_step
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -223,27 +221,8 @@ def _curve(config: RunConfig) -> list[float]:
     return losses
 
 
-def _check_resume(folder: Path) -> None:
-    """A step after a resume is the uninterrupted one, to the bit; bf16 goes on from the same state."""
-    changes = {"num_layers": 2, "fp8_recipe": "rowwise"}
-    run = build_seeded_run(small_run(precision="fp8", **changes))
-    train_step(run, 0)
-    save(folder, progress := Progress(1, 4), run.stages, run.optimizer)
-    saved, expected = digests(run), train_step(run, 1)
-    new_job()
-    for precision in ("fp8", "bf16"):
-        run = build_seeded_run(small_run(precision=precision, seed=7, **changes))
-        resume(folder, progress, run.stages, run.optimizer, 7)
-        assert digests(run) == saved
-        step = train_step(run, 1)
-        assert (step.loss == expected.loss) == (precision == "fp8")
-        assert (step.grad_norm == expected.grad_norm) == (precision == "fp8")
-        new_job()
-
-
-def run_alone(rank: int, world_size: int, folder: Path) -> dict[str, list[float]]:
-    """Losses of short runs; a NaN is noticed, and a resume changes nothing."""
-    _check_resume(folder)
+def run_alone(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Losses of short runs; and a NaN is noticed."""
     changes = {"train_iters": STEPS, "num_layers": 2, "lr": 5e-3}
     found = {name: _curve(small_run(**changes, **run)) for name, run in CURVES.items()}
     run = build_seeded_run(small_run(precision="fp8", num_layers=2))
@@ -255,8 +234,8 @@ def run_alone(rank: int, world_size: int, folder: Path) -> dict[str, list[float]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    return run_distributed(run_alone, 1, tmp_path_factory.mktemp("fp8"))[0]
+def alone() -> dict[str, list[float]]:
+    return run_distributed(run_alone, 1)[0]
 
 
 @pytest.mark.parametrize("name", [name for name in CURVES if name != "bf16"])

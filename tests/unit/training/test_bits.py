@@ -10,6 +10,7 @@ import pytest
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, digest_of, digests, train_run
+from upstream_models import ACCOUNTED
 
 from patch.config.schema import RunConfig
 
@@ -18,10 +19,6 @@ pytestmark = pytest.mark.long
 EVERYTHING = ("losses", "norms", "weights", "states")
 TIED = {"untie_embeddings_and_output_weights": False}
 FLUSH = {"overlap_p2p_communication_warmup_flush": True}
-# Embedding and loss are stages of their own.
-ACCOUNTED = {
-    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
-}  # fmt: skip
 BY_HAND = "pipeline_model_parallel_layout"
 # Micro-batches of a step: 2 are one group of the interleaved schedule, 4 two, 5 one of three and one of two.
 FOUR, FIVE = {"global_batch_size": 8}, {"global_batch_size": 10}

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from megatron.core import dist_checkpointing
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_runs import build_seeded_run, messages_from, save, seeded_batches
+from training_runs import build_seeded_run, digests, messages_from, save, seeded_batches
+from upstream_models import local_upstream
 
 from patch.distributed.groups import shutdown
 from patch.training.run_state import Progress, find_progress, load_weights, resume, state_to_save
@@ -73,29 +72,35 @@ def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators() -
     assert found[0] == found[2] and found[0]["PP"] == 2
 
 
-def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progress | None, list[str], bool]:
-    """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same."""
-    run = build_seeded_run(small_run())
+def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progress | None, list[str], list]:
+    """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same.
+
+    In 8 bits as before, and in bf16, which goes on from the same state.
+    """
+    run = build_seeded_run(small_run(precision="fp8", fp8_recipe="rowwise"))
     train_step(run, 0)
     save(folder, Progress(1, 4), run.stages, run.optimizer)
-    expected = train_step(run, 1)
+    saved, expected = digests(run), train_step(run, 1)
     save(folder, Progress(2, 8), run.stages, run.optimizer)
     data = folder / "iter_0000002" / "__0_0.distcp"
     contents = bytearray(data.read_bytes())
     contents[len(contents) // 2] ^= 1
     data.write_bytes(contents)
-    new_job()
-    run = build_seeded_run(small_run(seed=7))
-    messages = messages_from("WARNING", "patch.checkpoint")
+    messages, is_same = messages_from("WARNING", "patch.checkpoint"), []
     found = find_progress(folder)
-    resume(folder, found, run.stages, run.optimizer, 7)
-    again = train_step(run, 1)
-    return found, messages, (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
+    for precision in ("fp8", "bf16"):
+        new_job()
+        run = build_seeded_run(small_run(seed=7, precision=precision, fp8_recipe="rowwise"))
+        resume(folder, found, run.stages, run.optimizer, 7)
+        assert digests(run) == saved
+        again = train_step(run, 1)
+        is_same += [again.loss == expected.loss, again.grad_norm == expected.grad_norm]
+    return found, messages, is_same
 
 
 def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(tmp_path: Path) -> None:
     ((resumed, messages, is_same),) = run_distributed(resume_over_damage, 1, tmp_path)
-    assert resumed == Progress(1, 4) and is_same
+    assert resumed == Progress(1, 4) and is_same == [True, True, False, False]
     (message,) = messages
     assert "DAMAGED" in message and "iter_0000002/__0_0.distcp has CRC-32" in message
 
@@ -120,15 +125,7 @@ def run_upstream(rank: int, world_size: int, folder: Path) -> None:
         train_step(run, 0)
     save(folder, Progress(1, 8), run.stages, run.optimizer)
     (model,) = run.stages
-    upstream = GPTModel(
-        config=model.config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=run.config.padded_vocab_size,
-        max_sequence_length=run.config.model.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=run.config.model.rotary_base,
-        rope_scaling=True,
-    )
+    upstream = local_upstream(run.config, run.groups, 0)
     loaded = dist_checkpointing.load(upstream.sharded_state_dict(), str(folder / "iter_0000001"))
     upstream.load_state_dict({name: value for name, value in loaded.items() if "." in name}, strict=True)
     weights = dict(model.named_parameters())
