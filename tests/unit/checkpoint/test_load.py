@@ -1,12 +1,12 @@
 """What comes back from a checkpoint, and which checkpoints are refused before the model is touched."""
 
-import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from refusals import Payload
 
 from patch.checkpoint import load_checkpoint, read_common, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
@@ -141,16 +141,6 @@ def test_load_refuses_a_damaged_file_and_names_it(root, name, damage):
     with pytest.raises(CheckpointError, match=name):
         load_checkpoint(root, 7, sections(values))
     assert all(bool((tensor == 3).all()) for tensor in values.values())
-
-
-class Payload:
-    """Leaves a mark on the disk when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.mark),)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "object"])

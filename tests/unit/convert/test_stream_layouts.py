@@ -14,6 +14,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import FAMILIES, family_model, family_run
 from megatron.core import dist_checkpointing
+from refusals import Payload
 from safetensors.torch import load_file
 from training_runs import build_stages
 from upstream_saver import let_upstream_save
@@ -178,21 +179,13 @@ def test_last_norm_outside_of_the_decoder_is_read(root, tmp_path):
         state = contents["model"]
         for key in [key for key in state if "decoder.final_layernorm" in key]:
             state[key.removeprefix("decoder.")] = state.pop(key)
-        contents["args"] = Hostile(tmp_path / "ran")
+        contents["args"] = Payload(tmp_path / "ran")
         target = tmp_path / "pai" / path.relative_to(root / "legacy-tp2-pp2-vpp0")
         target.parent.mkdir(parents=True)
         torch.save(contents, target)
     mcore_to_hf(tmp_path / "pai", tmp_path / "hf", root / "source")
     check_equal(tmp_path / "hf", root)
     assert not (tmp_path / "ran").exists()
-
-
-class Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def _lacking(path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from distributed_runner import run_distributed
 from indexed_sets import consecutive, write_set
+from refusals import Payload
 from small_runs import small_run
 
 from patch.config.schema import RunConfig
@@ -63,16 +64,6 @@ def test_changed_data_of_the_same_size_is_indexed_anew(tmp_path: Path) -> None:
         assert all((sample.labels[:-1] == sample.tokens[1:]).all() for sample in samples)
 
 
-class Trap:
-    """A pickle of it leaves a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.file),)
-
-
 def flip(path: Path) -> None:
     """Change one byte, as a disk might."""
     contents = bytearray(path.read_bytes())
@@ -86,8 +77,8 @@ def flip(path: Path) -> None:
         flip,
         lambda file: os.truncate(file, file.stat().st_size - 8),
         lambda file: np.save(file, np.load(file)[:0]),
-        lambda file: np.save(file, np.array([Trap(file.parent / "ran")])),
-        lambda file: file.write_bytes(pickle.dumps(Trap(file.parent / "ran"))),
+        lambda file: np.save(file, np.array([Payload(file.parent / "ran")])),
+        lambda file: file.write_bytes(pickle.dumps(Payload(file.parent / "ran"))),
         lambda file: (file.parent / "checksums.json").unlink(),
         lambda file: (file.parent / "checksums.json").write_text("{"),
     ],

@@ -1,12 +1,12 @@
 """Scales of delayed scaling are read from Transformer Engine's pickle without running it."""
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import Payload
 
 from patch.errors import CheckpointError
 from patch.model.te_scales import scales_in
@@ -14,16 +14,6 @@ from patch.model.te_scales import scales_in
 
 class Recipe:
     """Stands for Transformer Engine's class, which is not installed everywhere."""
-
-
-class Payload:
-    """Leaves a mark on the disk when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.mark),)
 
 
 def stored(**changes: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from refusals import Payload
 from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -146,16 +147,6 @@ def test_checkpoint_that_no_load_would_take_is_listed_with_what_is_wrong(one_pro
         (found,) = report["checkpoints"]
         assert code == 4 and found["folder"] == str(folder)
         assert any(lost[1] in said for said in found["complaints"]) and not found["loads_into"]
-
-
-class Payload:
-    """Creates a file when it is unpickled by a plain unpickler."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self._path,)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
