@@ -14,8 +14,6 @@ from transformers import AutoConfig
 
 from patch.convert import hf_to_mcore, mcore_to_hf
 from patch.convert.hf_config_files import model_description
-from patch.convert.mappings import TPShard
-from patch.convert.weight_table import weights_table
 from patch.errors import ConfigError
 from patch.families import FAMILIES, family_of, register_family, traits_of
 from patch.families.weights import dense_rows
@@ -44,15 +42,9 @@ def test_its_models_are_read_counted_and_written_as_transformers_has_them(tmp_pa
     assert again == theirs.config.to_dict() | of_tokenizer
 
 
-def test_its_weights_are_those_of_transformers_cut_over_tp(tmp_path):
+def test_its_weights_are_those_of_transformers_there_and_back(tmp_path):
+    """Cut over TP: tests/end_to_end/test_library.py."""
     theirs = family_model("arcee", tmp_path / "hf").state_dict()
-    model = family_run(tmp_path / "hf").model
-    up = theirs["model.layers.1.mlp.up_proj.weight"]
-    mapping = weights_table(model)["decoder.layers.*.mlp.linear_fc1.weight"].at_layer(1)
-    for rank in range(2):
-        shard = torch.empty(mapping.shard_shape(2))
-        mapping.hf_to_megatron(shard, [up], TPShard(rank, 2))
-        assert torch.equal(shard, up.chunk(2)[rank])
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
