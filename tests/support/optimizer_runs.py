@@ -250,13 +250,18 @@ def check_training(
     build: Callable[[], torch.nn.Module],
     steps: Sequence[Step],
     atol: float = 0.0,
+    backward: Callable[[Any, OverlappedDistributedOptimizer, Sequence], None] = accumulate,
     **changes: Any,
 ) -> None:
-    """Train a model and its oracle; `changes` are fields of the optimizer's configuration."""
+    """Train a model and its oracle; `changes` are fields of the optimizer's configuration.
+
+    `backward` does in another way what `accumulate` does.
+    """
     model, oracle = build(), Oracle(build(), zero_stage)
     optimizer = build_optimizer(model, zero_stage, **changes)
     for step in steps:
-        take_step(model, optimizer, step[rank])
+        backward(model, optimizer, step[rank])
+        optimizer.step()
         oracle.take_step(step)
     optimizer.finish_param_sync()
     assert_same_weights(model, oracle, atol)

@@ -12,7 +12,6 @@ from patch.convert import import_hf
 from patch.data import Batch
 from patch.data.packing import PackedSource, Packs
 from patch.data.samples import Sample, collate
-from patch.model import initialize_weights
 from patch.training.objective import Objective
 from patch.training.setup import Run, RunData
 
@@ -88,11 +87,8 @@ def talk_batches(config: RunConfig, iteration: int) -> list[Batch]:
     return batches_of(config, Talks(iteration))
 
 
-def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:
+def build_untrained(config: RunConfig, hf_folder: Path) -> Run:
     """A run without an optimizer, for `run_schedule`."""
     groups, stages = build_stages(config)
-    if hf_folder is None:
-        initialize_weights(stages, config.model, 1)
-    else:
-        import_hf(stages, hf_folder, config.model, groups)
+    import_hf(stages, hf_folder, config.model, groups)
     return Run(config, CPU.device, groups, stages, None, RunData(Objective(config), None, {}))  # type: ignore

@@ -6,6 +6,7 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from hf_families import family_model, family_run
+from packed_runs import build_untrained
 
 CHANGED = {
     "model.embed_tokens": (None, "embed_tokens"),
@@ -24,28 +25,19 @@ CHANGED = {
 def _trace(rank: int, world_size: int, folder: Path) -> dict[str, tuple | None]:
     from transformers import AutoModelForCausalLM
 
-    from patch import compat
     from patch.alignment.trace import first_difference
-    from patch.convert import import_hf
-    from patch.device import DeviceContext
-    from patch.distributed.groups import alone
-    from patch.model import build_llama_model
 
-    compat.apply(cuda=False)
-    run = family_run(folder, precision="fp32", precision_align="sdpa")
-    found: dict[str, tuple | None] = {}
-    with alone(DeviceContext(torch.device("cpu"), "gloo")) as groups:
-        (ours,) = build_llama_model(run.model, groups, torch.device("cpu"), run.execution)
-        import_hf([ours], folder, run.model, groups)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-        prompt = torch.arange(3, 12)[None]
-        found["nothing"] = first_difference(ours.eval(), theirs, prompt, run.model)
-        for name in CHANGED:
-            weight = theirs.get_submodule(name).weight
-            before = weight.clone()
-            weight += 0.5
-            found[name] = first_difference(ours, theirs, prompt, run.model)
-            weight.copy_(before)
+    run = build_untrained(family_run(folder, precision="fp32", precision_align="sdpa"), folder)
+    (ours,), model = run.stages, run.config.model
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    prompt = torch.arange(3, 12)[None]
+    found: dict[str, tuple | None] = {"nothing": first_difference(ours.eval(), theirs, prompt, model)}
+    for name in CHANGED:
+        weight = theirs.get_submodule(name).weight
+        before = weight.clone()
+        weight += 0.5
+        found[name] = first_difference(ours, theirs, prompt, model)
+        weight.copy_(before)
     return found
 
 

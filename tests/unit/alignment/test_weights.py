@@ -1,14 +1,14 @@
 """What is wrong with a stored weight, in words; the oracle is the damage that was done."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
+from training_runs import build_stages
 
 LAYER = "model.layers.0."
 
@@ -56,24 +56,19 @@ DAMAGE: dict[str, tuple[Callable[[Any], None], list[tuple[str, str]]]] = {
 
 def _compare(rank: int, world_size: int, folder: Path) -> dict[str, tuple]:
     """For each damage what is found; and for a model of a narrower type."""
-    from patch import compat
     from patch.alignment.weights import compare_weights
     from patch.convert import import_hf
-    from patch.device import DeviceContext
-    from patch.distributed.groups import alone
-    from patch.model import build_llama_model
 
-    compat.apply(cuda=False)
-    config, found = family_run(folder, precision="fp32"), {}
-    with alone(DeviceContext(torch.device("cpu"), "gloo")) as groups:
-        for precision, names in (("fp32", list(DAMAGE)), ("bf16", ["nothing"])):
-            execution = dataclasses.replace(config.execution, precision=precision)
-            (stage,) = build_llama_model(config.model, groups, torch.device("cpu"), execution)
-            for name in names:
-                import_hf([stage], folder, config.model, groups)
-                DAMAGE[name][0](stage.decoder.layers[0])
-                compared = compare_weights(stage, config.model, folder, is_tied=False)
-                found[f"{name} {precision}"] = tuple(compared)
+    found = {}
+    for precision, names in (("fp32", list(DAMAGE)), ("bf16", ["nothing"])):
+        config = family_run(folder, precision=precision)
+        groups, (stage,) = build_stages(config)
+        for name in names:
+            import_hf([stage], folder, config.model, groups)
+            DAMAGE[name][0](stage.decoder.layers[0])
+            compared = compare_weights(stage, config.model, folder, is_tied=False)
+            found[f"{name} {precision}"] = tuple(compared)
+        new_job()
     return found
 
 

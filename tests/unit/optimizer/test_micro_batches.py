@@ -79,19 +79,16 @@ def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> N
 
 
 def a_retained_graph_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
-    model, oracle = OddModel(), Oracle(OddModel(), zero_stage)
-    optimizer = build_optimizer(model, zero_stage)
+    def backward(model: OddModel, optimizer: OverlappedDistributedOptimizer, batches: list) -> None:
+        optimizer.zero_grad(LR)
+        loss = model(batches[0])
+        with optimizer.no_sync():
+            loss.backward(retain_graph=True)
+        loss.backward()
+
     (step,) = make_steps(1, 2, 1)
-    optimizer.zero_grad(LR)
-    loss = model(step[rank][0])
-    with optimizer.no_sync():
-        loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.finish_grad_sync()
-    optimizer.step()
-    oracle.take_step([[of_rank[0], of_rank[0]] for of_rank in step])
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle)
+    twice = [[of_rank[0], of_rank[0]] for of_rank in step]
+    check_training(rank, zero_stage, OddModel, [twice], backward=backward)
 
 
 def penalized(model: torch.nn.Module, batch: torch.Tensor, context: Any = None) -> torch.Tensor:
@@ -313,20 +310,17 @@ def unused_parameters_of_interleaved_stages(rank: int, zero_stage: ZeroStage) ->
 
 def a_context_of_an_evaluation_that_ends_within_a_later_step(rank: int, zero_stage: ZeroStage) -> None:
     """Schedules that only run forward enter `no_sync` and never leave it."""
-    model, oracle = OddModel(), Oracle(OddModel(), zero_stage)
-    optimizer = build_optimizer(model, zero_stage)
-    left_open = [optimizer.no_sync()]
-    left_open[0].__enter__()
-    (step,) = make_steps(1, 2, 3)
-    optimizer.zero_grad(LR)
-    for index, batch in enumerate(step[rank]):
-        with optimizer.no_sync() if index < 2 else nullcontext():
-            left_open.clear()
-            model(batch).backward()
-    optimizer.step()
-    oracle.take_step(step)
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle)
+
+    def backward(model: OddModel, optimizer: OverlappedDistributedOptimizer, batches: list) -> None:
+        left_open = [optimizer.no_sync()]
+        left_open[0].__enter__()
+        optimizer.zero_grad(LR)
+        for index, batch in enumerate(batches):
+            with optimizer.no_sync() if index < 2 else nullcontext():
+                left_open.clear()
+                model(batch).backward()
+
+    check_training(rank, zero_stage, OddModel, make_steps(1, 2, 3), backward=backward)
 
 
 def unequal_numbers_of_micro_batches(rank: int, zero_stage: ZeroStage) -> None:
