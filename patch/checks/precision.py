@@ -93,7 +93,7 @@ def _widths_fit(config: RunConfig) -> None:
 def _a_layer_is_left(config: RunConfig) -> None:
     """Some layer has 8-bit products."""
     num_layers, fp8 = config.model.num_layers, config.training.fp8
-    if not config.layers_in_8_bits:
+    if not fp8.layers(num_layers):
         why = f"all {num_layers} layers of the model would stay in bf16"
         got = f"{fp8.num_first_in_bf16} first and {fp8.num_last_in_bf16} last"
         refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)

@@ -5,7 +5,8 @@ Imports neither torch nor megatron.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from patch.config.choices import (
     PRECISIONS,
@@ -17,6 +18,9 @@ from patch.config.choices import (
     Recompute,
     RecomputeMethod,
 )
+
+if TYPE_CHECKING:
+    from patch.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,10 @@ class Fp8:
     """Keep 8-bit weights from a step's first micro-batch to its last."""
     param_gather: bool = False
     """The optimizer's gather sends the layers' weights in 8 bits."""
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of a model, counted from 0, whose products have 8 bits."""
+        return range(self.num_first_in_bf16, num_layers - self.num_last_in_bf16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +72,15 @@ class Execution:
     deterministic_mode: bool = False
     cp_comm_type: ContextCommunication | None = None
     """Needed with context parallelism only."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Execution:
+        """That of a run: each field has the name that it has here, in the run, its training or its layout."""
+        places = (config, config.training, config.parallel)
+        values = {name: next(getattr(p, name) for p in places if hasattr(p, name)) for name in cls.__slots__}
+        fp8 = replace(config.training.fp8, keeps_weights=config.keeps_8_bit_weights)
+        chosen = {"stage_layers": tuple(config.stage_layers), "recompute_granularity": config.recompute}
+        return cls(**values | chosen | {"fp8": fp8})
 
     @property
     def facts(self) -> PrecisionFacts:

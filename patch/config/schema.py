@@ -14,7 +14,7 @@ Imports neither torch nor megatron.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from patch.config.choices import (
     PRECISIONS,
@@ -407,26 +407,12 @@ class RunConfig:
     @property
     def execution(self) -> Execution:
         """The settings that building the model needs besides its shape."""
-        copied = {name: getattr(s, name) for s in (self.training, self.parallel) for name in s.__slots__}
-        return Execution(**{
-            **{name: value for name, value in copied.items() if name in Execution.__slots__},
-            "fp8": replace(self.training.fp8, keeps_weights=self.keeps_8_bit_weights),
-            "stage_layers": tuple(self.stage_layers),
-            "num_micro_batches": self.num_micro_batches,
-            "micro_batch_group": self.micro_batch_group,
-            "recompute_granularity": self.recompute,
-        })  # fmt: skip
+        return Execution.of(self)
 
     @property
     def has_8_bits(self) -> bool:
         """Whether layers have 8-bit products."""
         return PRECISIONS[self.training.precision].has_8_bits
-
-    @property
-    def layers_in_8_bits(self) -> range:
-        """Layers of the model whose products have 8 bits if the precision says so."""
-        fp8 = self.training.fp8
-        return range(fp8.num_first_in_bf16, self.model.num_layers - fp8.num_last_in_bf16)
 
     @property
     def keeps_8_bit_weights(self) -> bool:

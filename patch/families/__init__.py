@@ -34,9 +34,9 @@ PRESETS: dict[str, dict[str, Any]] = {}
 
 
 def register_family(family: Family) -> None:
-    """Make a family known to everything that reads, plans, builds or converts models.
+    """Make a family known to all of this process that reads, plans, builds or converts models.
 
-    A program does this before it reads a command line, in each of its processes.
+    It replaces one of its name. A program does this before it reads a command line, in each of its processes.
     """
     FAMILIES[family.model_type] = family
     for size, fields in family.presets.items():

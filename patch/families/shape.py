@@ -131,8 +131,8 @@ class Traits:
     """The MLP's activation, spelled as in config.json's `hidden_act`."""
     gated_linear_unit: bool = True
     """Whether the MLP multiplies the activation by a second projection (`up`)."""
-    add_bias_linear: bool = False
-    """Biases on every linear layer."""
+    add_bias_linear: Literal[False] = False
+    """Biases on every linear layer: `patch/model` builds them, but they have no weight rows yet."""
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only."""
     qk_layernorm: bool = False

@@ -75,14 +75,14 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_layer_settings(model, execution, aligned, cuda=cuda),
+        **_layer_settings(model, execution, dtype, aligned, cuda=cuda),
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
 
 
 def _layer_settings(
-    model: ModelConfig, execution: Execution, aligned: frozenset[str], *, cuda: bool
+    model: ModelConfig, execution: Execution, dtype: torch.dtype, aligned: frozenset[str], *, cuda: bool
 ) -> dict[str, Any]:
     """The fields of upstream's configuration that differ between our layers and Transformer Engine's.
 
@@ -93,9 +93,7 @@ def _layer_settings(
         return {
             "transformer_impl": "local",
             "tp_comm_overlap": not cuda if overlaps is None else overlaps,  # where that was measured
-            "recompute_modules": _recomputed_modules(
-                torch_dtype(execution.facts.kept_as), aligned, cuda=cuda
-            ),
+            "recompute_modules": _recomputed_modules(dtype, aligned, cuda=cuda),
         }
     # Its norms are parts of its linear layers, its messages overlap only through user buffers (not set up).
     settings = {"transformer_impl": "transformer_engine", "tp_comm_overlap": False, "recompute_modules": []}

@@ -61,10 +61,6 @@ class StepWeights:
         """Those of a model that is computed so; None: its products have the weights' type."""
         return cls(execution.fp8) if execution.precision == "fp8" else None
 
-    def serve(self, layer_number: int, num_layers: int) -> bool:
-        """Whether a layer, counted from 1, has 8-bit products; first and last ones may stay in bf16."""
-        return self.fp8.num_first_in_bf16 < layer_number <= num_layers - self.fp8.num_last_in_bf16
-
     def new(self) -> Fp8Weight:
         """For the weight of a layer."""
         self._weights.append(Fp8Weight(self))

@@ -88,20 +88,18 @@ class SeparateQKV(BatchFirst):
     """
 
     def __init__(self, config: TransformerConfig) -> None:
-        self._queries, self._head_size = (
-            config.num_attention_heads // config.num_query_groups,
-            config.kv_channels,
-        )
+        self._queries = config.num_attention_heads // config.num_query_groups
+        self._head_size = config.kv_channels
 
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[B, S, H] in; out for each group in turn its queries, its key and its value."""
-        weights = [rows.flatten(0, 2) for rows in self._split(weight)]
+        heads = self._split(weight)
+        weights = [rows.flatten(0, 2) for rows in heads]
         biases = [None] * 3 if bias is None else [rows.flatten() for rows in self._split(bias)]
         outputs = [F.linear(hidden_bsh, *pair) for pair in zip(weights, biases, strict=True)]
-        num_groups = len(self._split(weight)[0])
-        merged = torch.cat([output.unflatten(-1, (num_groups, -1)) for output in outputs], dim=-1)
+        merged = torch.cat([output.unflatten(-1, (len(heads[0]), -1)) for output in outputs], dim=-1)
         return merged.flatten(-2)
 
     def _split(self, merged: torch.Tensor) -> list[torch.Tensor]:

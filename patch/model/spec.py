@@ -153,7 +153,7 @@ class Blueprint:
             is_input_kept: whether another operation keeps its input for backward.
         """
         params: dict[str, Any] = {}
-        if self.step_weights is not None and self.step_weights.serve(number, self.model.num_layers):
+        if self.step_weights is not None and number - 1 in self.execution.fp8.layers(self.model.num_layers):
             # Backward recomputes the norms and the MLP's activation with AC=sel.
             keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
             params["product"] = EightBits(self.step_weights, keeps_input=keeps_input)

@@ -36,16 +36,27 @@ class Places(NamedTuple):
 
 
 class Sharding:
-    """What the ranks of a domain share: what is reduced, kept and gathered, and when."""
+    """What the ranks of a domain share: which gradients are reduced and kept, and when.
+
+    Parameters are gathered where states are shared, which is the param buffer's work.
+    """
 
     stage: ClassVar[ZeroStage]
     collective: ClassVar[str] = "reduce-scatter"
     """What reduces a bucket."""
-    shares_states: ClassVar[bool] = True
-    """Whether a rank updates its shards only, so that parameters are gathered afterwards."""
-    is_staged: ClassVar[bool] = False
-    """Whether a rank keeps the sums of its shards only: each bucket is collected in a staging buffer, and
-    reduced in every micro-batch instead of the last."""
+
+    @property
+    def shares_states(self) -> bool:
+        """Whether a rank updates its shards only, so that parameters are gathered afterwards."""
+        return self.stage.shares_states
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a rank keeps the sums of its shards only.
+
+        Each bucket is then collected in a staging buffer, and reduced in every micro-batch.
+        """
+        return self.stage.shares_gradients
 
     def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Zeros for what a rank keeps of the gradients of a domain of `numel` elements."""
@@ -75,7 +86,7 @@ class Sharding:
 class Replicated(Sharding):
     """`NONE`: every rank keeps all sums and states, and updates all parameters."""
 
-    stage, collective, shares_states = ZeroStage.NONE, "all-reduce", False
+    stage, collective = ZeroStage.NONE, "all-reduce"
 
     def start_reduction(
         self, domain: Domain, buffer: torch.Tensor, out: torch.Tensor, rounded_sums: RoundedSums | None
@@ -93,7 +104,7 @@ class ShardedStates(Sharding):
 class ShardedGradients(Sharding):
     """`GRADIENTS`: a rank has states and sums of its shards; buckets take turns in staging buffers."""
 
-    stage, is_staged = ZeroStage.GRADIENTS, True
+    stage = ZeroStage.GRADIENTS
 
     def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Of this rank's shards alone."""

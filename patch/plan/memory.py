@@ -134,7 +134,8 @@ def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
     if pp_rank is None:
         of_ranks = parameters_per_rank(config.model, config.parallel)
         pp_rank = of_ranks.index(max(of_ranks))
-    in_8_bits, ends = config.layers_in_8_bits, list(accumulate(config.stage_layers))
+    in_8_bits = config.training.fp8.layers(config.model.num_layers)
+    ends = list(accumulate(config.stage_layers))
     own = [
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
