@@ -181,7 +181,7 @@ class _Chunks:
             from patch.model.kernels.fused_loss import losses_and_gradients
 
             return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
-        logits[:, num_rows:] = torch.finfo(logits.dtype).min
+        logits[:, num_rows:].fill_(torch.finfo(logits.dtype).min)  # an assigned number would be waited for
         if self._wide is None:
             return _losses_and_gradients(logits, labels, gradient, self._part)
         wide = self._wide[: len(labels)].copy_(logits)
