@@ -29,7 +29,7 @@ from training_runs import SeededReader, save
 
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
-from patch.device import DeviceContext
+from patch.device import DeviceContext, nccl_version
 from patch.distributed.collectives import all_gather_object, max_over_world
 from patch.distributed.context_group import Zigzag
 from patch.storage.atomic import write_atomically
@@ -237,7 +237,7 @@ def main(rank: int, num_ranks: int, folder: Path, which: str, first: int, part_s
 def is_possible() -> bool:
     """Whether two ranks can meet here."""
     devices = torch.cuda.device_count()
-    return devices > 1 or (devices == 1 and torch.cuda.nccl.version() >= (2, 30))
+    return devices > 1 or (devices == 1 and nccl_version() >= (2, 30))
 
 
 class Found(dict[str, Any]):
