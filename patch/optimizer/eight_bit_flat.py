@@ -82,7 +82,8 @@ class EightBitFlat:
         self._members = [(parameters[index], begin) for index, begin in begins.items()]
         """The parameters in the order of buckets, and where each begins."""
         self._places = {index: place for place, index in enumerate(begins)}
-        self._scale_inv = torch.ones(len(begins), device=whole.device)
+        # cuBLAS takes no scale that does not begin at a multiple of 16 bytes.
+        self._scale_inv = torch.ones(len(begins), 4, device=whole.device)[:, 0]
         self._rounds: dict[int, _Round] = {}
         """By bucket: those of updates whose gathers are not started."""
 

@@ -172,7 +172,7 @@ class GradBuffer:
             place = partial(self._find_place, name, parameter.shape, parts)
             main_grad = MainGrad(parameter, self._stand_ins, place)
 
-        # Nothing that a hook after accumulation refers to is ever collected (torch does not show it to Python's
+        # What a hook after accumulation refers to is never collected (torch does not show it to Python's
         # collector), and a process that builds a second run would keep the memory of the first.
         own, number = ref(self), len(self._collected)
         self._collected.append((name, parts, main_grad))

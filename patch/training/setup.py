@@ -184,8 +184,9 @@ def build_run_optimizer(
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
     )
     optimizer.connect(stages[0].config)
-    _let_engine_add_gradients(stages)
-    if (offload := stages[0].activation_offload) is not None:
+    if (offload := stages[0].activation_offload) is None:
+        _let_engine_add_gradients(stages)
+    else:  # backward gets weights without their attributes: the engine's layers return their gradients
         offload.clock = WaitClock(optimizer.device)
         if isinstance(optimizer.placement.device, SimulatedDevice):
             offload.device = optimizer.placement.device  # one device with one budget

@@ -145,9 +145,12 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
 
 
 def close(run: Run) -> str:
-    """End a run; the digest of this rank's weights."""
+    """End a run, with its communicators, each of which has memory; the digest of this rank's weights."""
     digest = digest_of(run)
     parallel_state.destroy_model_parallel()
+    everyone = dist.distributed_c10d._get_default_group()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not everyone]:
+        dist.destroy_process_group(group)
     return digest
 
 

@@ -128,6 +128,9 @@ def _fail_without_memory(optimizer: OverlappedDistributedOptimizer, rank: int) -
 def _read_in_contexts(model: _Layers, optimizer: OverlappedDistributedOptimizer) -> None:
     weight = model.first.weight
     assert weight.dtype == torch.float8_e4m3fn
+    products = [each for each in model.parameters() if hasattr(each, "scale_inv")]
+    places = [tensor.data_ptr() for each in products for tensor in (each, each.scale_inv)]
+    assert len(products) > 1 and not any(place % 16 for place in places)  # cuBLAS asks for it
     gathered = weight.detach().view(torch.uint8).clone()
     with optimizer.full_weights():
         whole = weight.detach().clone()
