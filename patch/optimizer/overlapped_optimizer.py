@@ -32,13 +32,14 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
 from patch.optimizer.domain import flat_layout
-from patch.optimizer.eight_bit_flat import WholeWeights, check_gathers
+from patch.optimizer.eight_bit_flat import check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.loss_scale import loss_scale_of
 from patch.optimizer.offload import Offload
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
+from patch.optimizer.param_flat import WholeWeights
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
 from patch.optimizer.sharded_state import ShardStates
@@ -98,7 +99,7 @@ class OverlappedDistributedOptimizer:
             layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
         ParamReads(layout, self.param_buffer)
-        self._whole_weights = WholeWeights(self.param_buffer.in_8_bits.values(), trained)
+        self._whole_weights = WholeWeights(self.param_buffer.flats)
         before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
         self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
         self._own = OwnShards(

@@ -165,7 +165,7 @@ def communicate(optimizer: OverlappedDistributedOptimizer) -> None:
     group, clock = optimizer.groups.dp_cp, WaitClock(optimizer.device)
     for start, dtype in (
         (start_reduce_scatter, torch.float32),
-        (start_all_gather, optimizer.param_buffer.flats[0].dtype),
+        (start_all_gather, optimizer.param_buffer.flats[0].buffer.dtype),
     ):
         started = []
         for one in optimizer.grad_buffer.buckets:
