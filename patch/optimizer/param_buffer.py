@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on
+from patch.distributed.collectives import all_or_none
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 from patch.optimizer.param_flat import ParamFlat
@@ -56,6 +57,8 @@ class ParamBuffer:
             for number, domain in enumerate(domains)
         ]
         """By domain."""
+        self._num_readers = 0
+        """Contexts of whole weights that are open."""
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._device, self._streams = device, streams_of(device)
         is_sharded = any(domain.num_shards > 1 for domain in domains)
@@ -211,6 +214,31 @@ class ParamBuffer:
                     pending.wait(self._clock)
                     increment_version(self._members[index])
             self._note_settled()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which parameters are whole; a collective over the job. Others inside it change nothing.
+
+        Raises:
+            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
+        """
+        self.finish_param_sync()
+        with all_or_none():  # also over ranks whose parameters always are, which would go on alone
+            found = [(flat, memory) for flat in self.flats if (memory := flat.new_whole()) is not None]
+        for flat, memory in found:
+            flat.gather_whole(memory)
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self.leave_whole()
+
+    def leave_whole(self) -> None:
+        """Let parameters have the form that they train in."""
+        for flat in self.flats:
+            flat.leave_whole()
 
     def _note_settled(self) -> None:
         if self._updating and self._aside is not None:

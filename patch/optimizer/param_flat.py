@@ -1,4 +1,4 @@
-"""The flat buffer of one domain's parameters, here in their own type, and contexts in which all are whole.
+"""The flat buffer of one domain's parameters, here in their own type.
 
 Parameters that have another form while nobody reads them are a subclass (eight_bit_flat.py): it says what
 ranks tell each other before a bucket is gathered, what travels, and how whole parameters come and go.
@@ -7,7 +7,6 @@ ranks tell each other before a bucket is gathered, what travels, and how whole p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,6 @@ from torch.autograd.graph import increment_version
 
 from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
-from patch.distributed.collectives import all_or_none
 from patch.optimizer.domain import FlatLayout
 
 
@@ -112,39 +110,3 @@ class ParamFlat:
         begin, end = self._domain.own(bucket_range)
         whole = flat[bucket_range.begin : bucket_range.end]
         return start_all_gather(whole, flat[begin:end], self._domain.instance)
-
-
-class WholeWeights:
-    """All weights of a rank, whole, as long as somebody reads or writes them.
-
-    Args:
-        flats: the weights.
-    """
-
-    def __init__(self, flats: Sequence[ParamFlat]) -> None:
-        self._flats = flats
-        self._num_readers = 0
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context in which they are whole; a collective over the whole job. Others inside it change nothing.
-
-        Raises:
-            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
-        """
-        with all_or_none():  # also over ranks without any, which would go on alone
-            found = [(flat, whole) for flat in self._flats if (whole := flat.new_whole()) is not None]
-        for flat, whole in found:
-            flat.gather_whole(whole)
-        self._num_readers += 1
-        try:
-            yield
-        finally:
-            self._num_readers -= 1
-            if not self._num_readers:
-                self.end()
-
-    def end(self) -> None:
-        """Let all have the form that they train in."""
-        for flat in self._flats:
-            flat.leave_whole()
