@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
-from patch.config.choices import PRECISIONS, Recompute, ZeroStage
+from patch.config.choices import PRECISIONS, Recompute
 from patch.device import MachineFacts
 from patch.families import weight_rows
 from patch.families.weights import TIED_OUTPUT
@@ -279,13 +279,6 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         )
 
 
-_SHARED = {
-    ZeroStage.NONE: "nothing",
-    ZeroStage.OPTIMIZER: "optimizer states",
-    ZeroStage.GRADIENTS: "optimizer states and gradients",
-}
-
-
 def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind.
 
@@ -296,7 +289,7 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     micro_batches = counted(config.num_micro_batches, "micro-batch")
     samples = counted(config.training.micro_batch_size, "sample")
     layout = (
-        f"layout: processes {processes_text(config)}; replicas share {_SHARED[config.zero_stage]}; "
+        f"layout: processes {processes_text(config)}; replicas share {config.zero_stage.shared_text}; "
         f"a step has {micro_batches} of {samples} a replica"
     )
     if config.model.precision_align is not None:

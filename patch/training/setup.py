@@ -214,15 +214,16 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
         _log_resume(run, root, progress)
         return
     load = run.config.checkpoint.load
-    if load is None:
-        load = f"seed {run.config.training.seed}"
-        initialize_weights(run.stages, run.config.model, run.config.training.seed)
-    elif is_hf_folder(Path(load)):
-        import_hf(run.stages, Path(load), run.config.model, run.groups)
-    else:
-        with all_or_none():
-            folder = any_path(load)
-        load_weights(folder, run.stages, run.config)
+    with run.optimizer.full_weights():
+        if load is None:
+            load = f"seed {run.config.training.seed}"
+            initialize_weights(run.stages, run.config.model, run.config.training.seed)
+        elif is_hf_folder(Path(load)):
+            import_hf(run.stages, Path(load), run.config.model, run.groups)
+        else:
+            with all_or_none():
+                folder = any_path(load)
+            load_weights(folder, run.stages, run.config)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 

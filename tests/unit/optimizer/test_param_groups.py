@@ -72,7 +72,7 @@ class WideBias(torch.nn.Module):
         self.experts.bias = torch.nn.Parameter(torch.ones(2, 4))
 
 
-def compare_members(rank: int, world_size: int) -> None:
+def compare_members() -> None:
     found = []
     for changes in ({"add_qkv_bias": True}, {"untie_embeddings_and_output_weights": False}):
         stages = build_seeded_run(small_run(pp=2, **changes)).stages
@@ -91,10 +91,6 @@ def compare_members(rank: int, world_size: int) -> None:
         assert ours(model, rates, groups) == upstreams(model, rates)
 
 
-def test_every_parameter_is_in_the_group_that_megatron_core_puts_it_in() -> None:
-    run_distributed(compare_members, 2)
-
-
 def groups_of(model: OddModel) -> list[ParamGroup]:
     """Matrices and vectors mixed, in another order than that of the model."""
     return [
@@ -104,7 +100,7 @@ def groups_of(model: OddModel) -> list[ParamGroup]:
     ]
 
 
-def train_groups(rank: int, world_size: int) -> list[float]:
+def train_groups(rank: int = 0, world_size: int = 1) -> list[float]:
     """How far the weights are from AdamW's after ten steps at rates that change, by ZeRO stage."""
     found = []
     for zero_stage, offload in product(ZeroStage, (None, on_host(0.5))):
@@ -135,13 +131,13 @@ def train_groups(rank: int, world_size: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_groups_train_as_those_of_torchs_adamw(world_size: int) -> None:
-    for found in run_distributed(train_groups, world_size):
-        assert max(found) < BOUND, found
+@pytest.mark.usefixtures("one_process")
+def test_groups_of_one_process_train_as_those_of_torchs_adamw() -> None:
+    assert max(train_groups()) < BOUND
 
 
-def refuse_all(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_process")
+def test_each_trainable_parameter_belongs_to_one_group() -> None:
     model = OddModel()
     whole = groups_of(model)
     other = ParamGroup([OddModel().gain], weight_decay=0.0)
@@ -161,11 +157,7 @@ def refuse_all(rank: int, world_size: int) -> None:
     assert frozen.step().grad_norm == 0.0
 
 
-def test_each_trainable_parameter_belongs_to_one_group() -> None:
-    run_distributed(refuse_all, 1)
-
-
-def first_moves(rank: int, world_size: int) -> dict[str, float]:
+def first_moves() -> dict[str, float]:
     """By how much the first step moves each weight at most, decay aside: Adam's rate."""
     config = small_run(pp=2, decoupled_lr=1e-2, lr_warmup_iters=WARMUP_ITERS, weight_decay=0.0, clip_grad=0.0)
     run = build_seeded_run(config)
@@ -180,8 +172,20 @@ def first_moves(rank: int, world_size: int) -> dict[str, float]:
     }
 
 
-def test_embedding_and_output_layer_train_at_the_decoupled_rate() -> None:
-    first, last = run_distributed(first_moves, 2)
+def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    """Every parameter is in the group that megatron-core puts it in; what groups do over two ranks."""
+    gaps = train_groups(rank, world_size)
+    new_job()
+    moves = first_moves()
+    new_job()
+    compare_members()
+    return {"gaps": gaps, "moves": moves}
+
+
+def test_groups_over_ranks_are_upstreams_and_train_alike_but_for_the_decoupled_rate() -> None:
+    ranks = run_distributed(run_all, 2)
+    assert max(gap for found in ranks for gap in found["gaps"]) < BOUND
+    first, last = (found["moves"] for found in ranks)
     decoupled = {name for name in {**first, **last} if "embedding" in name or "output_layer" in name}
     assert len(decoupled) == 2
     for name, move in {**first, **last}.items():
