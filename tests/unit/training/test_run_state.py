@@ -1,12 +1,15 @@
 """Checkpoints of a run: weights of any precision start another, resumes, and what upstream's model takes."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from megatron.core import dist_checkpointing
+from optimizer_runs import failures_of
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import build_seeded_run, digests, messages_from, save, seeded_batches
@@ -28,7 +31,7 @@ def _weights(run) -> dict[str, torch.Tensor]:
     }
 
 
-def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
+def exchange(folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
     """(from, to) to: weights that differ from torch's own conversion, and the loss of a step from there."""
     stored = {}
     for theirs in DTYPES:
@@ -53,9 +56,9 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
     return found
 
 
-def layouts_of_orders(rank: int, world_size: int) -> list[dict[str, int | str]]:
+def layouts_of_orders() -> list[dict[str, int | str]]:
     """What a checkpoint of ranks in each order says of its layout; one of four ranks, which never talk."""
-    dist.destroy_process_group()
+    shutdown()
     found = []
     for order in ("tp-cp-dp-pp", "pp-tp", "tp-cp-pp-dp"):
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
@@ -66,13 +69,13 @@ def layouts_of_orders(rank: int, world_size: int) -> list[dict[str, int | str]]:
     return found
 
 
-def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators() -> None:
-    (found,) = run_distributed(layouts_of_orders, 1)
+def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators(alone: dict) -> None:
+    found = alone["orders"]
     assert [layout.get("order") for layout in found] == [None, "pp-tp", None]
     assert found[0] == found[2] and found[0]["PP"] == 2
 
 
-def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progress | None, list[str], list]:
+def resume_over_damage(folder: Path) -> tuple[Progress | None, list[str], list]:
     """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same.
 
     In 8 bits as before, and in bf16, which goes on from the same state.
@@ -98,28 +101,23 @@ def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progre
     return found, messages, is_same
 
 
-def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(tmp_path: Path) -> None:
-    ((resumed, messages, is_same),) = run_distributed(resume_over_damage, 1, tmp_path)
+def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(alone: dict) -> None:
+    resumed, messages, is_same = alone["damaged"]
     assert resumed == Progress(1, 4) and is_same == [True, True, False, False]
     (message,) = messages
     assert "DAMAGED" in message and "iter_0000002/__0_0.distcp has CRC-32" in message
 
 
-@pytest.fixture(scope="module")
-def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run_distributed(exchange, 1, tmp_path_factory.mktemp("runs"))[0]
-
-
 @pytest.mark.parametrize("ours", DTYPES)
 @pytest.mark.parametrize("theirs", DTYPES)
-def test_weights_of_any_precision_start_a_run_of_any(exchanged: dict, theirs: str, ours: str) -> None:
-    differing, loss = exchanged[theirs, ours]
+def test_weights_of_any_precision_start_a_run_of_any(alone: dict, theirs: str, ours: str) -> None:
+    differing, loss = alone["exchanged"][theirs, ours]
     assert differing == []
-    assert loss == pytest.approx(exchanged[theirs, "fp32"][1], abs=0.05)
+    assert loss == pytest.approx(alone["exchanged"][theirs, "fp32"][1], abs=0.05)
 
 
 @torch.no_grad()
-def run_upstream(rank: int, world_size: int, folder: Path) -> None:
+def run_upstream(folder: Path) -> None:
     run = build_seeded_run(small_run(rope_original_max_position=8192))
     with torch.enable_grad():
         train_step(run, 0)
@@ -138,6 +136,19 @@ def run_upstream(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_upstreams_load_gives_its_model_the_bits_of_our_checkpoint_and_it_computes_the_same(
-    tmp_path: Path,
+    alone: dict,
 ) -> None:
-    run_distributed(run_upstream, 1, tmp_path)
+    assert alone["upstream"] == {"": ""}
+
+
+def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"exchanged": exchange(folder / "runs"), "damaged": resume_over_damage(folder)}
+    new_job()
+    found["upstream"] = failures_of({"": partial(run_upstream, folder / "upstream")})
+    return found | {"orders": layouts_of_orders()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found."""
+    return run_distributed(run_all, 1, tmp_path_factory.mktemp("runs"))[0]
