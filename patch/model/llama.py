@@ -58,8 +58,8 @@ class LlamaModel(GPTModel):
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
     or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
     tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
-    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, computed
-    without all logits at once.
+    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, or each
+    token's loss if its gradient is not known, computed without all logits at once.
 
     Args:
         blueprint: what the model is built from.

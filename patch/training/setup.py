@@ -146,6 +146,7 @@ def build_run(
     )  # fmt: skip
     phases.num_before = start
     _load(run, root, progress)
+    objective.prepare(run)
     return run
 
 
