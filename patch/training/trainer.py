@@ -115,8 +115,8 @@ class Trainer:
         is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
         interval = config.data.eval_interval
         tasks = [self._go_on] if self._saving.is_pending and not self._is_writing else []
-        is_regular = interval is not None and (done % interval == 0 or is_saving_step)
-        has_sets = is_regular and bool(self.run.data.valid_readers)
+        is_turn = interval and (done % interval == 0 or is_saving_step)
+        has_sets = bool(self.run.data.valid_readers and is_turn)
         if has_sets or self._is_evaluating:
             tasks.append(partial(self._evaluate, due=due, has_sets=has_sets))
         if is_saving_step or self._exit_code:
