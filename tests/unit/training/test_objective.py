@@ -25,12 +25,13 @@ from patch.training.evaluation import evaluate, evaluating
 from patch.training.objective import Objective
 from patch.training.step import run_schedule, train_step
 
-BETA, STEPS = 0.2, 3
+BETA = 0.2
 BOUND = 1e-4
 """Relative, of fp32 sums in another order, after updates. Factors of sequences differ by more than a half."""
 TALKS = Talks(0)
 PAIRS = [(1, 2), (3, 4), (6, 7), (5, 3)]
 """Conversations of a row, the better one first; the first row has no padding."""
+RUN = {**PACKED, "lr_warmup_iters": 0}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "tp": {"tp": 2, "sequence_parallel": True},
@@ -62,14 +63,11 @@ class Preference(Objective):
         none = sums.new_zeros(len(PAIRS))
         margins = none.index_add(0, number // 3, sign * (sums - self.reference[number]))
         shares = none.index_add(0, number // 3, sign.clamp(min=0)) / divisor / self.groups.cp.size()
-        return {
-            "loss": -(shares * F.logsigmoid(BETA * margins)).sum(),
-            "margin": (shares * margins).sum(),
-            "sums": sums,
-        }
+        losses = -F.logsigmoid(BETA * margins)
+        return {"loss": (shares * losses).sum(), "margin": (shares * margins).sum(), "sums": sums}
 
     def evaluated(self, means: Any) -> dict[str, float]:
-        return {**super().evaluated(means), "valid_margin": means["margin"]}
+        return {"valid_loss": means["loss"], "valid_margin": means["margin"]}
 
 
 def rows() -> list[Sample]:
@@ -87,29 +85,24 @@ def batches_of(config: RunConfig, iteration: int) -> list[Batch]:
     return [collate(rows()[begin : begin + size]) for begin in range(0, len(PAIRS), size)]
 
 
-def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """By layout: loss, margin and norm of each step; then the evaluation of three of the four pairs."""
+def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, float]]:
+    """By layout: loss and norm of each step, the last margin, the evaluation of three of the four pairs."""
     found = {}
     for name, changes in LAYOUTS.items():
-        config = small_run(**{**PACKED, "lr_warmup_iters": 0, "train_iters": STEPS, **changes})
-        run = build_seeded_run(config, folder)
-        run.data.train_reader = SeededReader(
-            config, run.groups.dp.rank(), Zigzag.of(run.groups.cp), batches_of
-        )
-        run.data.objective = Preference(config)
+        run = build_seeded_run(small_run(**RUN | changes), folder)
+        dp, cp = run.groups.dp, Zigzag.of(run.groups.cp)
+        run.data.train_reader = SeededReader(run.config, dp.rank(), cp, batches_of)
+        run.data.objective = Preference(run.config)
         run.data.objective.prepare(run)
-        steps = []
-        for iteration in range(STEPS):
+        numbers = {}
+        for iteration in range(run.config.training.train_iters):
             result = train_step(run, iteration)
-            loss, margin = max_over_world([result.loss, result.further["margin"]], run.device)
-            steps += [loss, result.grad_norm]
-        valid = BatchReader(
-            rows()[:3], micro_batch_size=config.training.micro_batch_size, global_batch_size=4, seed=1,
-            dp_rank=run.groups.dp.rank(), dp_size=run.groups.dp.size(), zigzag=Zigzag.of(run.groups.cp),
-            shuffle=False,
-        )  # fmt: skip
-        run.data.valid_readers = {"pairs": valid}
-        found[name] = {"steps": steps, "margin": margin, **evaluate(run)}
+            loss, numbers["margin"] = max_over_world([result.loss, result.further["margin"]], run.device)
+            numbers |= {f"loss {iteration}": loss, f"norm {iteration}": result.grad_norm}
+        sizes = {"micro_batch_size": run.config.training.micro_batch_size, "global_batch_size": 4}
+        ranks = {"dp_rank": dp.rank(), "dp_size": dp.size(), "zigzag": cp}
+        run.data.valid_readers = {"pairs": BatchReader(rows()[:3], **sizes, **ranks, seed=1, shuffle=False)}
+        found[name] = numbers | evaluate(run)
         new_job()
     return found
 
@@ -117,43 +110,28 @@ def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, Any]
 def log_probability(model: Any, index: int) -> torch.Tensor:
     """Of the learned tokens of a conversation, by transformers."""
     ids, learned = (torch.from_numpy(part) for part in TALKS.conversation(index))
-    logits = model(ids[None, :-1].long()).logits[0]
     labels = torch.where(learned[1:], ids[1:].long(), -100)
-    return -F.cross_entropy(logits, labels, reduction="sum")
+    return -F.cross_entropy(model(ids[None, :-1].long()).logits[0], labels, reduction="sum")
 
 
 def test_factors_of_sequences_follow_from_their_losses_in_any_layout(tmp_path: Path) -> None:
-    config = small_run(**PACKED, lr_warmup_iters=0)
-    model = hf_llama(config, tmp_path)
+    model, seen = hf_llama(small_run(), tmp_path), list[torch.Tensor]()
     with torch.no_grad():
         reference = [log_probability(model, index) for index in range(len(TALKS.sizes))]
 
-    def margins(model: Any, pairs: list[tuple[int, int]] = PAIRS) -> torch.Tensor:
-        gains = [[log_probability(model, one) - reference[one] for one in pair] for pair in pairs]
-        return torch.stack([better - worse for better, worse in gains])
-
-    seen: list[torch.Tensor] = []
-
-    def loss(model: Any, config: RunConfig, iteration: int) -> torch.Tensor:
-        seen.append(margins(model))
+    def loss(model: Any, *_: Any, number: int = 4) -> torch.Tensor:
+        gains = [[log_probability(model, one) - reference[one] for one in pair] for pair in PAIRS[:number]]
+        seen.append(torch.stack([better - worse for better, worse in gains]))
         return -F.logsigmoid(BETA * seen[-1]).mean()
 
-    losses, norms, trained = transformers_steps(config, tmp_path, loss_of=loss)
-    factors = torch.sigmoid(-BETA * seen[-1])
+    losses, norms, trained = transformers_steps(small_run(**RUN), tmp_path, loss_of=loss)
+    factors, margin = torch.sigmoid(-BETA * seen[-1]), seen[-1].mean().item()
     assert factors.max() > 1.5 * factors.min()
-    with torch.no_grad():
-        left = margins(trained, PAIRS[:3])
-    expected = {
-        "steps": [number for step in zip(losses, norms, strict=True) for number in step],
-        "margin": seen[-1].mean().item(),
-        "valid_loss": -F.logsigmoid(BETA * left).mean().item(),
-        "valid_margin": left.mean().item(),
-        "valid_pairs": 3,
-    }
+    steps = {f"{name} {k}": x for name, own in (("loss", losses), ("norm", norms)) for k, x in enumerate(own)}
+    last = {"valid_loss": loss(trained, number=3).item(), "valid_margin": seen[-1].mean().item()}
+    expected = {**steps, "margin": margin, **last, "valid_pairs": 3}
     first, second = run_distributed(train_everywhere, 2, tmp_path)
     assert first == second, "all ranks know the numbers"
     for name, found in first.items():
-        assert found["steps"][0] == torch.tensor(2.0).log().item(), f"{name}: nothing has changed yet"
-        assert found.pop("valid_ppl") > 1
-        assert found.pop("steps") == pytest.approx(expected["steps"], rel=BOUND), name
-        assert found == pytest.approx({key: expected[key] for key in found}, rel=BOUND), name
+        assert found["loss 0"] == torch.tensor(2.0).log().item(), f"{name}: nothing has changed yet"
+        assert found == pytest.approx(expected, rel=BOUND), name
