@@ -213,10 +213,10 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
         return
-    load = run.config.checkpoint.load
+    load, seed = run.config.checkpoint.load, run.config.training.seed
+    initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
     if load is None:
-        load = f"seed {run.config.training.seed}"
-        initialize_weights(run.stages, run.config.model, run.config.training.seed)
+        load = f"seed {seed}"
     elif is_hf_folder(Path(load)):
         import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
