@@ -131,6 +131,8 @@ def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: i
     found: dict[tuple[str, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
+            if name in getattr(stage, "added", ()):
+                continue
             layer = 0
             key = name
             if match := _LAYER.match(name):

@@ -58,8 +58,8 @@ class LlamaModel(GPTModel):
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
     or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
     tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
-    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, computed
-    without all logits at once.
+    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, or each
+    token's loss if its gradient is not known, computed without all logits at once.
 
     Args:
         blueprint: what the model is built from.
@@ -70,6 +70,8 @@ class LlamaModel(GPTModel):
     """Saved tensors of all stages of the process, with AC=offload; call its `end_step` after each step."""
     step_weights: StepWeights | None
     """8-bit weights of all stages; open `unchanged_weights` while nobody changes a weight."""
+    added: frozenset[str] = frozenset()
+    """Names of parameters beside those of the architecture (an adapter's): no folder of a model has them."""
 
     def __init__(self, blueprint: Blueprint, vp_stage: int) -> None:
         model, groups = blueprint.model, blueprint.groups
@@ -249,10 +251,18 @@ WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
 """Prefixes of the names under which the weights of a GPTModel are stored."""
 
 
-def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:
+def sharded_weights(stages: Sequence[GPTModel], *, added: bool | None = None) -> ShardedStateDict:
     """The weights of a rank's stages as megatron-core's dist_checkpointing takes them.
 
     In a checkpoint, layers are numbered over the whole model. The outer keys only separate the stages,
     because each stage numbers its layers from 0.
+
+    Args:
+        stages: all pipeline stages of this rank.
+        added: only those that are, or are not, `LlamaModel.added`; None: all.
     """
-    return {f"stage{index}": stage.sharded_state_dict() for index, stage in enumerate(stages)}
+    state = {f"stage{index}": stage.sharded_state_dict() for index, stage in enumerate(stages)}
+    for own, stage in zip(state.values(), stages if added is not None else (), strict=False):
+        for name in [name for name in own if (name in stage.added) != added]:
+            del own[name]
+    return state

@@ -36,15 +36,18 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
 
 
 @torch.no_grad()
-def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int) -> None:
+def initialize_weights(
+    stages: Sequence[GPTModel], model: ModelConfig, seed: int, *, added: bool | None = None
+) -> None:
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
     Args:
         stages: all pipeline stages of this rank.
         model: the shape they were built from.
         seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
+        added: see `sharded_weights`.
     """
-    state = sharded_weights(stages)
+    state = sharded_weights(stages, added=added)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if shard.data.ndim == 1:

@@ -146,6 +146,7 @@ def build_run(
     )  # fmt: skip
     phases.num_before = start
     _load(run, root, progress)
+    objective.prepare(run)
     return run
 
 
@@ -213,11 +214,11 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
         return
-    load = run.config.checkpoint.load
+    load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():
+        initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
         if load is None:
-            load = f"seed {run.config.training.seed}"
-            initialize_weights(run.stages, run.config.model, run.config.training.seed)
+            load = f"seed {seed}"
         elif is_hf_folder(Path(load)):
             import_hf(run.stages, Path(load), run.config.model, run.groups)
         else:

@@ -10,7 +10,7 @@ import torch
 from gpu import runs
 from gpu.runs import close, digest_of, needs_8_bits
 from small_runs import hf_llama, small_run
-from training_runs import transformers_losses
+from training_runs import transformers_steps
 
 from patch.device import DeviceContext
 from patch.model import initialize_weights
@@ -73,7 +73,7 @@ def test_losses_are_those_of_transformers_and_torch_adamw(job: DeviceContext, tm
     run = build(job, tmp_path)
     ours = [step[0] for step in train(run)[:STEPS]]
     close(run)
-    assert ours == pytest.approx(transformers_losses(config, tmp_path, job.device), rel=1e-4)
+    assert ours == pytest.approx(transformers_steps(config, tmp_path, job.device)[0], rel=1e-4)
 
 
 BF16 = {"precision": "bf16"}
