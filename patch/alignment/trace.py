@@ -136,7 +136,7 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
         return read
 
     yield _TracedModule(None, theirs.get_input_embeddings(), reading("embed_tokens"))
-    if traits_of(model).position_embedding_type == "rope":
+    if traits_of(model).has_rope:
         yield _TracedModule(
             None, theirs.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
         )
@@ -156,7 +156,7 @@ def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule
     layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
     embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    if traits_of(model).position_embedding_type == "rope":
+    if traits_of(model).has_rope:
         yield _TracedModule(
             None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
         )

@@ -48,7 +48,8 @@ def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if shard.data.ndim == 1:
-            shard.data.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
+            # A norm before a linear layer has its bias under `layer_norm_bias`.
+            shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)
             continue
         layer = shard.global_offset[0] if shard.prepend_axis_num else 0
         shape, offset = (

@@ -233,7 +233,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
 
 def _rope_table_bytes(config: RunConfig) -> int:
     """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
-    if traits_of(config.model).position_embedding_type != "rope":
+    if not traits_of(config.model).has_rope:
         return 0
     rows = config.training.micro_batch_size if config.data.packing else 1
     length = config.sample_length // config.parallel.context_parallel_size

@@ -165,7 +165,7 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     tp_size = parallel.tensor_model_parallel_size
     hidden = model.hidden_size / (tp_size if parallel.sequence_parallel else 1)
     attention, mlp = widths(model, "attention", tp_size), widths(model, "mlp", tp_size)
-    rotated = attention.given if traits_of(model).position_embedding_type == "rope" else 0
+    rotated = attention.given if traits_of(model).has_rope else 0
     norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * rotated, sum(mlp)
     forward = norms + residuals + rope + swiglu
     backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu

@@ -103,7 +103,8 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         groups, (ours,) = build_stages(config)
         import_hf([ours.eval()], root / name, config.model, groups)
         found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
-        found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
+        if name != "bloom":  # whose norm of the embedding upstream has not
+            found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
         if name == "llama-3":
             found["norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)
         new_job()
@@ -145,7 +146,7 @@ def found(root) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_logits_of_ours_and_of_upstreams_plain_model_are_those_of_transformers(root, found, name):
-    model, by_upstream = family_model(name), found[f"{name} by upstream"]
+    model, by_upstream = family_model(name), found.get(f"{name} by upstream")
     for length in LENGTHS:
         expected = model(_prompt(length)).logits
         torch.testing.assert_close(torch.from_numpy(found[name][length]), expected, rtol=0, atol=1e-4)
