@@ -179,13 +179,13 @@ def train_run(run: Run) -> list[StepResult]:
 
 
 def transformers_losses(config: RunConfig, folder: Path, device: torch.device = CPU.device) -> list[float]:
-    """A plain loop over the same batches: LlamaForCausalLM in fp32 under torch's AdamW.
+    """A plain loop over the same batches: transformers' model in fp32 under torch's AdamW.
 
     The loss is the mean over the batch's learned tokens.
     """
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
