@@ -68,7 +68,8 @@ def test_family_is_that_of_transformers_and_where_none_is_stored_the_first_that_
 # total parameters as the model cards and papers give them, in billions
 PUBLIC_BILLIONS = {
     "bloom-560m": 0.559, "bloom-1b1": 1.065, "bloom-1b7": 1.722, "bloom-3b": 3.003, "bloom-7b1": 7.069,
-    "bloom-176b": 176.247, "1B": 1.24, "3B": 3.21, "8B": 8.03, "70B": 70.6, "405B": 405.9, "llama2-7B": 6.74, "llama2-13B": 13.0,
+    "bloom-176b": 176.247,
+    "1B": 1.24, "3B": 3.21, "8B": 8.03, "70B": 70.6, "405B": 405.9, "llama2-7B": 6.74, "llama2-13B": 13.0,
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ BOUND = 5e-6
 
 
 def _by_definition(inputs: list[torch.Tensor], borders: list[int], window: int | None) -> torch.Tensor:
-    """[S, B, N * D] of q, k and v [S, B, N, D]: the scores of a sequence, and the distance times the slope."""
+    """[S, B, N * D] of q, k and v [S, B, N, D]: scores of a sequence less slope x distance."""
     query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in inputs)
     found = []
     for begin, end in pairwise(borders):
