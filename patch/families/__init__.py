@@ -156,6 +156,11 @@ def widths(model: ModelConfig, part: Part, tp_size: int) -> Widths:
     return Widths(given, sum(shape[1] * row.active for row, shape in rows if row.kind is Kind.ROW_PARALLEL))
 
 
+def attended_channels(model: ModelConfig) -> int:
+    """Channels of a head as attention's kernel has it: its own, and those of positions."""
+    return model.kv_channels + traits_of(model).position_channels
+
+
 def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     """What TP has to divide, in words, and how many of each a model has."""
     cut = [row for row in layer_matrices(model) if row.part == "mlp" and row.kind is Kind.ROW_PARALLEL]
@@ -173,6 +178,7 @@ __all__ = [
     "ALIBI_POSITIONS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "UNUSED_ROTARY_BASE",
     "AttentionBackend",
     "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "Traits", "TransformerImpl", "WeightRow",
+    "attended_channels",
     "differences",
     "family_called", "family_of", "layer_matrices", "own_traits", "read_config", "register_family",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",

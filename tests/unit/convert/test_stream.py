@@ -183,7 +183,7 @@ def test_norms_are_found_under_transformer_engines_names(root, found, name):
 
 @pytest.mark.parametrize("size", ["5GB", "60KB"])
 def test_files_as_bigscience_publishes_them_are_read(tmp_path, size):
-    """Tensors without `transformer.`, and a config.json with older names; written are those of transformers."""
+    """Tensors without `transformer.`, a config.json with older names; written are those of transformers."""
     theirs = family_model("bloom")
     theirs.base_model.save_pretrained(tmp_path / "hf", max_shard_size=size)
     path = tmp_path / "hf" / "config.json"
