@@ -90,6 +90,10 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
+    init_method_xavier_uniform: bool = flag(
+        "draw the embedding's initial weights (not others) from Xavier's uniform distribution",
+        False,
+    )
     transformer_impl: TransformerImpl | None = flag(
         "layers of transformer_engine, or local: our own; auto: the former if it is installed and possible",
         None,
@@ -169,7 +173,7 @@ class Traits:
 
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
     *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
-    *("transformer_impl", "attention_backend", "precision_align"),
+    *("transformer_impl", "attention_backend", "precision_align", "init_method_xavier_uniform"),
 }
 """All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
 

@@ -23,6 +23,7 @@ SHAPE: dict[str, Any] = {
     "untie_embeddings_and_output_weights": False,
 }  # fmt: skip
 BLOOM = {"model_type": "bloom", "add_qkv_bias": False, "qk_layernorm": False, "use_rope_scaling": False}
+BLOOM |= {"init_method_xavier_uniform": True}
 RUNS = {
     "whole": {"dp": 4},
     "seed": {"dp": 4, "seed": 4321},
@@ -161,6 +162,16 @@ def test_values_are_normal_around_zero(runs: dict[str, Weights]) -> None:
         assert abs(scaled.mean()) < 0.06  # 4096 numbers: four standard errors
         for within, share in ((1.0, 0.683), (2.0, 0.954)):
             assert (np.abs(scaled) < within).mean() == pytest.approx(share, abs=0.03)
+
+
+def test_embedding_is_drawn_as_torchs_xavier_uniform(runs: dict[str, Weights]) -> None:
+    """Not the layers' weights, which have their own deviation."""
+    embedding = runs["bloom"]["embedding.word_embeddings.weight"][:VOCAB]
+    theirs = torch.nn.init.xavier_uniform_(torch.empty(embedding.shape)).numpy()
+    for of in (np.min, np.max, np.std):
+        assert of(embedding) == pytest.approx(of(theirs), rel=STD_BOUND)
+    first = "decoder.layers.self_attention.linear_qkv.weight"
+    assert np.array_equal(runs["bloom"][first], runs["whole"][first])
 
 
 def test_deviations_are_those_of_upstreams_own_initialisation(ranks: list) -> None:
