@@ -7,6 +7,7 @@ memory of this process.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 class _TensorHeader(NamedTuple):
     path: Path
+    stored_name: str
     shape: tuple[int, ...]
     dtype: str
     """In safetensors' spelling."""
@@ -61,15 +63,16 @@ class HFFolder:
         self._headers: dict[str, _TensorHeader] = {}
         for path in _weight_files(folder):
             self._headers |= _headers(path)
-        self.dtypes = {
-            name: DTYPES[header.dtype] for name, header in self._headers.items() if header.dtype in DTYPES
-        }
-        """The type of each tensor that can be read."""
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a tensor that `check` has found."""
+        return DTYPES[self._headers[name].dtype]
 
     def __getitem__(self, name: str) -> Any:
         """A lazy slice of a tensor: indexing it reads the values."""
-        file = _open(self._headers[name].path)
-        return file[name] if isinstance(file, dict) else file.get_slice(name)
+        path, stored_name, *_ = self._headers[name]
+        file = _open(path)
+        return file[stored_name] if isinstance(file, dict) else file.get_slice(stored_name)
 
     def file_of(self, name: str) -> Path:
         """The file that contains a tensor."""
@@ -84,6 +87,8 @@ class HFFolder:
         Raises:
             ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable type.
         """
+        names = whole_names(self._headers, expected[0].name)
+        self._headers = {names[name]: header for name, header in self._headers.items()}
         for tensor in expected:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in expected} | unused
@@ -145,6 +150,18 @@ class HFFolder:
                 f"{tensor.name} in {header.path} is stored as {header.dtype}, expected one "
                 f"of {', '.join(DTYPES)}: use the folder of the model that is not quantised"
             )
+
+
+def whole_names(stored: Collection[str], embedding: str) -> dict[str, str]:
+    """Stored name -> name in the whole model, for files that may be of one without its output layer.
+
+    Args:
+        stored: all names in the files; BigScience's have `word_embeddings.weight`.
+        embedding: the embedding's in the whole model: `transformer.word_embeddings.weight`.
+    """
+    prefix, _, bare = embedding.partition(".")
+    is_bare = embedding not in stored and bare in stored
+    return {name: f"{prefix}.{name}" if is_bare and name != OUTPUT else name for name in stored}
 
 
 def check_headers(folder: Path, model: ModelConfig) -> HFFolder:
@@ -212,12 +229,15 @@ def _headers(path: Path) -> dict[str, _TensorHeader]:
     file = _open(path)
     if isinstance(file, dict):
         return {
-            name: _TensorHeader(path, tuple(tensor.shape), SPELLINGS.get(tensor.dtype, str(tensor.dtype)))
+            name: _TensorHeader(
+                path, name, tuple(tensor.shape), SPELLINGS.get(tensor.dtype, str(tensor.dtype))
+            )
             for name, tensor in file.items()
         }
     slices = {name: file.get_slice(name) for name in file.keys()}
     return {
-        name: _TensorHeader(path, tuple(lazy.get_shape()), lazy.get_dtype()) for name, lazy in slices.items()
+        name: _TensorHeader(path, name, tuple(lazy.get_shape()), lazy.get_dtype())
+        for name, lazy in slices.items()
     }
 
 

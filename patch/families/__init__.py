@@ -13,12 +13,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from patch.errors import ConfigError, shown
+from patch.families.bloom import BLOOM
 from patch.families.config_json import ConfigReader
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.family import Family
 from patch.families.shape import (
+    ALIBI_POSITIONS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
+    UNUSED_ROTARY_BASE,
     AttentionBackend,
     HfAttention,
     ModelConfig,
@@ -94,7 +97,7 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     matching = {
         name: family
         for name, family in FAMILIES.items()
-        if family.traits == traits and (family.slides is not None or not slides)
+        if family.traits == traits and (family.slides is not None or not slides) and family.computes(model)
     }
     names = (model_type, model.model_type, *matching)
     return next((matching[name] for name in names if name is not None and name in matching), None)
@@ -153,6 +156,11 @@ def widths(model: ModelConfig, part: Part, tp_size: int) -> Widths:
     return Widths(given, sum(shape[1] * row.active for row, shape in rows if row.kind is Kind.ROW_PARALLEL))
 
 
+def attended_channels(model: ModelConfig) -> int:
+    """Channels of a head as attention's kernel has it: its own, and those of positions."""
+    return model.kv_channels + traits_of(model).position_channels
+
+
 def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     """What TP has to divide, in words, and how many of each a model has."""
     cut = [row for row in layer_matrices(model) if row.part == "mlp" and row.kind is Kind.ROW_PARALLEL]
@@ -163,12 +171,15 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM):
     register_family(_family)
 
 __all__ = [
-    "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "AttentionBackend", "ConfigReader", "Family",
-    "HfAttention", "Kind", "ModelConfig", "Traits", "TransformerImpl", "WeightRow", "differences",
+    "ALIBI_POSITIONS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "UNUSED_ROTARY_BASE",
+    "AttentionBackend",
+    "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "Traits", "TransformerImpl", "WeightRow",
+    "attended_channels",
+    "differences",
     "family_called", "family_of", "layer_matrices", "own_traits", "read_config", "register_family",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

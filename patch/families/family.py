@@ -82,6 +82,10 @@ class Family:
             **read_rope(config),
         }
 
+    def computes(self, model: ModelConfig) -> bool:
+        """Whether the family's class in transformers has layers of these widths, if it has their traits."""
+        return True
+
     def _window(self, config: ConfigReader) -> Window:
         """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""
         window = config.values.get("sliding_window")

@@ -74,7 +74,7 @@ class LlamaModel(GPTModel):
     """Names of parameters beside those of the architecture (an adapter's): no folder of a model has them."""
 
     def __init__(self, blueprint: Blueprint, vp_stage: int) -> None:
-        model, groups = blueprint.model, blueprint.groups
+        model, groups, traits = blueprint.model, blueprint.groups, blueprint.traits
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (blueprint.upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
@@ -86,18 +86,23 @@ class LlamaModel(GPTModel):
             pre_process=stage == 0,
             post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type=blueprint.traits.position_embedding_type,
+            position_embedding_type="rope" if traits.has_rope else "none",
             pg_collection=groups,
             vp_stage=vp_stage,
         )
         self._is_fused = blueprint.backends.is_fused
         self.activation_offload, self.step_weights = blueprint.saved, blueprint.step_weights
         follow_offloaded(self.decoder.layers)
-        self.rotary_pos_emb = RotaryTable(
-            inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
-        )
-        own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
-        self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
+        if traits.has_rope:
+            self.rotary_pos_emb = RotaryTable(
+                inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
+            )
+            own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
+            self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
+        if traits.embedding_norm and self.pre_process:
+            # The spec does not cover the embedding. With SP the norm gets the rank's part of the tokens.
+            self.embedding.norm = blueprint.norm(self.config, model.hidden_size, model.norm_epsilon)
+            self.embedding.register_forward_hook(lambda embedding, inputs, output: embedding.norm(output))
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)

@@ -60,7 +60,7 @@ def _counts(model: ModelConfig, tp_size: int, stages: int, stage_layers: tuple[i
         if row.is_per_layer:
             for stage in range(stages):
                 counts[stage] += elements * sum(stage_layers[stage::stages])
-        elif row.part == "embedding":
+        elif row.is_before_layers:
             counts[0] += elements
         elif row.part != "head" or has_output:
             counts[-1] += elements

@@ -194,10 +194,10 @@ def transformers_steps(
     device: torch.device = CPU.device,
     loss_of: Callable[[Any, RunConfig, int], torch.Tensor] = token_mean,
 ) -> tuple[list[float], list[float], Any]:
-    """A plain loop: LlamaForCausalLM in fp32 under torch's AdamW; losses, norms, and the model after it."""
-    from transformers import LlamaForCausalLM
+    """A plain loop: transformers' model in fp32, torch's AdamW; losses, norms, and the model after it."""
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [

@@ -9,7 +9,7 @@ from training_runs import CPU
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
-from patch.families import PRESETS
+from patch.families import PRESETS, SHAPE_FIELDS, family_of
 from patch.model import build_llama_model
 from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan
@@ -40,22 +40,15 @@ def _activation_bytes(config: RunConfig) -> dict:
 
 
 def _hf_model(config: RunConfig) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = config.model
+    described: dict = {}
+    family = family_of(config.model)
+    assert family is not None
+    family.write_type(described, config.model)
+    family.write_shape(described, config.model, SHAPE_FIELDS)
     with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=model.vocab_size,
-                hidden_size=model.hidden_size,
-                intermediate_size=model.ffn_hidden_size,
-                num_hidden_layers=model.num_layers,
-                num_attention_heads=model.num_attention_heads,
-                num_key_value_heads=model.num_query_groups,
-                head_dim=model.kv_channels,
-                tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-            )
-        )
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
 
 
 def _built_parameters(config: RunConfig) -> int:

@@ -32,6 +32,10 @@ def _swap_gate_and_up(model: Any) -> None:
     weight.copy_(torch.cat(weight.chunk(2)[::-1]))
 
 
+def _change_bias(model: Any) -> None:
+    model.decoder.layers[1].mlp.linear_fc2.bias.data += 1
+
+
 def _convert(model: Any) -> None:
     """Not damage: the folder is made by toolkits.convert, not by a run."""
 
@@ -50,6 +54,9 @@ CASES: dict[str, Case] = {
     "tied": ("llama-3.2", {"precision": "fp32"}, _nothing, {}, {}),
     "converted": ("mistral-0.1", {}, _convert, {}, {"attention": "eager"}),
     "head norms": ("qwen-3", {"precision": "bf16"}, _nothing, {}, {}),
+    "bloom in fp32": ("bloom", {"precision": "fp32"}, _nothing, {}, {}),
+    "bloom in bf16": ("bloom", {}, _convert, {}, {"params-dtype": "bf16"}),
+    "bloom's bias": ("bloom", {"precision": "fp32"}, _change_bias, {}, {}),
     "gate and up": ("llama-3.1", {"precision": "fp32"}, _swap_gate_and_up, {}, {}),
     "theta": ("llama-3.1", {"precision": "fp32"}, _nothing, {"rotary_base": 10000.0}, {}),
     "untied": ("llama-3.2", {"precision": "fp32", TIED: True}, _nothing, {}, {}),
@@ -143,6 +150,17 @@ def test_a_right_checkpoint_is_normal(reports: dict, name: str) -> None:
     assert max(report["prompt_lengths"]) > 64
 
 
+def test_layers_without_an_aligned_form_are_within_their_bound(reports: dict) -> None:
+    for name in ("bloom in fp32", "bloom in bf16"):
+        code, report = reports[name]
+        assert code == 0 and report["sources"] == {} and report["attention"] == "eager", report["verdict"]
+        assert report["verdict"].startswith("Normal. All 29 weights are bit-equal")
+        assert report["verdict"].endswith("These layers have no --precision-align.")
+        assert report["logits"] == report["logits_aligned"]
+    first = reports["bloom in fp32"][1]["first_difference"]
+    assert (first["layer"], first["operation"]) == (0, "attention") and first["max"] < 1e-5
+
+
 def test_bf16_names_what_the_fast_kernels_add(reports: dict) -> None:
     _, report = reports["bf16"]
     assert report["sources"]["rmsnorm"] > 1e-3
@@ -185,6 +203,7 @@ def test_faults_of_weights_are_listed(reports: dict) -> None:
     names = {case: [found["name"] for found in reports[case][1]["weight_differences"]] for case in reports}
     assert names["gate and up"] == [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
     assert names["untied"] == ["lm_head.weight"]
+    assert names["bloom's bias"] == ["transformer.h.1.mlp.dense_4h_to_h.bias"]
     assert names["theta"] == names["fp32"] == []
 
 
