@@ -100,7 +100,7 @@ def groups_of(model: OddModel) -> list[ParamGroup]:
     ]
 
 
-def train_groups(rank: int = 0, world_size: int = 1) -> list[float]:
+def train_groups(rank: int, world_size: int) -> list[float]:
     """How far the weights are from AdamW's after ten steps at rates that change, by ZeRO stage."""
     found = []
     for zero_stage, offload in product(ZeroStage, (None, on_host(0.5))):
@@ -129,11 +129,6 @@ def train_groups(rank: int = 0, world_size: int = 1) -> list[float]:
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         found.append(max((a - b).abs().max().item() for a, b in pairs))
     return found
-
-
-@pytest.mark.usefixtures("one_process")
-def test_groups_of_one_process_train_as_those_of_torchs_adamw() -> None:
-    assert max(train_groups()) < BOUND
 
 
 @pytest.mark.usefixtures("one_process")
