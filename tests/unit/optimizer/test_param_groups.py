@@ -24,13 +24,9 @@ from patch.training.step import train_step
 # Two orders of rounding in Adam, over ten steps.
 BOUND = 1e-6
 RATES = {"lr": 2e-3, "min_lr": 1e-4, "weight_decay": 0.3}
-DECOUPLED = [
-    {"decoupled_lr": None, "decoupled_min_lr": None},
-    {"decoupled_lr": 1e-2, "decoupled_min_lr": None},
-    {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3},
-]
-WARMUP_ITERS = 4
-UPSTREAMS = ("max_lr", "min_lr", "is_expert_parallel")
+ENDS = ((None, None), (1e-2, None), (1e-2, 1e-3))
+DECOUPLED = [{"decoupled_lr": most, "decoupled_min_lr": least} for most, least in ENDS]
+WARMUP_ITERS, UPSTREAMS = 4, ("max_lr", "min_lr", "is_expert_parallel")
 
 Members = dict[tuple[float, float, float, bool], set[int]]
 """Ids of the parameters by weight decay, highest and lowest learning rate, and whether they are experts."""
