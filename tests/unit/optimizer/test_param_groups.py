@@ -24,13 +24,9 @@ from patch.training.step import train_step
 # Two orders of rounding in Adam, over ten steps.
 BOUND = 1e-6
 RATES = {"lr": 2e-3, "min_lr": 1e-4, "weight_decay": 0.3}
-DECOUPLED = [
-    {"decoupled_lr": None, "decoupled_min_lr": None},
-    {"decoupled_lr": 1e-2, "decoupled_min_lr": None},
-    {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3},
-]
-WARMUP_ITERS = 4
-UPSTREAMS = ("max_lr", "min_lr", "is_expert_parallel")
+ENDS = ((None, None), (1e-2, None), (1e-2, 1e-3))
+DECOUPLED = [{"decoupled_lr": most, "decoupled_min_lr": least} for most, least in ENDS]
+WARMUP_ITERS, UPSTREAMS = 4, ("max_lr", "min_lr", "is_expert_parallel")
 
 Members = dict[tuple[float, float, float, bool], set[int]]
 """Ids of the parameters by weight decay, highest and lowest learning rate, and whether they are experts."""
@@ -100,7 +96,7 @@ def groups_of(model: OddModel) -> list[ParamGroup]:
     ]
 
 
-def train_groups(rank: int = 0, world_size: int = 1) -> list[float]:
+def train_groups(rank: int, world_size: int) -> list[float]:
     """How far the weights are from AdamW's after ten steps at rates that change, by ZeRO stage."""
     found = []
     for zero_stage, offload in product(ZeroStage, (None, on_host(0.5))):
@@ -129,11 +125,6 @@ def train_groups(rank: int = 0, world_size: int = 1) -> list[float]:
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         found.append(max((a - b).abs().max().item() for a, b in pairs))
     return found
-
-
-@pytest.mark.usefixtures("one_process")
-def test_groups_of_one_process_train_as_those_of_torchs_adamw() -> None:
-    assert max(train_groups()) < BOUND
 
 
 @pytest.mark.usefixtures("one_process")

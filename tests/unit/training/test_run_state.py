@@ -1,6 +1,5 @@
 """Checkpoints of a run: weights of any precision start another, resumes, and what upstream's model takes."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from megatron.core import dist_checkpointing
-from optimizer_runs import failures_of
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import build_seeded_run, digests, messages_from, save, seeded_batches
@@ -117,7 +115,7 @@ def test_weights_of_any_precision_start_a_run_of_any(alone: dict, theirs: str, o
 
 
 @torch.no_grad()
-def run_upstream(folder: Path) -> None:
+def run_upstream(folder: Path) -> bool:
     run = build_seeded_run(small_run(rope_original_max_position=8192))
     with torch.enable_grad():
         train_step(run, 0)
@@ -128,23 +126,23 @@ def run_upstream(folder: Path) -> None:
     upstream.load_state_dict({name: value for name, value in loaded.items() if "." in name}, strict=True)
     weights = dict(model.named_parameters())
     assert weights.keys() == dict(upstream.named_parameters()).keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in upstream.named_parameters())
     tokens = seeded_batches(run.config, 0)[0].tokens
     mask = torch.ones(32, 32).triu(1).bool()[None, None]
     expected = upstream(tokens, None, mask)
     torch.testing.assert_close(model(tokens, None, None), expected, rtol=0, atol=1e-5)
+    return all(torch.equal(weights[name], weight) for name, weight in upstream.named_parameters())
 
 
 def test_upstreams_load_gives_its_model_the_bits_of_our_checkpoint_and_it_computes_the_same(
     alone: dict,
 ) -> None:
-    assert alone["upstream"] == {"": ""}
+    assert alone["upstream"] is True
 
 
 def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"exchanged": exchange(folder / "runs"), "damaged": resume_over_damage(folder)}
     new_job()
-    found["upstream"] = failures_of({"": partial(run_upstream, folder / "upstream")})
+    found["upstream"] = run_upstream(folder / "upstream")
     return found | {"orders": layouts_of_orders()}
 
 
