@@ -194,6 +194,8 @@ def test_run_with_an_objective_and_a_hook_of_its_own(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr.decode()
         tables.append(dict(map(float, line.split(",")) for line in (output / "losses.csv").open()))
     assert [*tables[0]] == [1, 2] and tables == [pytest.approx(tables[1] | {1: expected}, abs=BOUND)] * 2
+    ended = _train([LIBRARY / "sequence_mean.py", "--dry-run"], tmp_path, {}, **run)
+    assert ended.returncode == 0 and b"rows.jsonl: 4 samples in one epoch" in ended.stderr
     ended = _train(["-m", "toolkits.train"], tmp_path, {}, **run)
     assert ended.returncode == 2 and b"expected one of default, sft, pretrain" in ended.stderr
 

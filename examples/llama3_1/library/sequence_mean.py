@@ -12,7 +12,7 @@ from toolkits.train.__main__ import main
 
 
 def _sequence_mean(config: Any) -> Any:
-    from patch.training.objective import Objective  # only here, because only workers need torch
+    from patch.training.objective import Objective  # only here: the launcher needs no torch
     class SequenceMean(Objective):
         unit = "sequences"  # the sum of all weights is their number; it divides the loss of a step
         def collate(self, samples: Any) -> Any:
