@@ -42,6 +42,8 @@ _GROUPS = {"optimizer": "optimizer states", "random": "random states", "rng_stat
 _FIELDS = {field.name for field in fields(ModelConfig)}
 _NAME = re.compile(r"iter_\d+")
 _LAYER = re.compile(r"layers\.\d+\.")
+_NOT_UPSTREAMS = "embedding.norm."
+"""A norm that no GPTModel of megatron-core has."""
 _STACKED = re.compile(r"(decoder|embedding|output_layer)\.(?!layers\.\d)")
 """The beginning of megatron-core's default names: layers stacked on a leading axis, no prefix."""
 _LAYOUT = (
@@ -268,7 +270,9 @@ def _loads_into(
     if is_legacy:
         return targets
     if all(_STACKED.match(name) for name in weights):
-        targets.insert(0, "a plain GPTModel of megatron-core: dist_checkpointing.load, at any TP, PP and DP")
+        if not any(_NOT_UPSTREAMS in name for name in weights):
+            of_upstream = "a plain GPTModel of megatron-core: dist_checkpointing.load, at any TP, PP and DP"
+            targets.insert(0, of_upstream)
         targets.insert(0, f"this project's model, as position 22: weights, {_layouts(config)}")
     if any(each.group == "optimizer states" for each in tensors) and "optimizer_steps" in common:
         targets.insert(0, "a resume of its run: weights, optimizer states and random generators")

@@ -56,3 +56,25 @@ def test_equal_models_have_no_first_difference(found: dict[str, tuple | None]) -
 def test_changed_operation_is_named(found: dict[str, tuple | None], name: str) -> None:
     layer, operation, largest = found[name] or (None, None, 0)
     assert (layer, operation) == CHANGED[name] and largest > 0
+
+
+@torch.no_grad()
+def _trace_bloom(rank: int, world_size: int, folder: Path) -> tuple | None:
+    from transformers import AutoModelForCausalLM
+
+    from patch.alignment.trace import first_difference
+
+    run = build_untrained(family_run(folder, precision="fp32"), folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return first_difference(run.stages[0].eval(), theirs, torch.arange(3, 12)[None], run.config.model)
+
+
+def test_bias_that_a_layer_leaves_to_the_next_operation_is_part_of_its_result(tmp_path: Path) -> None:
+    """Without values attention is 0 to the bit in both, so the projection gives its bias alone."""
+    model = family_model("bloom")
+    for layer in model.transformer.h:
+        for parameter in layer.self_attention.query_key_value.parameters():
+            parameter.data.zero_()
+    model.save_pretrained(tmp_path)
+    layer, operation, largest = run_distributed(_trace_bloom, 1, tmp_path)[0] or (0, "none", 0.0)
+    assert operation not in ("attention", "dense") and largest < 1e-5, (layer, operation, largest)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from hf_families import family_model
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from refusals import Payload
 from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 
 from patch.checkpoint import save_checkpoint
+from patch.convert import hf_to_mcore
 from toolkits.inspect_checkpoint import main
 
 W, STATE, STEPS = "decoder.w", "optimizer.exp_avg.decoder.w", "embedding.steps"
@@ -261,6 +263,14 @@ def test_run_says_where_it_came_from_and_what_takes_it(tmp_path):
     found = report["comparison"]
     assert code == 1 and not found["differences"] and found["num_equal"] == len(dp["tensors"])
     assert all(name.startswith(("optimizer.", "random.")) for name in found["only_first"])
+
+
+def test_model_with_a_norm_that_upstream_has_not_is_not_said_to_load_there(tmp_path):
+    family_model("bloom", tmp_path / "hf")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    _, report = inspect(tmp_path, tmp_path / "mcore")
+    ours, theirs = report["checkpoints"][0]["loads_into"]
+    assert "at TP 1, 2, 3, 6, PP up to 2" in ours and theirs.startswith("transformers")
 
 
 def test_neighbours_and_links(one_process, tmp_path):
