@@ -75,10 +75,39 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_expert_settings(model, execution, groups),
         **_layer_settings(model, execution, dtype, aligned, cuda=cuda),
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _expert_settings(
+    model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
+) -> dict[str, Any]:
+    """The fields of upstream's configuration for experts; the divisor of their losses is Router's."""
+    if model.num_moe_experts is None:
+        return {}
+    settings = execution.experts
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+        "moe_layer_freq": 1 if all(model.expert_layers) else list(map(int, model.expert_layers)),
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": settings.moe_z_loss_coeff or None,
+        "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
+        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
+        "expert_model_parallel_size": groups.ep.size(),
+        "expert_tensor_parallel_size": groups.expt_tp.size(),
+    }
 
 
 def _layer_settings(
