@@ -56,6 +56,10 @@ class Family:
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
     """The weight table of a model of this family; the traits are the model's."""
 
+    def computes(self, model: ModelConfig) -> bool:
+        """Whether the class in transformers computes a model with the family's traits and these experts."""
+        return model.num_experts is None
+
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """ModelConfig's fields from a config.json of this family.
 

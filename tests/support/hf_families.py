@@ -65,6 +65,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "rope_parameters": _plain_rope(1e6)}),
+    "qwen-2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80, "rope_parameters": _plain_rope(1e6),
+        },
+    ),
+    "qwen-2-moe-mixed": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3,
+            "rope_parameters": _plain_rope(1e6),
+        },
+    ),
+    "qwen-3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32,
+            "norm_topk_prob": True, "rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
+"""Those with experts; in one of them the first layer has none."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not have, for the tests that register it."""
 
@@ -91,7 +117,7 @@ def family_model(
     import torch
     import transformers
 
-    prefix, own = {**FAMILIES, **OTHERS}[name]
+    prefix, own = {**FAMILIES, **MIXTURES, **OTHERS}[name]
     max_shard_size = changes.pop("max_shard_size", "5GB")
     config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **own, **changes})
     torch.manual_seed(0)

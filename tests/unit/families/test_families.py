@@ -6,6 +6,7 @@ import hf_families
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -30,27 +31,29 @@ def test_traits_are_those_of_the_layers_of_transformers(model_type):
     layer, biased = theirs.model.layers[0], {name for name, _ in theirs.named_parameters() if "bias" in name}
     assert type(layer.input_layernorm).__name__.endswith(traits.normalization)
     assert theirs.config.hidden_act == traits.activation
-    assert hasattr(layer.mlp, "up_proj") == traits.gated_linear_unit
+    assert hasattr(layer.mlp, "up_proj") or hasattr(layer.mlp, "experts") == traits.gated_linear_unit
     assert hasattr(layer.self_attn, "q_norm") == traits.qk_layernorm
     with_bias = {name.split(".")[-2] for name in biased}
     assert with_bias == ({"q_proj", "k_proj", "v_proj"} if traits.add_qkv_bias else set())
     assert hasattr(theirs.model, "rotary_emb") == (traits.position_embedding_type == "rope")
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_weights_have_the_names_and_shapes_of_transformers(tmp_path, name):
-    theirs = hf_families.family_model(name, tmp_path)
+    hf_families.family_model(name, tmp_path)
     model = hf_families.family_run(tmp_path).model
     ours = {
-        tensor.replace("*", str(layer)): shape
+        tensor.replace("*", str(layer)).replace("#", str(expert)): shape
         for row in weight_rows(model)
-        for layer in range(model.num_layers if row.is_per_layer else 1)
+        for layer in row.layers
+        for expert in range(row.num_experts)
         for tensor, shape in row.hf.items()
     }
-    assert ours == {key: tuple(tensor.shape) for key, tensor in theirs.named_parameters()}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert ours == {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_family_is_that_of_transformers_and_where_none_is_stored_the_first_that_computes_it(tmp_path, name):
     theirs = hf_families.family_model(name, tmp_path).config
     model = hf_families.family_run(tmp_path).model
@@ -63,6 +66,7 @@ def test_family_is_that_of_transformers_and_where_none_is_stored_the_first_that_
 PUBLIC_BILLIONS = {
     "1B": 1.24, "3B": 3.21, "8B": 8.03, "70B": 70.6, "405B": 405.9, "llama2-7B": 6.74, "llama2-13B": 13.0,
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
+    "8x7B": 46.7, "A2.7B": 14.3, "57B-A14B": 57.4, "30B-A3B": 30.5, "235B-A22B": 235.1,
 }  # fmt: skip
 
 
