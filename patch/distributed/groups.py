@@ -57,8 +57,8 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
             f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
             "(--nnodes x --nproc-per-node): give the number that torchrun starts"
         )
-    has_experts = config.model.num_moe_experts is not None
-    return _build_groups(config.parallel, config.training.seed, config.experts if has_experts else None)
+    experts = config.experts if config.model.num_experts else None
+    return _build_groups(config.parallel, config.training.seed, experts)
 
 
 def _build_groups(
@@ -95,25 +95,11 @@ def _build_groups(
 
 
 def _check_experts(parallel: ParallelConfig, order: str, ep_size: int, etp_size: int) -> None:
-    """Refuse experts that megatron-core cannot place (parallel_state.py:793-817), or would train wrongly.
-
-    At EP=1 it takes them for other weights (tensor_parallel/layers.py:886, 1209), whose gradients are summed
-    over data-parallel ranks. Where ETP is not TP, these hold other parts of an expert, or not all its copies.
-    """
+    """Refuse an order in which megatron-core cannot place experts (parallel_state.py:793-817)."""
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     world_size, cp_size = dist.get_world_size(), parallel.context_parallel_size
     sizes = f"EP={ep_size}, ETP={etp_size}, TP={tp_size}, PP={pp_size}, CP={cp_size}"
-    if ep_size == 1 and etp_size != tp_size:
-        raise ConfigError(
-            f"got {sizes}, expected ETP=TP at EP=1, otherwise experts would have wrong gradients: change "
-            "expert_tensor_parallel_size, or distribute experts (expert_model_parallel_size)"
-        )
-    edp_size, rest = divmod(world_size, etp_size * ep_size * pp_size)
-    if rest:
-        raise ConfigError(
-            f"got {sizes} and {world_size} processes, expected a multiple of EP x ETP x PP: change "
-            "expert_model_parallel_size or expert_tensor_parallel_size"
-        )
+    edp_size = world_size // (etp_size * ep_size * pp_size)
     dp_size = world_size // (tp_size * pp_size * cp_size)
     of_others = RankGenerator(tp_size, 1, dp_size, pp_size, cp_size, order)
     of_experts = RankGenerator(etp_size, ep_size, edp_size, pp_size, 1, order)

@@ -12,7 +12,7 @@ from patch.compat.corrections import StageLayout
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
-from patch.families import traits_of
+from patch.families import expert_layers, traits_of
 from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.model.hf_order import batch_first_silu
 from patch.model.mlp import activation_called
@@ -36,7 +36,6 @@ def transformer_config(
         cuda: whether the weights are on a GPU.
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
     """
-    tp_size = groups.tp.size()
     dtype, traits = torch_dtype(execution.facts.kept_as), traits_of(model)
     activation = activation_called(traits.activation)
     if "swiglu" in aligned and traits.activation == "silu":
@@ -62,10 +61,10 @@ def transformer_config(
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=tp_size,
+        tensor_model_parallel_size=groups.tp.size(),
         context_parallel_size=groups.cp.size(),
         cp_comm_type=execution.cp_comm_type,
-        sequence_parallel=execution.sequence_parallel and tp_size > 1,
+        sequence_parallel=execution.sequence_parallel and groups.tp.size() > 1,
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
         use_cpu_initialization=not cuda,
@@ -86,19 +85,22 @@ def _expert_settings(
     model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
 ) -> dict[str, Any]:
     """The fields of upstream's configuration for experts; the divisor of their losses is Router's."""
-    if model.num_moe_experts is None:
+    layers = expert_layers(model)
+    if not layers:
         return {}
-    settings = execution.experts
+    settings, numbers = execution.experts, range(model.num_layers)
     return {
-        "num_moe_experts": model.num_moe_experts,
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_width,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
-        "moe_layer_freq": 1 if all(model.expert_layers) else list(map(int, model.expert_layers)),
+        "moe_layer_freq": 1 if len(layers) == len(numbers) else [int(n in layers) for n in numbers],
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,

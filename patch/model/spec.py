@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 from patch.config.backends import Backends
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
-from patch.families import Traits, traits_of
+from patch.families import Traits, expert_layers, traits_of
 from patch.memory import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.attention import CausalAttention
@@ -58,11 +58,11 @@ NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]
 }
 """Norm of tokens and norm of heads, by `Traits.normalization` and whether in Hugging Face's order."""
 
-_NORM_KEYS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-)
-"""Norms in a checkpoint: Transformer Engine's linear layers have one before them; experts' norm is its own."""
+_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Norms in a checkpoint: Transformer Engine's linear layers have one before them, experts have not."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,10 @@ class Blueprint:
             ),
         )
         fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
-        mlp, keys = self._mlp(MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)), _NORM_KEYS
-        if self.model.num_moe_experts is not None and self.model.expert_layers[number - 1]:
-            mlp, keys = self._experts(MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)), _NORM_KEYS[:1]
+        mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
+        has_experts = number - 1 in expert_layers(self.model)
+        if has_experts:
+            del keys["pre_mlp_layernorm."]
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
@@ -137,9 +138,9 @@ class Blueprint:
                 self_attention=attention,
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=norm,
-                mlp=mlp,
+                mlp=self._experts(mlp) if has_experts else self._mlp(mlp),
                 mlp_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map=dict(keys),
+                sharded_state_dict_keys_map=keys,
             ),
         )
 

@@ -116,10 +116,10 @@ def loads_of_experts(run: Run) -> dict[str, float]:
     without their factors.
     """
     model = run.config.model
-    if model.num_moe_experts is None:
+    if not model.num_experts:
         return {}
     counts = torch.zeros(
-        model.num_layers, model.num_moe_experts + len(FURTHER_COUNTS), dtype=torch.float64, device=run.device
+        model.num_layers, model.num_experts + len(FURTHER_COUNTS), dtype=torch.float64, device=run.device
     )
     for router in routers_of(run.stages):
         counts[router.layer_number - 1] = router.counts

@@ -1,4 +1,4 @@
-"""Experts: a layer against transformers' own, losses and capacity against torch's autograd of their formulas."""
+"""Experts: a layer against transformers' own, losses and capacity against their formulas in plain torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from patch.model.experts import FURTHER_COUNTS, _Products
 
 NUM_EXPERTS, CHOSEN, WIDTH, SHARED = 4, 2, 48, 80
 SHAPE: dict[str, Any] = {
-    "num_layers": 1, "num_moe_experts": NUM_EXPERTS, "moe_router_topk": CHOSEN, "moe_ffn_hidden_size": WIDTH,
+    "num_layers": 1, "num_experts": NUM_EXPERTS, "moe_router_topk": CHOSEN, "moe_ffn_hidden_size": WIDTH,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (MixtralSparseMoeBlock, {}),
