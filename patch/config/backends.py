@@ -37,6 +37,8 @@ def engine_obstacle(config: RunConfig) -> str:
     training, parallel = config.training, config.parallel
     if config.model.precision_align is not None:
         return f"{where('precision_align')} computes in transformers' order of operations"
+    if config.model.num_experts:
+        return "experts are of our own layers"
     if training.precision == "fp32":
         return f"{where('precision')} fp32: Transformer Engine multiplies float32 in TF32"
     if parallel.tp_comm_overlap and parallel.tensor_model_parallel_size > 1:

@@ -83,6 +83,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "AC=full: layers per recomputed block (default 1); offload: offloaded ones",
     ),
     "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
+    "MP_EP": ("expert_model_parallel_size", "processes that share the experts of a layer"),
     "OPTIMIZER_OFFLOAD_FRACTION": (
         "optimizer_offload_fraction",
         "OPTIMIZER_OFFLOAD=static: share of a process's states in host memory (default 1.0)",

@@ -8,7 +8,8 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model are in `patch/families/shape.py`; those of data and checkpoint in `data_schema.py`.
+The fields of model are in `patch/families/shape.py`; those of data and checkpoint in `data_schema.py`, of
+experts in `experts.py`.
 Imports neither torch nor megatron.
 """
 
@@ -33,6 +34,7 @@ from patch.config.choices import (
 )
 from patch.config.data_schema import CheckpointConfig, DataConfig
 from patch.config.execution import Execution, Fp8
+from patch.config.experts import ExpertsConfig
 from patch.families import ModelConfig
 from patch.flag_field import flag
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
@@ -350,6 +352,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    experts: ExpertsConfig = ExpertsConfig()
 
     @property
     def world_size(self) -> int:
@@ -362,6 +365,11 @@ class RunConfig:
         parallel = self.parallel
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return self.world_size // (replica * parallel.context_parallel_size)
+
+    @property
+    def etp_size(self) -> int:
+        """Ranks that share an expert (ETP)."""
+        return self.experts.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
 
     @property
     def num_state_shares(self) -> int:

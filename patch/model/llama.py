@@ -255,4 +255,7 @@ def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:
     In a checkpoint, layers are numbered over the whole model. The outer keys only separate the stages,
     because each stage numbers its layers from 0.
     """
-    return {f"stage{index}": stage.sharded_state_dict() for index, stage in enumerate(stages)}
+    return {
+        f"stage{index}": stage.sharded_state_dict(metadata={"dp_cp_group": stage.pg_collection.dp_cp})
+        for index, stage in enumerate(stages)
+    }

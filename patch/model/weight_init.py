@@ -50,13 +50,13 @@ def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int
         if shard.data.ndim == 1:
             shard.data.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
             continue
-        layer = shard.global_offset[0] if shard.prepend_axis_num else 0
-        shape, offset = (
-            values[shard.prepend_axis_num :] for values in (shard.global_shape, shard.global_offset)
-        )
+        number = shard.prepend_axis_num
+        # Of a layer, and of an expert in it.
+        place = " ".join(map(str, shard.global_offset[:number])) or "0"
+        shape, offset = shard.global_shape[number:], shard.global_offset[number:]
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
-        whole = _draw(f"{seed} {shard.key} {layer}", shape, _std(shard.key, model), shard.data.device)
+        whole = _draw(f"{seed} {shard.key} {place}", shape, _std(shard.key, model), shard.data.device)
         if num_padded:
             whole = F.pad(whole, (0, 0, 0, num_padded))
         part = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))

@@ -23,6 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.model.experts import FURTHER_COUNTS, routers_of
 from patch.plan.flops import flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
 from patch.storage.names import LOSS_PLOT_FILE, METRICS_FILE, TENSORBOARD_FOLDER
@@ -105,6 +106,33 @@ def make_record(
         "skipped": result.skipped,
         **worst,
     }
+
+
+def loads_of_experts(run: Run) -> dict[str, float]:
+    """Of each layer with experts, by its number from 1, in the last step; a collective over the job.
+
+    `expert_load_max` and `expert_load_min`: tokens of the busiest and of the idlest expert over the mean;
+    `expert_dropped`: share of the choices for which an expert had no place; `aux_loss` and `z_loss`: means,
+    without their factors.
+    """
+    model = run.config.model
+    if not model.num_experts:
+        return {}
+    counts = torch.zeros(
+        model.num_layers, model.num_experts + len(FURTHER_COUNTS), dtype=torch.float64, device=run.device
+    )
+    for router in routers_of(run.stages):
+        counts[router.layer_number - 1] = router.counts
+    torch.distributed.all_reduce(counts)
+    found = {}
+    for number, (*loads, dropped, aux_loss, z_loss) in enumerate(counts.tolist(), 1):
+        if chosen := sum(loads) + dropped:
+            mean = max(sum(loads), 1) / len(loads)
+            found[f"expert_load_max/{number}"] = max(loads) / mean
+            found[f"expert_load_min/{number}"] = min(loads) / mean
+            found[f"expert_dropped/{number}"] = dropped / chosen
+            found[f"aux_loss/{number}"], found[f"z_loss/{number}"] = aux_loss, z_loss
+    return found
 
 
 def _peak_memory(device: torch.device) -> int:
