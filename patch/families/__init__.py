@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from patch.errors import ConfigError, shown
 from patch.families.config_json import ConfigReader
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, StackedPart, stacked_part
 from patch.families.family import Family
 from patch.families.layers import expert_layers
 from patch.families.shape import (
@@ -181,8 +181,8 @@ for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE):
 
 __all__ = [
     "EXPERT_FIELDS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "AttentionBackend",
-    "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "Traits", "TransformerImpl", "WeightRow",
-    "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "own_traits",
-    "read_config", "register_family", "tensor_parallel_units", "traits_of", "weight_rows", "widths",
-    "with_family",
+    "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "StackedPart", "Traits",
+    "TransformerImpl", "WeightRow", "differences", "expert_layers", "family_called", "family_of",
+    "layer_matrices", "own_traits", "read_config", "register_family", "stacked_part",
+    "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

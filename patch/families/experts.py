@@ -6,9 +6,10 @@ published with each model on Hugging Face.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from patch.families.config_json import ConfigReader
 from patch.families.dense import MISTRAL
@@ -135,6 +136,27 @@ def _mixtral_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
 
     rows = dense_rows(model, traits)
     return tuple(row._replace(hf={renamed(name): shape for name, shape in row.hf.items()}) for row in rows)
+
+
+class StackedPart(NamedTuple):
+    """Where transformers 5 has a tensor in memory, and what was saved from there."""
+
+    name: str
+    """The tensor of all experts, [experts, rows, columns]; or the same tensor under another name."""
+    expert: int | None
+    part: int
+    """Of gate and up, one behind the other: 0 or 1."""
+
+
+def stacked_part(name: str) -> StackedPart | None:
+    """The name in transformers 5's memory of a tensor as folders have it, if it is another one."""
+    if match := re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name):
+        layer, expert, matrix = match.groups()
+        is_down, is_up = matrix in ("down_proj", "w2"), matrix in ("up_proj", "w3")
+        stacked = f"{layer}.mlp.experts.{'down_proj' if is_down else 'gate_up_proj'}"
+        return StackedPart(stacked, int(expert), int(is_up))
+    other = name.replace(".block_sparse_moe.", ".mlp.")
+    return StackedPart(other, None, 0) if other != name else None
 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, **own: Any) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def spell_as_4(folder: Path) -> None:
     described["rope_theta"] = rope.pop("rope_theta")
     described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     described["torch_dtype"] = described.pop("dtype")
+    if described["model_type"] == "qwen3_moe":
+        described["num_experts"] = described.pop("num_local_experts")
     path.write_text(json.dumps(described, indent=2) + "\n")
 
 
