@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "add_qkv_bias": True, "qk_layernorm": True,
     "untie_embeddings_and_output_weights": False,
 }  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 48}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 48, "global_batch_size": 8}
 RUNS = {
     "whole": {"dp": 4},
     "seed": {"dp": 4, "seed": 4321},

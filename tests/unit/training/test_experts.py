@@ -1,5 +1,6 @@
 """Models with experts: steps of several processes against one process, losses of the router, checkpoints."""
 
+import contextlib
 import itertools
 import math
 from pathlib import Path
@@ -9,7 +10,15 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import SeededReader, build_seeded_run, save, seeded_batches, stored_tensors, train_run
+from training_runs import (
+    SeededReader,
+    build_seeded_run,
+    digests,
+    save,
+    seeded_batches,
+    stored_tensors,
+    train_run,
+)
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
@@ -197,3 +206,46 @@ def test_a_checkpoint_goes_over_ep_tp_and_pp_and_back_with_the_same_bits(tmp_pat
         assert stored.keys() == expected.keys(), name
         assert [key for key in expected if not torch.equal(stored[key], expected[key])] == [], name
         assert of_layout == pytest.approx(losses[0], abs=BOUND), name
+
+
+OFFLOADED = {
+    "num_layers": 2, "moe_layer_freq": "1", "num_experts": 8, "moe_ffn_hidden_size": 256,
+    "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 3, "reduce_bucket_size": 50_000,
+    "optimizer_offload_chunk_size": 20_000, **SP2,
+}  # fmt: skip
+"""Ranks of a TP group, which have equally much to keep, and do not try a step again."""
+IN_PLACE = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.0}
+AUTO = {"optimizer_offload_policy": "auto", "optimizer_offload_auto_threshold": 0}
+
+
+def train_long_rows(length: int, device_bytes: int, policy: dict[str, Any]) -> tuple[Any, float, int]:
+    """Bits of some steps (None: the device is too small), the offloaded fraction, and the largest peak."""
+    lengths = {"max_padding_length": length, "seq_length": length, "max_position_embeddings": length}
+    device = {"simulated_device_memory": device_bytes}
+    run = build_seeded_run(small_run(**SHAPE | OFFLOADED | lengths | policy | device))
+    bits: Any = None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        results = [train_step(run, iteration) for iteration in range(3)]
+        bits = [(result.loss, result.grad_norm) for result in results], digests(run)
+    fraction, device = run.optimizer.report().offload_fraction, run.optimizer.placement.device
+    new_job()
+    return bits, fraction, device.pop_peak_bytes()
+
+
+def compare_lengths(rank: int, world_size: int) -> dict[int, list[tuple[Any, float, int]]]:
+    found = {length: [train_long_rows(length, 10**12, IN_PLACE)] for length in (2048, 4096)}
+    states_of_a_layer = 12 * 8 * 3 * 256 * 64 // 2
+    device_bytes = found[4096][0][2] - states_of_a_layer
+    for length, runs in found.items():
+        runs += [train_long_rows(length, device_bytes, policy) for policy in (IN_PLACE, AUTO)]
+    return found
+
+
+@pytest.mark.long
+def test_long_rows_fit_a_device_where_auto_offload_takes_states_away_and_have_the_same_bits() -> None:
+    """The article on Pai's offload in small: Qwen 2 MoE at 2048 and 4096 tokens."""
+    for found in run_distributed(compare_lengths, 2):
+        for length, ((bits, *_), (in_place, *_), (auto, fraction, _)) in found.items():
+            assert auto == bits, length
+            assert in_place == (None if length == 4096 else bits), length
+            assert fraction > 0.1 if length == 4096 else fraction == 0, length
