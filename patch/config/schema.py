@@ -133,7 +133,6 @@ class ParallelConfig:
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
-
     hang_timeout: float | None = flag(
         "seconds that a rank may make no progress in a step before the run ends; 0: 20 steps, at least 300 s",
         None,
@@ -374,10 +373,9 @@ class RunConfig:
     @property
     def num_expert_copies(self) -> int:
         """Ranks that have the same experts: world size over ETP x EP x PP; 1 without experts."""
-        if not self.model.num_experts:
-            return 1
-        of_experts = self.etp_size * self.experts.expert_model_parallel_size
-        return self.world_size // (of_experts * self.parallel.pipeline_model_parallel_size)
+        sizes = self.etp_size * self.parallel.pipeline_model_parallel_size
+        sizes *= self.experts.expert_model_parallel_size
+        return self.world_size // sizes if self.model.num_experts else 1
 
     @property
     def num_state_shares(self) -> int:
