@@ -192,8 +192,8 @@ def _check_count(texts: Sequence[str]) -> None:
         if to_int(texts[sp]) is not None:
             raise ConfigError(
                 f"{got}: {texts[sp]!r} at position {sp + 1} is EP or ETP of Pai-Megatron-Patch's scripts for "
-                "experts: give MP_EP and --expert-tensor-parallel-size; the line goes on with SP (true, false) "
-                "after CP"
+                "experts: give MP_EP and --expert-tensor-parallel-size; the line goes on with SP (true, "
+                "false) after CP"
             )
         extra = texts[len(POSITIONS)]
         raise ConfigError(f"{got}: {extra!r} after position {len(POSITIONS)} is the first too many")
