@@ -285,8 +285,13 @@ def _layouts(config: dict[str, Any]) -> str:
         common = 0
     if not common:
         return "at any TP that divides the model, any PP and DP"
-    legal = ", ".join(str(n) for n in range(1, min(common, 1024) + 1) if common % n == 0)
-    return f"at TP {legal}, PP up to {model.num_layers}, any DP"
+    legal, of_experts = (
+        ", ".join(str(n) for n in range(1, min(number, 1024) + 1) if number % n == 0)
+        for number in (common, model.num_experts or 0)
+    )
+    return f"at TP {legal}, PP up to {model.num_layers}, any DP" + (
+        f", EP {of_experts}" if of_experts else ""
+    )
 
 
 def _neighbours(folder: AnyPath) -> list[Neighbour]:

@@ -372,6 +372,14 @@ class RunConfig:
         return self.experts.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
 
     @property
+    def num_expert_copies(self) -> int:
+        """Ranks that have the same experts: world size over ETP x EP x PP; 1 without experts."""
+        if not self.model.num_experts:
+            return 1
+        of_experts = self.etp_size * self.experts.expert_model_parallel_size
+        return self.world_size // (of_experts * self.parallel.pipeline_model_parallel_size)
+
+    @property
     def num_state_shares(self) -> int:
         """Ranks that share optimizer states if these are sharded: DP x CP, or those of an instance."""
         return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances

@@ -112,6 +112,9 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
     gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
     gradients += 2 * hidden if parallel.sequence_parallel else 0
+    if model.num_experts:  # what experts take and give; their activation again, with its gradient in float32
+        again = model.expert_width // config.etp_size * (size + _FP32)
+        gradients += int(dispatch_of(config).rows * (2 * model.hidden_size * size + again))
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
     if stage == last:
@@ -198,6 +201,33 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     return (tokens + rows) * hidden * size, logits + weight_sum
 
 
+class Dispatch(NamedTuple):
+    """How a micro-batch's tokens travel to the experts of a layer; their results travel back alike."""
+
+    rows: float
+    """Tokens that a rank's experts compute, each as often as it visits one of them; all experts alike."""
+    sent: float
+    """Bytes that a rank sends, one way."""
+    words: str
+    """What is done."""
+
+
+def dispatch_of(config: RunConfig) -> Dispatch:
+    """The way of tokens to experts. With SP each rank of a TP group sends its part, to all ETP ranks."""
+    model, experts, etp_size = config.model, config.experts, config.etp_size
+    parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    tokens, ep_size = config.micro_batch_tokens / parts, experts.expert_model_parallel_size
+    of_token = model.hidden_size * element_bytes(config.training.precision)
+    visits = tokens * model.moe_router_topk
+    if experts.moe_token_dispatcher_type == "allgather":
+        ranks = ep_size * etp_size
+        words = f"all-gather over EP {ep_size} x ETP {etp_size}"
+        return Dispatch(visits * etp_size, tokens * of_token * (ranks - 1), words)
+    sent = visits * of_token * ((ep_size - 1) / ep_size + etp_size - 1)
+    words = f"all-to-all over EP {ep_size}" + (f", all-gather over ETP {etp_size}" if etp_size > 1 else "")
+    return Dispatch(visits * etp_size, sent, words)
+
+
 def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None, int]:
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
@@ -221,11 +251,14 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
     gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     activation = size * mlp.taken  # the product of silu(gate) and up
+    inputs = 0.0  # of experts, kept beside the norm's output
+    if config.model.num_experts:
+        inputs = size * dispatch_of(config).rows * config.model.hidden_size / config.micro_batch_tokens
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
     narrowed = (size - PRECISIONS[training.precision].factor_bytes) * (2 * hidden + mlp.taken)
     per_token: dict[Recompute | None, float] = {
-        None: 2 * norm + attention + gate_up + activation - narrowed,
-        "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
+        None: 2 * norm + attention + inputs + gate_up + activation - narrowed,
+        "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + inputs + gate_up,
         "full": hidden * size / layers_of_block,
     }
     return {setting: int(config.micro_batch_tokens * num_bytes) for setting, num_bytes in per_token.items()}

@@ -9,7 +9,7 @@ from training_runs import CPU
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
-from patch.families import PRESETS
+from patch.families import PRESETS, SHAPE_FIELDS, family_called
 from patch.model import build_llama_model
 from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan
@@ -40,22 +40,12 @@ def _activation_bytes(config: RunConfig) -> dict:
 
 
 def _hf_model(config: RunConfig) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = config.model
+    family, described = family_called(config.model.model_type), {}
+    family.write_shape(described, config.model, SHAPE_FIELDS)
     with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=model.vocab_size,
-                hidden_size=model.hidden_size,
-                intermediate_size=model.ffn_hidden_size,
-                num_hidden_layers=model.num_layers,
-                num_attention_heads=model.num_attention_heads,
-                num_key_value_heads=model.num_query_groups,
-                head_dim=model.kv_channels,
-                tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-            )
-        )
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **described))
 
 
 def _built_parameters(config: RunConfig) -> int:
@@ -74,7 +64,7 @@ def test_parameters_are_those_of_transformers_and_of_the_model_that_trains(one_p
     assert sum(_parameters_per_rank(config)) == _built_parameters(config)
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_parameters_of_every_family_are_those_of_transformers_and_of_the_model_that_trains(
     one_process, tmp_path, name
 ):
@@ -82,6 +72,18 @@ def test_parameters_of_every_family_are_those_of_transformers_and_of_the_model_t
     config = hf_families.family_run(tmp_path)
     assert total_parameters(config.model) == sum(p.numel() for p in model.parameters())
     assert sum(_parameters_per_rank(config)) == _built_parameters(config)
+
+
+# parameters that a token uses, as the models' cards and papers give them, in billions
+PUBLIC_ACTIVE = {"8x7B": 12.9, "A2.7B": 2.7, "57B-A14B": 14.2, "30B-A3B": 3.35, "235B-A22B": 22.2}
+
+
+@pytest.mark.parametrize(("size", "billions"), PUBLIC_ACTIVE.items())
+def test_active_parameters_are_those_that_are_published(size, billions):
+    model = _run(size).model
+    active = total_parameters(model, active=True)
+    of_embedding = model.vocab_size * model.hidden_size
+    assert any(found / 1e9 == pytest.approx(billions, rel=0.01) for found in (active, active - of_embedding))
 
 
 def test_biases_are_cut_and_head_norms_are_not():
