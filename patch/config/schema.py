@@ -8,8 +8,7 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model are in `patch/families/shape.py`; those of data and checkpoint in `data_schema.py`, of
-experts in `experts.py`.
+Fields of model: `patch/families/shape.py`; of data, checkpoint: `data_schema.py`; of experts: `experts.py`.
 Imports neither torch nor megatron.
 """
 
@@ -133,7 +132,6 @@ class ParallelConfig:
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
-
     hang_timeout: float | None = flag(
         "seconds that a rank may make no progress in a step before the run ends; 0: 20 steps, at least 300 s",
         None,
