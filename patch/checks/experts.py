@@ -59,6 +59,9 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     ):
         why = "a softmax over the one expert of a token is 1, whatever the router says"
         refuse("moe_router_pre_softmax", "false", f"true with {where('moe_router_topk')} 1", why)
+    if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
+        expected = f"false, or a width at {where('moe_shared_expert_intermediate_size')}"
+        refuse("moe_shared_expert_gate", "true", expected, "no expert has all tokens")
     if config.has_8_bits:
         refuse("precision", "fp8", "bf16, fp16 or fp32", "experts have no 8-bit products yet")
     if model.precision_align is not None:

@@ -7,7 +7,7 @@ import math
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families import family_of
+from patch.families import family_of, no_class
 
 
 def divisors(*numbers: int) -> str:
@@ -30,8 +30,8 @@ def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
     """A model can be exported only if transformers has a class for it."""
     if config.checkpoint.export_hf and family_of(config.model) is None:
-        why = "no model of transformers has biases on q, k, v and norms of their heads"
-        refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
+        why, cure = no_class(config.model)
+        refuse("export_hf", "true", f"{cure}, or no export", why)
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:

@@ -372,10 +372,9 @@ class RunConfig:
     @property
     def num_expert_copies(self) -> int:
         """Ranks that have the same experts: world size over ETP x EP x PP; 1 without experts."""
-        if not self.model.num_experts:
-            return 1
-        of_experts = self.etp_size * self.experts.expert_model_parallel_size
-        return self.world_size // (of_experts * self.parallel.pipeline_model_parallel_size)
+        sizes = self.etp_size * self.parallel.pipeline_model_parallel_size
+        sizes *= self.experts.expert_model_parallel_size
+        return self.world_size // sizes if self.model.num_experts else 1
 
     @property
     def num_state_shares(self) -> int:

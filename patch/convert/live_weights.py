@@ -330,16 +330,14 @@ def export_hf(
                 for tensor in table[mapped.name].at(mapped.layer, expert).hf
             }
             if is_first:
-                sources = [hf_source] if hf_source else []
-                stack.enter_context(staging(folder, sources, overwrite=True))
+                stack.enter_context(staging(folder, [hf_source] if hf_source else [], overwrite=True))
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if is_writer or experts.size > 1:
-                weights = iter_hf_weights(
-                    stages, model, groups, receivers="stage", device=torch.device("cpu")
-                )
-                receives = is_writer and groups.tp.rank() == 0
-                _write_weights(weights, partial, dtypes if receives else {}, layout)
+                cpu = torch.device("cpu")
+                weights = iter_hf_weights(stages, model, groups, receivers="stage", device=cpu)
+                has_all = is_writer and groups.tp.rank() == 0
+                _write_weights(weights, partial, dtypes if has_all else {}, layout)
         with all_or_none():
             if is_first:
                 with writing(partial):

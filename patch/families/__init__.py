@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from patch.errors import ConfigError, shown
 from patch.families.config_json import ConfigReader
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, StackedPart, stacked_part
+from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
 from patch.families.layers import expert_layers
 from patch.families.shape import (
@@ -34,6 +34,14 @@ FAMILIES: dict[str, Family] = {}
 """`model_type` -> family. A shape that names none belongs to the first that computes it."""
 PRESETS: dict[str, dict[str, Any]] = {}
 """MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
+
+
+_NOT_BUILT = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "latent attention and groups of experts are not built"),
+    "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not built",
+    "qwen3_next": "linear attention is not built",
+}
+"""Families with experts that are named by their reason."""
 
 
 def register_family(family: Family) -> None:
@@ -56,7 +64,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: no other is supported")
+        why = _NOT_BUILT.get(str(model_type), "no other is supported")
+        config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: {why}")
     return FAMILIES[model_type].read_config(config)
 
 
@@ -102,6 +111,20 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     }
     names = (model_type, model.model_type, *matching)
     return next((matching[name] for name in names if name is not None and name in matching), None)
+
+
+def no_class(model: ModelConfig) -> tuple[str, str]:
+    """Why no class of transformers computes a model (`family_of` is None), and what to change."""
+    if model.num_experts:
+        names = ", ".join(name for name, family in FAMILIES.items() if isinstance(family, ExpertsFamily))
+        return (
+            "no model of transformers has such experts between such attention",
+            f"experts and traits of one of {names}",
+        )
+    return (
+        "no model of transformers has biases on q, k, v and norms of their heads",
+        "one of --add-qkv-bias and --qk-layernorm left out",
+    )
 
 
 def with_family(model: ModelConfig) -> ModelConfig:
@@ -183,6 +206,6 @@ __all__ = [
     "EXPERT_FIELDS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "AttentionBackend",
     "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "StackedPart", "Traits",
     "TransformerImpl", "WeightRow", "differences", "expert_layers", "family_called", "family_of",
-    "layer_matrices", "own_traits", "read_config", "register_family", "stacked_part",
+    "layer_matrices", "no_class", "own_traits", "read_config", "register_family", "stacked_part",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ Window = tuple[int, int] | None
 MOST_LAYERS = 10_000
 """The most layers of a model. The plan, the weight table and a pipeline have something for each layer."""
 
-MOST_EXPERTS = 4096
+MOST_EXPERTS = 1024
 """The most experts of a layer; the weight table has something for each."""
 
 
