@@ -8,8 +8,7 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model are in `patch/families/shape.py`; those of data and checkpoint in `data_schema.py`, of
-experts in `experts.py`.
+Fields of model: `patch/families/shape.py`; of data, checkpoint: `data_schema.py`; of experts: `experts.py`.
 Imports neither torch nor megatron.
 """
 

@@ -2,7 +2,7 @@
 
     router          scores and choices are upstream's, in float32; its losses have this project's divisor
     dispatcher      upstream's: which tokens go to which rank, and back
-    experts         upstream's SequentialMLP; all experts of a rank are one operation a matrix (`_Products`)
+    experts         upstream's SequentialMLP; all experts of a rank are one operation
     shared expert   upstream's, whose activation is that of our MLP
 
 A rank's tokens are [S, B, H]. An expert's weights, names and places in a checkpoint are upstream's.
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -99,16 +98,16 @@ def routers_of(stages: Sequence[torch.nn.Module]) -> Iterator[Router]:
 
 
 class LocalExperts(SequentialMLP):
-    """The experts of a layer that a rank holds.
+    """The experts of a layer that a rank holds; backward keeps tokens, and what the first layers give.
 
     Args:
         arguments, named: those of SequentialMLP.
-        activate, is_recomputed: see RecomputableMLP.
+        activate: see RecomputableMLP.
     """
 
-    def __init__(self, *arguments: Any, activate: Activation, is_recomputed: bool, **named: Any) -> None:
+    def __init__(self, *arguments: Any, activate: Activation, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._activate, self._is_recomputed = activate, is_recomputed
+        self._activate = activate
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
@@ -122,73 +121,81 @@ class LocalExperts(SequentialMLP):
         Returns:
             [T, H], and no bias.
         """
-        sizes, experts = tokens_per_expert.tolist(), self.local_experts
-
-        def activated(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return _WeightedActivation.apply(gate_up, weights, self._activate)
-
-        hidden = _Products.apply(tokens, sizes, *(expert.linear_fc1.weight for expert in experts))
-        recomputed = CheckpointWithoutOutput() if self._is_recomputed else None
-        compute = (
-            activated if recomputed is None else lambda *inputs: recomputed.checkpoint(activated, *inputs)
-        )
-        output = _Products.apply(
-            compute(hidden, weights), sizes, *(expert.linear_fc2.weight for expert in experts)
-        )
-        if recomputed is not None:
-            recomputed.discard_output_and_register_recompute(output)
-        return output, None
+        first = [expert.linear_fc1.weight for expert in self.local_experts]
+        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        sizes = tokens_per_expert.tolist()
+        return _Experts.apply(tokens, weights, sizes, self._activate, *first, *second), None
 
 
-class _WeightedActivation(torch.autograd.Function):
-    """activate(gate_up) * weight, of which backward keeps only what it is computed from."""
+class _Experts(torch.autograd.Function):
+    """(activate(tokens @ first.T) * weight) @ second.T for each expert, with the bits of single products."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, weights: torch.Tensor, activate: Activation) -> torch.Tensor:
-        ctx.save_for_backward(gate_up, weights)
-        ctx.activate = activate
-        return (activate(gate_up) * weights.unsqueeze(-1)).to(gate_up.dtype)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate_up, weights = ctx.saved_tensors
-        with torch.enable_grad():
-            gate_up = gate_up.detach().requires_grad_()
-            output = ctx.activate(gate_up)
-        of_weights = (gradient * output.detach().to(weights.dtype)).sum(-1)
-        of_output = (gradient * weights.unsqueeze(-1)).to(output.dtype)
-        return *torch.autograd.grad(output, gate_up, of_output), of_weights, None
-
-
-class _Products(torch.autograd.Function):
-    """For each expert: its rows times its weight transposed, with the bits of single products."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sizes: list[int], *weights: torch.Tensor) -> torch.Tensor:
-        output = rows.new_empty(len(rows), len(weights[0]))
-        for own, weight, result in zip(rows.split(sizes), weights, output.split(sizes), strict=True):
-            torch.mm(own, weight.t(), out=result)
-        ctx.sizes, ctx.weights = sizes, weights
-        ctx.save_for_backward(rows, *weights)
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        sizes: list[int],
+        activate: Activation,
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden, output = tokens.new_empty(len(tokens), len(matrices[0])), torch.empty_like(tokens)
+        for rows, experts, of_experts in _parts(sizes, tokens.is_cuda):
+            first, second = matrices[: len(sizes)][experts], matrices[len(sizes) :][experts]
+            _multiply(tokens[rows], [each.t() for each in first], of_experts, hidden[rows])
+            active = activate(hidden[rows]).mul_(weights[rows].unsqueeze(-1))
+            _multiply(active, [each.t() for each in second], of_experts, output[rows])
+        ctx.sizes, ctx.activate, ctx.matrices = sizes, activate, matrices
+        ctx.save_for_backward(tokens, weights, hidden, *matrices)
         return output
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
-        gradients, of_rows = gradient.split(ctx.sizes), None
-        if ctx.needs_input_grad[0]:
-            of_rows = torch.empty_like(rows)
-            for own, weight, result in zip(gradients, weights, of_rows.split(ctx.sizes), strict=True):
-                torch.mm(own, weight, out=result)
-        of_weights = [
-            weight_gradient(weight, of_output, own) if is_needed else None
-            for weight, of_output, own, is_needed in zip(
-                ctx.weights, gradients, rows.split(ctx.sizes), ctx.needs_input_grad[2:], strict=True
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        tokens, weights, hidden, *matrices = ctx.saved_tensors
+        number, of_matrices = len(ctx.sizes), list[Any]([None] * len(matrices))
+        of_tokens, of_weights = torch.empty_like(tokens), torch.empty_like(weights)
+        for rows, experts, sizes in _parts(ctx.sizes, tokens.is_cuda):
+            weight, second = weights[rows].unsqueeze(-1), matrices[number:][experts]
+            with torch.enable_grad():
+                gate_up = hidden[rows].detach().requires_grad_()
+                active = ctx.activate(gate_up)
+            of_active = torch.empty_like(active)
+            _multiply(gradient[rows], second, sizes, of_active)
+            torch.sum(of_active * active.detach().to(weight.dtype), -1, out=of_weights[rows])
+            (of_hidden,) = torch.autograd.grad(active, gate_up, of_active.mul_(weight))
+            _multiply(of_hidden, matrices[:number][experts], sizes, of_tokens[rows])
+            places = range(number)[experts]
+            pairs = (
+                (places, of_hidden, tokens[rows]),
+                ([number + place for place in places], gradient[rows], active.detach().mul_(weight)),
             )
-        ]
-        return of_rows, None, *of_weights
+            for indices, of_output, input in pairs:
+                each = zip(indices, of_output.split(sizes), input.split(sizes), strict=True)
+                for index, own, its_input in each:
+                    if ctx.needs_input_grad[4 + index]:
+                        of_matrices[index] = weight_gradient(ctx.matrices[index], own, its_input)
+        return of_tokens, of_weights, None, None, *of_matrices
+
+
+def _parts(sizes: list[int], is_cuda: bool) -> Iterator[tuple[slice, slice, list[int]]]:
+    """Rows, experts, and their numbers of rows: on a CPU one expert after the other, whose rows are in its
+    cache; on a GPU all, because each operation has a price."""
+    if is_cuda:
+        yield slice(None), slice(None), sizes
+        return
+    end = 0
+    for index, size in enumerate(sizes):
+        begin, end = end, end + size
+        yield slice(begin, end), slice(index, index + 1), [size]
+
+
+def _multiply(
+    rows: torch.Tensor, matrices: Sequence[torch.Tensor], sizes: list[int], output: torch.Tensor
+) -> None:
+    """Write each expert's rows times its matrix into the output."""
+    for own, matrix, result in zip(rows.split(sizes), matrices, output.split(sizes), strict=True):
+        torch.mm(own, matrix, out=result)
 
 
 class SharedExpert(SharedExpertMLP):
@@ -227,10 +234,11 @@ def experts_spec(
         share: see Router.
         activate, is_recomputed: see RecomputableMLP.
     """
-    params = {"activate": activate, "is_recomputed": is_recomputed}
+    params: dict[str, Any] = {"activate": activate}
+    of_shared = {**params, "is_recomputed": is_recomputed}
     parts = MoESubmodules(
         experts=ModuleSpec(module=LocalExperts, submodules=experts, params=params),
-        shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=params),
+        shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=of_shared),
         router=partial(Router, share=share),
     )
     return ModuleSpec(module=MoELayer, submodules=parts)

@@ -112,9 +112,12 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
     gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
     gradients += 2 * hidden if parallel.sequence_parallel else 0
-    if model.num_experts:  # what experts take and give; their activation again, with its gradient in float32
-        again = model.expert_width // config.etp_size * (size + _FP32)
+    if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
+        # On a CPU one expert after the other has them.
+        share = 1 if cuda else config.experts.expert_model_parallel_size / model.num_experts
+        again = model.expert_width // config.etp_size * (2 * size + _FP32) * share
         gradients += int(dispatch_of(config).rows * (2 * model.hidden_size * size + again))
+        gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
     if stage == last:
@@ -243,14 +246,16 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
             which keep two more values for each element.
     """
     training = config.training
-    mlp = widths(config.model, "mlp", config.parallel.tensor_model_parallel_size)
+    tp_size = config.parallel.tensor_model_parallel_size
+    mlp = widths(config.model, "mlp", tp_size)
     size, hidden = element_bytes(training.precision), _own_hidden(config)
     norm = _norm_bytes(config, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
     attention = _attention_bytes(config)
     gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-    activation = size * mlp.taken  # the product of silu(gate) and up
+    # The product of silu(gate) and up; that of experts is computed again.
+    activation = size * (mlp.taken - widths(config.model, "expert", tp_size).taken)
     inputs = 0.0  # of experts, kept beside the norm's output
     if config.model.num_experts:
         inputs = size * dispatch_of(config).rows * config.model.hidden_size / config.micro_batch_tokens

@@ -1,6 +1,7 @@
 """Experts: a layer against transformers' own, losses and capacity against their formulas in plain torch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,14 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from small_runs import small_run
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, silu
 from training_runs import build_stages
 from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from patch.model import initialize_weights
-from patch.model.experts import FURTHER_COUNTS, _Products
+from patch.model import experts, initialize_weights
+from patch.model.experts import FURTHER_COUNTS
 
 NUM_EXPERTS, CHOSEN, WIDTH, SHARED = 4, 2, 48, 80
 SHAPE: dict[str, Any] = {
@@ -58,11 +59,11 @@ def choose_the_same(layer: Any) -> None:
 
 def under_their_names(ours: Any, part: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our layer's weights, or another part of each parameter, as the block of transformers has them."""
-    experts, shared = ours.experts.local_experts, ours.shared_experts
+    local, shared = ours.experts.local_experts, ours.shared_experts
     found = {
         "gate.weight": part(ours.router.weight),
-        "experts.gate_up_proj": torch.stack([part(expert.linear_fc1.weight) for expert in experts]),
-        "experts.down_proj": torch.stack([part(expert.linear_fc2.weight) for expert in experts]),
+        "experts.gate_up_proj": torch.stack([part(expert.linear_fc1.weight) for expert in local]),
+        "experts.down_proj": torch.stack([part(expert.linear_fc2.weight) for expert in local]),
     }
     if shared is not None:
         gate, up = part(shared.linear_fc1.weight).chunk(2)
@@ -181,20 +182,36 @@ def test_an_expert_takes_the_likeliest_tokens_up_to_its_capacity() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_all_experts_have_the_bits_of_single_ones(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["as on a CPU", "as on a GPU"])
+def test_experts_have_the_bits_of_single_operations(
+    dtype: torch.dtype, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts_of = experts._parts
+    monkeypatch.setattr(experts, "_parts", lambda sizes, is_cuda: parts_of(sizes, at_once))
     torch.manual_seed(0)
     sizes = [3, 0, 5, 1]
-    rows = torch.randn(sum(sizes), 16, dtype=dtype, requires_grad=True)
-    weights = [torch.randn(24, 16, dtype=dtype, requires_grad=True) for _ in sizes]
-    gradient = torch.randn(sum(sizes), 24, dtype=dtype)
-    found = []
-    for compute in (
-        lambda: _Products.apply(rows, sizes, *weights),
-        lambda: torch.cat([own @ weight.t() for own, weight in zip(rows.split(sizes), weights, strict=True)]),
-    ):
+    tokens = torch.randn(sum(sizes), 16, dtype=dtype, requires_grad=True)
+    weights = torch.rand(sum(sizes), requires_grad=True)
+    first = [torch.randn(24, 16, dtype=dtype, requires_grad=True) for _ in sizes]
+    second = [torch.randn(16, 12, dtype=dtype, requires_grad=True) for _ in sizes]
+    inputs = (tokens, weights, *first, *second)
+
+    def activate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate) * up
+
+    def one_by_one() -> torch.Tensor:
+        parts = zip(tokens.split(sizes), weights.split(sizes), first, second, strict=True)
+        return torch.cat(
+            [(activate(x @ a.t()) * w[:, None]).to(dtype) @ b.t() for x, w, a, b in parts]
+        )
+
+    found, gradient = [], torch.randn(sum(sizes), 16, dtype=dtype)
+    together = partial(experts._Experts.apply, tokens, weights, sizes, activate, *first, *second)
+    for compute in (together, one_by_one):
         output = compute()
         output.backward(gradient)
-        found.append([output.detach(), *(tensor.grad for tensor in (rows, *weights))])
-        for tensor in (rows, *weights):
+        found.append([output.detach(), *(tensor.grad for tensor in inputs)])
+        for tensor in inputs:
             tensor.grad = None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

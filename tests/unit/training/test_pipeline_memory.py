@@ -255,8 +255,8 @@ def test_the_plan_says_what_waits_for_backward(ranks: list, case: str) -> None:
     config = config_of(case)
     for found, _ in ranks:
         planned = activation_peak(config, found[case].pp_rank, cuda=False)
-        # The indices of a router are not planned: with these narrow layers 1.3 %.
-        bound = 0.015 if "num_experts" in CASES[case] else 0.01
+        # The indices of a router are not planned: with these narrow layers 1.8 %.
+        bound = 0.02 if "num_experts" in CASES[case] else 0.01
         assert planned.layers + planned.ends == pytest.approx(found[case].peak, rel=bound)
 
 
