@@ -354,6 +354,18 @@ def start_thread(name: str, work: Callable[[], object], *, daemon: bool = True) 
     return thread
 
 
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that is loaded; `torch.cuda.nccl.version()` is the one torch was built with."""
+    import torch
+
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # built into torch
+        return tuple(torch.cuda.nccl.version())
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a CPU tensor on `device`; through pinned memory, so that the host does not wait for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

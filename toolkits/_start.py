@@ -103,22 +103,14 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     from patch.compat import quick_start  # it imports torch, which the launcher does not need
 
     with quick_start():
-        from patch.data.preview import show_data
-
+        from patch.training.objective import Objective
+    objective = (OBJECTIVES[config.training.objective] or Objective)(config)
     if (folder := weights_here(config)) is not None:
         from patch.convert.hf_reader import check_headers
 
         with about("load"):
             check_headers(folder, config.model)
-    samples = show_data(
-        config.data,
-        config.model,
-        config.tokenizer_folder,
-        sft=config.training.sft,
-        output=Path(config.checkpoint.output_path),
-        stream=sys.stderr,
-    )
-    if samples is not None:
+    if (samples := objective.show_data(sys.stderr)) is not None:
         sys.stderr.write(describe_length(config, samples) + "\n")
 
 

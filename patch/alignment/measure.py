@@ -33,7 +33,7 @@ from patch.config.schema import ModelConfig
 from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
-from patch.families import HfAttention
+from patch.families import HfAttention, traits_of
 from patch.model import SOURCES, LlamaModel
 
 SINGLE_FORM = ("rope",)
@@ -52,7 +52,7 @@ class Measurement(NamedTuple):
     precision: FloatType
     """Type in which both models computed."""
     attention: HfAttention
-    """Attention implementation of transformers' model."""
+    """Attention implementation of transformers' model; eager where it has no other."""
     prompt_lengths: list[int]
     """In tokens."""
     weights: WeightComparison
@@ -66,7 +66,7 @@ class LogitComparison(NamedTuple):
     fast: LogitStats
     """Ours as it trains by default, against transformers."""
     aligned: LogitStats
-    """Ours with --precision-align, against transformers."""
+    """Ours with --precision-align, against transformers; where no operation can be aligned, as `fast`."""
     first: FirstDifference | None
     """For the aligned form if its logits differ, otherwise for the fast form."""
     sources: dict[str, float]
@@ -84,6 +84,8 @@ def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAtt
         )
     stored = find_checkpoint(mcore, hf)
     precision = precision or stored.precision
+    if not traits_of(stored.model).is_llama_like:
+        attention = "eager"  # transformers' class has no other
     model = dataclasses.replace(stored.model, precision_align=attention)
     with alone(context) as groups:
         ours = load_ours(stored, groups, context)
@@ -120,7 +122,8 @@ def _compare_forms(
         model: the shape of both models.
     """
 
-    every, none = frozenset(SOURCES), frozenset[str]()
+    every = frozenset(SOURCES if traits_of(model).is_llama_like else ())
+    none = frozenset[str]()
     with recorded(theirs, model) as recording:
         expected = compute_hf_logits(theirs, prompts)
 
@@ -140,6 +143,7 @@ def _compare_forms(
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
         for name in SOURCES
+        if name in every
     }
     fast, aligned = compare_logits(logits(none), expected), compare_logits(base, expected)
     return LogitComparison(fast, aligned, first, sources, routes[every])

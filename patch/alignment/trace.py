@@ -107,6 +107,12 @@ def _first_output(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+def _with_bias(output: Any) -> torch.Tensor:
+    """The result of one of our modules; a linear layer may leave its bias to the next operation."""
+    value = _first_output(output)
+    return value if value is output or output[1] is None else value + output[1]
+
+
 def _path(parameter: str, layer: int | None) -> str:
     """Path of the module of a weight; `*` in the name is replaced by the layer."""
     return parameter.removesuffix(".weight").replace("*", str(layer))
@@ -139,7 +145,7 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
         return read
 
     yield _TracedModule(None, theirs.get_input_embeddings(), reading("embed_tokens"))
-    if traits_of(model).position_embedding_type == "rope":
+    if traits_of(model).has_rope:
         yield _TracedModule(
             None, theirs.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
         )
@@ -159,7 +165,7 @@ def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule
     layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
     embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    if traits_of(model).position_embedding_type == "rope":
+    if traits_of(model).has_rope:
         yield _TracedModule(
             None, ours.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)}
         )
@@ -179,7 +185,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
     names, before = [_operation(tensor) for tensor in row.hf], _INPUTS.get(row.name)
 
     def read(inputs: Any, output: Any) -> Parts:
-        value = _first_output(output)[:, 0]
+        value = _with_bias(output)[:, 0]
         given = {} if before is None else {before: inputs[0][:, 0]}
         match row.kind:
             case Kind.QKV:

@@ -88,7 +88,8 @@ def _is_exact_expected(measured: Measurement) -> bool:
 
     Experts have no order of operations that is aligned: weights are applied before the second product.
     """
-    return measured.device == "cpu" and measured.logits.routes is None
+    is_aligned = bool(measured.logits.sources) and measured.logits.routes is None
+    return measured.device == "cpu" and is_aligned
 
 
 def _is_within_bound(stats: LogitStats, precision: str) -> bool:
@@ -112,6 +113,11 @@ def _good_news(measured: Measurement) -> Iterator[str]:
     yield f"All {measured.weights.num_tensors} weights are bit-equal{rounding}."
     if measured.logits.routes is not None:
         yield f"{_routes_text(measured)}: ties; the logits are those with transformers' experts."
+    bound = f"Bound of {measured.precision}: {_bound_text(measured.precision)}."
+    if not measured.logits.sources:
+        yield f"The logits differ by {measured.logits.fast.max:.3g}; {_first_difference_text(measured)}."
+        yield f"{bound} These layers have no --precision-align."
+        return
     flag = f"--precision-align {measured.attention}"
     if measured.logits.aligned.max == 0:
         yield f"With {flag} the logits are bit-equal."
@@ -124,6 +130,5 @@ def _good_news(measured: Measurement) -> Iterator[str]:
     most = f", most of it from {source} ({added:.3g})" if added > 0 else ""
     yield (
         f"Without it another order of operations moves them by {measured.logits.fast.max:.3g}{most}; "
-        f"{_first_difference_text(measured)}. "
-        f"Bound of {measured.precision}: {_bound_text(measured.precision)}."
+        f"{_first_difference_text(measured)}. {bound}"
     )

@@ -7,7 +7,7 @@ import math
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families import family_of, no_class
+from patch.families import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, family_of, no_class, traits_of
 
 
 def divisors(*numbers: int) -> str:
@@ -32,6 +32,30 @@ def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
     if config.checkpoint.export_hf and family_of(config.model) is None:
         why, cure = no_class(config.model)
         refuse("export_hf", "true", f"{cure}, or no export", why)
+
+
+def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
+    """Layers that are not like LLaMA's are asked for nothing that only those have."""
+    model, traits = config.model, traits_of(config.model)
+    if traits.is_llama_like:
+        return
+    its = f"{model.model_type}'s layers have"
+    if not traits.has_rope:
+        why = f"{its} ALiBi instead of RoPE"
+        if model.use_rope_scaling:
+            refuse("use_rope_scaling", "true", "false", why)
+        if model.rotary_base != UNUSED_ROTARY_BASE:
+            refuse("rotary_base", model.rotary_base, f"{UNUSED_ROTARY_BASE:g}, which nothing reads", why)
+        if model.max_position_embeddings > ALIBI_POSITIONS:
+            why = f"{its} ALiBi, whose further positions are not exact in 16 bits"
+            expected = f"at most {ALIBI_POSITIONS}"
+            refuse("max_position_embeddings", model.max_position_embeddings, expected, why)
+    for field, what in (("add_qkv_bias", "biases anyway"), ("qk_layernorm", "no RMSNorm of heads")):
+        if getattr(model, field):
+            refuse(field, "true", "false", f"{its} {what}")
+    if model.precision_align is not None:
+        why = f"{its} one order of operations, within 1e-4 of transformers' logits in fp32"
+        refuse("precision_align", model.precision_align, "none", why)
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:

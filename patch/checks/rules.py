@@ -51,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     activations.offload_is_possible,
     model.heads_fit,
     model.export_has_a_class,
+    model.flags_are_of_the_layers,
     model.rope_scaling_is_asked_for,
     model.rope_scaling_is_ordered,
     layout.tensor_parallel_divides,

@@ -91,12 +91,16 @@ def attend_backward(
         )
     # Without dropout the kernels do not read the state of the random generator.
     random = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0, dtype=torch.uint64)
-    gradient, out = gradient.contiguous(), out.contiguous()
+    gradient = gradient.contiguous()
     if _takes_flash(query, bias):
+        out = out.contiguous()
         return _aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], _NO_DROPOUT,
             is_causal, *random, scale=scale,
         )  # fmt: skip
+    # With 16 bits the kernel reads the output as the forward kernel lays it out, [B, Q, N, D], whatever its
+    # strides (mem_eff_attention/kernel_backward.h:684).
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=torch.inf)
     seed = torch.zeros((), dtype=torch.int64)
     gradients = _aten._scaled_dot_product_efficient_attention_backward(

@@ -39,6 +39,8 @@ def engine_obstacle(config: RunConfig) -> str:
         return f"{where('precision_align')} computes in transformers' order of operations"
     if config.model.num_experts:
         return "experts are of our own layers"
+    if not traits_of(config.model).is_llama_like:
+        return f"its layers are built for LLaMA's parts, and {config.model.model_type} has others"
     if training.precision == "fp32":
         return f"{where('precision')} fp32: Transformer Engine multiplies float32 in TF32"
     if parallel.tp_comm_overlap and parallel.tensor_model_parallel_size > 1:
@@ -215,11 +217,14 @@ def _rows(
     yield _attention(backends, model, execution, machine, cp_size)
     if is_cuda:
         yield _packed_rows(backends, model, execution.precision)
-    yield Served("norm", "Transformer Engine" if is_engine else "torch's rms_norm")
-    missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
     traits = traits_of(model)
+    norm = "rms_norm" if traits.normalization == "RMSNorm" else "layer_norm"
+    yield Served("norm", "Transformer Engine" if is_engine else f"torch's {norm}")
+    missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
     is_swiglu = traits.gated_linear_unit and traits.activation == "silu"
-    for operation in ("RoPE", "SwiGLU") if is_swiglu else ("RoPE",):
+    if not traits.has_rope:
+        yield Served("ALiBi", "channels of queries and keys, in the same kernel")
+    for operation in ("RoPE",) * traits.has_rope + ("SwiGLU",) * is_swiglu:
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     chunks = "chunks of tokens, without all logits"

@@ -109,6 +109,11 @@ class ZeroStage(IntEnum):
         """Whether a rank keeps the sums of its shards only, so that every micro-batch is reduced."""
         return self >= ZeroStage.GRADIENTS
 
+    @property
+    def shared_text(self) -> str:
+        """What is shared, in words."""
+        return " and ".join(("optimizer states", "gradients", "parameters")[:self]) or "nothing"
+
     def sums_on_the_way(self, num_copies: int) -> bool:
         """Whether gradients are all-reduced, which adds up in the type that travels.
 

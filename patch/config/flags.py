@@ -36,8 +36,8 @@ def _positions_help() -> str:
     lines = ["The 25 positions (then named flags; or named flags alone):", ""]
     for index, position in enumerate(POSITIONS, 1):
         lines.append(f"  {index:2}  {position.name:24}  {position.help}")
-        if isinstance(position.kind, tuple):
-            lines.append(f"  {'':30}{'|'.join(position.kind)}")
+        if position.words:
+            lines.append(f"  {'':30}{'|'.join(position.words)}")
     lines += ["", "Environment variables beside the positions:", ""]
     lines += [f"      {name:24}  {help}" for name, (_, help) in VARIABLES.items()]
     lines += [

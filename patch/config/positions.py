@@ -15,7 +15,7 @@ from patch.errors import ConfigError, PatchError, nearest, shown
 from patch.families import PRESETS
 from patch.numbers import to_float, to_int
 
-INT, FLOAT, PATH = "int", "float", "path"
+INT, FLOAT, PATH, SIZE = "int", "float", "path", "size"
 _BOOLS = ("true", "false")
 
 
@@ -24,17 +24,22 @@ class Position(NamedTuple):
 
     name: str
     kind: str | tuple[str, ...]
-    """INT, FLOAT, PATH, or the legal words."""
+    """INT, FLOAT, PATH, SIZE, or the legal words."""
     fields: tuple[str, ...]
     """The fields it sets."""
     help: str
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The legal words; () if there are others. Of SIZE those of all families that are known by now."""
+        if self.kind == SIZE:
+            return (*PRESETS, "auto")
+        return self.kind if isinstance(self.kind, tuple) else ()
+
 
 POSITIONS: tuple[Position, ...] = (
     Position("ENV", ("dsw", "dlc", "slurm"), (), "one machine, or several by DLC's or SLURM's variables"),
-    Position(
-        "MODEL_SIZE", (*PRESETS, "auto"), ("model_size",), "a preset, or auto: position 22's config.json"
-    ),
+    Position("MODEL_SIZE", SIZE, ("model_size",), "a preset, or auto: position 22's config.json"),
     Position("BATCH_SIZE", INT, ("micro_batch_size",), "samples of one forward on one replica"),
     Position("GLOBAL_BATCH_SIZE", INT, ("global_batch_size",), "samples of one optimizer step"),
     Position("LR", FLOAT, ("lr",), "highest learning rate"),
@@ -209,9 +214,10 @@ def _check_count(texts: Sequence[str]) -> None:
 def _parse(index: int, position: Position, text: str) -> Any:
     """The position's value: a number, a path or word as text, or a bool."""
     origin = f"position {index} {position.name}"
-    if isinstance(position.kind, tuple):
-        check_choice(text, position.kind, origin)
+    if position.words:
+        check_choice(text, position.words, origin)
         return text == "true" if position.kind == _BOOLS else text
+    assert isinstance(position.kind, str)
     may_be_none = position.kind == PATH and FIELDS[position.fields[0]].none is not None
     value = {INT: to_int, FLOAT: to_float, PATH: lambda path: path or None}[position.kind](text)
     if value is None or (may_be_none and text in ("None", "NONE", "null")):

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from patch.convert.hf_reader import HFFolder, read_index
+from patch.convert.hf_reader import HFFolder, read_index, whole_names
 from patch.errors import ConversionError
 from patch.families import stacked_part
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -29,7 +29,7 @@ def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | 
 
     Args:
         folder: a Hugging Face folder or a converted checkpoint; None: there is no such folder.
-        names: the tensors of the model.
+        names: the tensors of the model, the embedding first.
     Raises:
         ConversionError: the folder's index cannot be read, or lacks a tensor.
     """
@@ -40,7 +40,8 @@ def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | 
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return None
-    known = read_index(index)
+    stored = read_index(index)
+    known = {whole: stored[name] for name, whole in whole_names(stored, names[0]).items()}
     for name in names:
         stacked = stacked_part(name)
         if name not in known and stacked is not None and stacked.name in known:

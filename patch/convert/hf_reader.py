@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 class _TensorHeader(NamedTuple):
     path: Path
+    stored_name: str
     shape: tuple[int, ...]
     dtype: str
     """In safetensors' spelling."""
@@ -92,16 +94,15 @@ class HFFolder:
                 )
             self._headers |= found
 
-        self.dtypes = {
-            name: DTYPES[header.dtype] for name, header in self._headers.items() if header.dtype in DTYPES
-        }
-        """The type of each tensor that can be read."""
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a tensor that `check` has found."""
+        return DTYPES[self._headers[name].dtype]
 
     def __getitem__(self, name: str) -> Any:
         """A lazy slice of a tensor: indexing it reads the values."""
         header = self._headers[name]
         file, stacked = _open(header.path), header.stacked
-        stored = name if stacked is None else stacked.name
+        stored = header.stored_name
         tensor = file[stored] if isinstance(file, dict) else file.get_slice(stored)
         if stacked is None or stacked.expert is None:
             return tensor
@@ -120,6 +121,8 @@ class HFFolder:
         Raises:
             ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable type.
         """
+        names = whole_names(self._headers, expected[0].name)
+        self._headers = {names[name]: header for name, header in self._headers.items()}
         used: set[str] = set()
         for tensor in expected:
             if (stacked := stacked_part(tensor.name)) and tensor.name not in self._headers:
@@ -148,8 +151,6 @@ class HFFolder:
             rows = shape[1] // (1 + is_both) if len(shape) == 3 and stacked.expert < shape[0] else 0
             shape = (rows, *shape[2:])
         self._headers[tensor.name] = header._replace(shape=shape, stacked=stacked)
-        if stacked.name in self.dtypes:
-            self.dtypes[tensor.name] = self.dtypes[stacked.name]
         return {stacked.name}
 
     def check_copy(self, name: str, original: str) -> None:
@@ -199,6 +200,18 @@ class HFFolder:
                 f"{tensor.name} in {header.path} is stored as {header.dtype}, expected one "
                 f"of {', '.join(DTYPES)}: use the folder of the model that is not quantised"
             )
+
+
+def whole_names(stored: Collection[str], embedding: str) -> dict[str, str]:
+    """Stored name -> name in the whole model, for files that may be of one without its output layer.
+
+    Args:
+        stored: all names in the files; BigScience's have `word_embeddings.weight`.
+        embedding: the embedding's in the whole model: `transformer.word_embeddings.weight`.
+    """
+    prefix, _, bare = embedding.partition(".")
+    is_bare = embedding not in stored and bare in stored
+    return {name: f"{prefix}.{name}" if is_bare and name != OUTPUT else name for name in stored}
 
 
 def check_headers(folder: Path, model: ModelConfig) -> HFFolder:
@@ -266,12 +279,15 @@ def _headers(path: Path) -> dict[str, _TensorHeader]:
     file = _open(path)
     if isinstance(file, dict):
         return {
-            name: _TensorHeader(path, tuple(tensor.shape), SPELLINGS.get(tensor.dtype, str(tensor.dtype)))
+            name: _TensorHeader(
+                path, name, tuple(tensor.shape), SPELLINGS.get(tensor.dtype, str(tensor.dtype))
+            )
             for name, tensor in file.items()
         }
     slices = {name: file.get_slice(name) for name in file.keys()}
     return {
-        name: _TensorHeader(path, tuple(lazy.get_shape()), lazy.get_dtype()) for name, lazy in slices.items()
+        name: _TensorHeader(path, name, tuple(lazy.get_shape()), lazy.get_dtype())
+        for name, lazy in slices.items()
     }
 
 

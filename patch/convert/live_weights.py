@@ -165,6 +165,8 @@ def mapped_parameters(
     found: dict[tuple[str, int, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
+            if name in getattr(stage, "added", ()):
+                continue
             layer = expert = 0
             key = name
             if match := _LAYER.match(name):

@@ -92,7 +92,8 @@ def hf_to_mcore(
 def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
     """Write the folder of the checkpoint itself: weights, extra states, common.pt and index."""
     total_bytes = sum(
-        torch.Size(shape).numel() * (dtype or source.dtypes[name]).itemsize for name, shape in source.tensors
+        torch.Size(shape).numel() * (dtype or source.dtype_of(name)).itemsize
+        for name, shape in source.tensors
     )
     with writing(target):
         target.mkdir()
@@ -157,13 +158,13 @@ def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
     Raises:
         ConversionError: they have several; the message names one tensor of each.
     """
-    first_of = {source.dtypes[name]: name for name in reversed(names)}
+    first_of = {source.dtype_of(name): name for name in reversed(names)}
     if len(first_of) > 1:
         listed = ", ".join(f"{name} {kind}" for kind, name in sorted(first_of.items(), key=str))
         raise ConversionError(
             f"{source.folder}: {listed} make up one stored tensor, expected one type: give --params-dtype"
         )
-    return source.dtypes[names[0]]
+    return source.dtype_of(names[0])
 
 
 def _made_ahead(items: Iterator[_Item]) -> Iterator[_Item]:

@@ -27,9 +27,13 @@ Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` stands for the layer's number over the whole model, `#` for the expert's."""
 
 _OTHER_NAMES = {
-    "decoder.layers.*.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.*.input_layernorm.weight",
-    "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": "decoder.layers.*.pre_mlp_layernorm.weight",
-    "final_layernorm.weight": "decoder.final_layernorm.weight",
+    f"{theirs}{kind}": f"decoder.{ours}.{kind}"
+    for theirs, ours in (
+        ("decoder.layers.*.self_attention.linear_qkv.layer_norm_", "layers.*.input_layernorm"),
+        ("decoder.layers.*.mlp.linear_fc1.layer_norm_", "layers.*.pre_mlp_layernorm"),
+        ("final_layernorm.", "final_layernorm"),
+    )
+    for kind in ("weight", "bias")
 }
 """Other spelling -> name in the table.
 

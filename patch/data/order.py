@@ -314,7 +314,8 @@ class BatchReader:
         if index < len(self._source):
             return self._source[index]
         filler = self._source[0]
-        return filler._replace(loss_mask=torch.zeros_like(filler.loss_mask))
+        of_sequences = {name: torch.zeros_like(tensor) for name, tensor in filler.of_sequences.items()}
+        return filler._replace(loss_mask=torch.zeros_like(filler.loss_mask), of_sequences=of_sequences)
 
 
 _END_S = 5.0

@@ -24,6 +24,8 @@ class Sample(NamedTuple):
     """int32 [n]: tokens of each packed sequence, in their order; the sum is S. None: it is one sequence."""
     further: Mapping[str, torch.Tensor] = {}
     """What else an objective needs of each token, by name: [S, ...]."""
+    of_sequences: Mapping[str, torch.Tensor] = {}
+    """What it needs of each sequence, by name: [n, ...], zeros in a sample that only fills up a batch."""
 
 
 def lengths_between(ends: torch.Tensor) -> torch.Tensor:
@@ -46,16 +48,19 @@ class Batch(NamedTuple):
     """int32 [n + 1]: where the packed sequences begin and end among the B * S tokens, counted row after row,
     with 0 and B * S. No sequence goes over the end of a row. None: each row is one sequence."""
     further: Mapping[str, torch.Tensor] = {}
+    of_sequences: Mapping[str, torch.Tensor] = {}
+    """[n, ...] of the batch's n sequences, which a CP rank has whole."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """The batch with all tensors changed but `cu_seqlens`, which the host reads."""
+        """The batch with the tensors of its tokens changed."""
         further = {name: change(tensor) for name, tensor in self.further.items()}
         tokens, labels, loss_mask = map(change, (self.tokens, self.labels, self.loss_mask))
-        return Batch(tokens, labels, loss_mask, self.cu_seqlens, further)
+        return Batch(tokens, labels, loss_mask, self.cu_seqlens, further, self.of_sequences)
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, but for `cu_seqlens`."""
-        return self.each(lambda tensor: send(tensor, device))
+        """The batch on a device, but for `cu_seqlens`, which the host reads."""
+        of_sequences = {name: send(tensor, device) for name, tensor in self.of_sequences.items()}
+        return self.each(lambda tensor: send(tensor, device))._replace(of_sequences=of_sequences)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -72,7 +77,9 @@ def collate(samples: Sequence[Sample]) -> Batch:
         ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
         cu_seqlens = torch.cat([ends.new_zeros(1), ends])
     further = {name: torch.stack([each.further[name] for each in samples]) for name in samples[0].further}
-    return Batch(tokens, labels, loss_mask, cu_seqlens, further)
+    named = {name: [each.of_sequences[name] for each in samples] for name in samples[0].of_sequences}
+    of_sequences = {name: torch.cat(tensors) for name, tensors in named.items()}
+    return Batch(tokens, labels, loss_mask, cu_seqlens, further, of_sequences)
 
 
 def cut_batch(batch: Batch, zigzag: Zigzag) -> Batch:

@@ -13,15 +13,18 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from patch.errors import ConfigError, shown
+from patch.families.bloom import BLOOM
 from patch.families.config_json import ConfigReader
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
 from patch.families.layers import expert_layers
 from patch.families.shape import (
+    ALIBI_POSITIONS,
     EXPERT_FIELDS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
+    UNUSED_ROTARY_BASE,
     AttentionBackend,
     HfAttention,
     ModelConfig,
@@ -121,6 +124,12 @@ def no_class(model: ModelConfig) -> tuple[str, str]:
             "no model of transformers has such experts between such attention",
             f"experts and traits of one of {names}",
         )
+    family = family_called(model.model_type)
+    if not family.computes(model):
+        return (
+            f"{family.architecture} of transformers has no others",
+            "as many key/value groups as heads, and the widths of its sizes",
+        )
     return (
         "no model of transformers has biases on q, k, v and norms of their heads",
         "one of --add-qkv-bias and --qk-layernorm left out",
@@ -188,6 +197,11 @@ def widths(model: ModelConfig, part: Part, tp_size: int) -> Widths:
     return Widths(given, sum(shape[1] * times for kind, shape, times in rows if kind is Kind.ROW_PARALLEL))
 
 
+def attended_channels(model: ModelConfig) -> int:
+    """Channels of a head as attention's kernel has it: its own, and those of positions."""
+    return model.kv_channels + traits_of(model).position_channels
+
+
 def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     """What TP has to divide, in words, and how many of each a model has; experts are not cut by TP."""
     cut = [row for row in weight_rows(model) if row.part in MLP_PARTS[:2] and row.kind is Kind.ROW_PARALLEL]
@@ -199,13 +213,14 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE):
     register_family(_family)
 
 __all__ = [
-    "EXPERT_FIELDS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "AttentionBackend",
-    "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "StackedPart", "Traits",
-    "TransformerImpl", "WeightRow", "differences", "expert_layers", "family_called", "family_of",
-    "layer_matrices", "no_class", "own_traits", "read_config", "register_family", "stacked_part",
+    "ALIBI_POSITIONS", "EXPERT_FIELDS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS",
+    "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig",
+    "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels", "differences",
+    "expert_layers", "family_called", "family_of", "layer_matrices", "no_class", "own_traits", "read_config",
+    "register_family", "stacked_part",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

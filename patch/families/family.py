@@ -56,10 +56,6 @@ class Family:
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
     """The weight table of a model of this family; the traits are the model's."""
 
-    def computes(self, model: ModelConfig) -> bool:
-        """Whether the class in transformers computes a model with the family's traits and these experts."""
-        return model.num_experts is None
-
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """ModelConfig's fields from a config.json of this family.
 
@@ -85,6 +81,10 @@ class Family:
             "window_size": self._window(config),
             **read_rope(config),
         }
+
+    def computes(self, model: ModelConfig) -> bool:
+        """Whether the family's class in transformers has these widths and experts, if it has their traits."""
+        return model.num_experts is None
 
     def _window(self, config: ConfigReader) -> Window:
         """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""

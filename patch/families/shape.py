@@ -25,6 +25,12 @@ TransformerImpl = Literal["transformer_engine", "local"]
 Window = tuple[int, int] | None
 """How many tokens to its left and to its right a token attends to; None: all tokens before it."""
 
+UNUSED_ROTARY_BASE = 10000.0
+"""`rotary_base` of a model without RoPE."""
+
+ALIBI_POSITIONS = 2**16
+"""The longest sequence of a model with ALiBi: further positions are not exact in bf16 and fp16."""
+
 MOST_LAYERS = 10_000
 """The most layers of a model. The plan, the weight table and a pipeline have something for each layer."""
 
@@ -124,6 +130,10 @@ class ModelConfig:
     moe_router_group_topk: int | None = flag("groups that a token visits; 0: all", None, none=0, at_least=0)
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
+    init_method_xavier_uniform: bool = flag(
+        "draw the embedding's initial weights (not others) from Xavier's uniform distribution",
+        False,
+    )
     transformer_impl: TransformerImpl | None = flag(
         "layers of transformer_engine, or local: our own; auto: the former if it is installed and possible",
         None,
@@ -171,23 +181,44 @@ class Traits:
     of ModelConfig is a flag: a model may have it otherwise than its family.
     """
 
-    normalization: Literal["RMSNorm"] = "RMSNorm"
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """A LayerNorm has a bias beside its weight."""
     activation: str = "silu"
     """The MLP's activation, spelled as in config.json's `hidden_act`."""
     gated_linear_unit: bool = True
     """Whether the MLP multiplies the activation by a second projection (`up`)."""
-    add_bias_linear: Literal[False] = False
-    """Biases on every linear layer: `patch/model` builds them, but they have no weight rows yet."""
+    add_bias_linear: bool = False
+    """Biases on every linear layer."""
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only."""
     qk_layernorm: bool = False
     """A norm of each query and key head."""
-    position_embedding_type: Literal["rope"] = "rope"
+    position_embedding_type: Literal["rope", "alibi"] = "rope"
+    embedding_norm: bool = False
+    """A norm between the embedding and the first layer."""
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether queries and keys are turned by their positions."""
+        return self.position_embedding_type == "rope"
+
+    @property
+    def position_channels(self) -> int:
+        """Channels beyond a head's own that queries, keys and values have in attention for positions.
+
+        They are 8, of which ALiBi uses 6, so that a head's size stays one that attention kernels take.
+        """
+        return 0 if self.has_rope else 8
+
+    @property
+    def is_llama_like(self) -> bool:
+        """Whether Hugging Face's order of operations and Transformer Engine's layers are built for them."""
+        return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
 
 
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
     *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
-    *("transformer_impl", "attention_backend", "precision_align"),
+    *("transformer_impl", "attention_backend", "precision_align", "init_method_xavier_uniform"),
 }
 """All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
 

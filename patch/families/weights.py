@@ -62,6 +62,11 @@ class WeightRow(NamedTuple):
         return "*" in self.name
 
     @property
+    def is_before_layers(self) -> bool:
+        """Whether it is on the first pipeline stage, with the embedding."""
+        return self.name.startswith("embedding.")
+
+    @property
     def is_matrix(self) -> bool:
         """Whether the parameter is a matrix, not the vector of a norm or a bias."""
         return all(len(shape) > 1 for shape in self.hf.values())

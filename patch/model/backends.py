@@ -16,6 +16,7 @@ from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.device import MachineFacts
 from patch.distributed.collectives import all_gather_object
+from patch.families import attended_channels
 from patch.logger import get_logger
 from patch.model.attention import CausalAttention
 
@@ -51,7 +52,7 @@ def backends_on(
         is_engine = backends.transformer_impl == "transformer_engine" and model.attention_backend != "local"
         is_ring = cp_size > 1 and execution.cp_comm_type == "p2p"
         tried = () if is_engine or is_ring else backends.sdpa  # others' kernels
-        own = faults_of(tried, upstream, model.seq_length, device)
+        own = faults_of(tried, upstream, model.seq_length, attended_channels(model), device)
         faults = {kernel: why for found in all_gather_object(own) for kernel, why in found.items()}
         for kernel, why in faults.items():
             _logger.warning("attention by %s fails here, and is not used: %s", kernel, why)
@@ -61,7 +62,11 @@ def backends_on(
 
 
 def faults_of(
-    kernels: Sequence[SdpaKernel], config: TransformerConfig, length: int, device: torch.device
+    kernels: Sequence[SdpaKernel],
+    config: TransformerConfig,
+    length: int,
+    head_size: int,
+    device: torch.device,
 ) -> dict[SdpaKernel, str]:
     """The kernels that raise, forward and backward, at one sequence of a model, and what they say.
 
@@ -72,6 +77,7 @@ def faults_of(
         kernels: to be tried; not math, which needs memory for all scores and is torch's own arithmetic.
         config: of the model.
         length: S, tokens of a sequence.
+        head_size: channels of a head in attention.
         device: where.
     """
     found: dict[SdpaKernel, str] = {}
@@ -86,7 +92,7 @@ def faults_of(
         try:
             heads = [
                 torch.zeros(
-                    length, 1, max(1, count // num_ranks), config.kv_channels or 1,
+                    length, 1, max(1, count // num_ranks), head_size,
                     dtype=config.params_dtype, device=device, requires_grad=True,
                 )
                 for count in counts

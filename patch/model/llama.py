@@ -58,8 +58,8 @@ class LlamaModel(GPTModel):
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
     or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
     tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
-    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, computed
-    without all logits at once.
+    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, or each
+    token's loss if its gradient is not known, computed without all logits at once.
 
     Args:
         blueprint: what the model is built from.
@@ -70,9 +70,11 @@ class LlamaModel(GPTModel):
     """Saved tensors of all stages of the process, with AC=offload; call its `end_step` after each step."""
     step_weights: StepWeights | None
     """8-bit weights of all stages; open `unchanged_weights` while nobody changes a weight."""
+    added: frozenset[str] = frozenset()
+    """Names of parameters beside those of the architecture (an adapter's): no folder of a model has them."""
 
     def __init__(self, blueprint: Blueprint, vp_stage: int) -> None:
-        model, groups = blueprint.model, blueprint.groups
+        model, groups, traits = blueprint.model, blueprint.groups, blueprint.traits
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (blueprint.upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
@@ -84,18 +86,23 @@ class LlamaModel(GPTModel):
             pre_process=stage == 0,
             post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type=blueprint.traits.position_embedding_type,
+            position_embedding_type="rope" if traits.has_rope else "none",
             pg_collection=groups,
             vp_stage=vp_stage,
         )
         self._is_fused = blueprint.backends.is_fused
         self.activation_offload, self.step_weights = blueprint.saved, blueprint.step_weights
         follow_offloaded(self.decoder.layers)
-        self.rotary_pos_emb = RotaryTable(
-            inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
-        )
-        own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
-        self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
+        if traits.has_rope:
+            self.rotary_pos_emb = RotaryTable(
+                inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
+            )
+            own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
+            self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
+        if traits.embedding_norm and self.pre_process:
+            # The spec does not cover the embedding. With SP the norm gets the rank's part of the tokens.
+            self.embedding.norm = blueprint.norm(self.config, model.hidden_size, model.norm_epsilon)
+            self.embedding.register_forward_hook(lambda embedding, inputs, output: embedding.norm(output))
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
@@ -249,13 +256,21 @@ WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
 """Prefixes of the names under which the weights of a GPTModel are stored."""
 
 
-def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:
+def sharded_weights(stages: Sequence[GPTModel], *, added: bool | None = None) -> ShardedStateDict:
     """The weights of a rank's stages as megatron-core's dist_checkpointing takes them.
 
     In a checkpoint, layers are numbered over the whole model. The outer keys only separate the stages,
     because each stage numbers its layers from 0.
+
+    Args:
+        stages: all pipeline stages of this rank.
+        added: only those that are, or are not, `LlamaModel.added`; None: all.
     """
-    return {
+    state = {
         f"stage{index}": stage.sharded_state_dict(metadata={"dp_cp_group": stage.pg_collection.dp_cp})
         for index, stage in enumerate(stages)
     }
+    for own, stage in zip(state.values(), stages if added is not None else (), strict=False):
+        for name in [name for name in own if (name in stage.added) != added]:
+            del own[name]
+    return state

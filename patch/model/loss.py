@@ -2,7 +2,8 @@
 
 A chunk's logits give its losses, and at once its gradients of the hidden states and of the weight, in the
 order of upstream's operations. So backward holds no logits either; it only hands the gradients on. For that,
-forward has to know what backward will bring: `LearnedTokens`.
+forward has to know what backward will bring: `LearnedTokens`. Where it follows from the losses themselves
+(a factor for each sequence of a pair), forward gives each token's loss, and backward computes chunks again.
 
 One chunk gives the bits of upstream's `ColumnParallelLinear` and `vocab_parallel_cross_entropy`. Several give
 another order of summation in the weight's gradient, in float32 also for fp16 and bf16. On CUDA the losses
@@ -32,9 +33,9 @@ class LearnedTokens(NamedTuple):
 
     mask: torch.Tensor
     """[B, S]: the weight of each label, 0 where nothing is learned; with CP this rank's part of each row."""
-    gradient: float
+    gradient: float | None
     """Expected gradient of the sum of losses: loss scale / divisor. If backward brings another value, the
-    result is rescaled (one extra rounding)."""
+    result is rescaled (one extra rounding). None: it is not known; then each token's own loss comes out."""
 
 
 class VocabularyPart(NamedTuple):
@@ -58,9 +59,10 @@ def linear_cross_entropy(
     is_fused: bool,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The sum of the learned tokens' losses.
+    """The sum of the learned tokens' losses; without a known gradient each token's loss, learned or not.
 
-    Backward may run once, as through any graph that is not retained.
+    Backward may run once, as through any graph that is not retained. Of single losses it computes the logits
+    again.
 
     Args:
         hidden: [S, B, H], equal on all TP ranks; each gets its own part of their gradient.
@@ -71,17 +73,19 @@ def linear_cross_entropy(
         is_fused: whether losses and gradients of logits are Triton kernels.
         chunk: tokens of a chunk; None: `chunk_length`.
     Returns:
-        a float32 number, equal on all TP ranks.
+        a float32 number, or [B, S] float32, equal on all TP ranks.
     """
     chunk = chunk or chunk_length(*weight.shape)
-    how = _How(chunk, is_fused, torch.is_grad_enabled())
-    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, part, how)
+    needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, _How(part, chunk, is_fused, needed))
 
 
 class _How(NamedTuple):
+    part: VocabularyPart
     chunk: int
     is_fused: bool
-    has_backward: bool
+    needed: list[bool]
+    """Whether hidden states and weight need gradients."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -92,60 +96,62 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         learned: LearnedTokens,
-        part: VocabularyPart,
         how: _How,
     ) -> torch.Tensor:
-        chunk = how.chunk
-        needed = [needs and how.has_backward for needs in ctx.needs_input_grad[:2]]
-        flat, mask = hidden.flatten(0, 1), learned.mask.t().flatten()
-        chunks = _Chunks(flat, weight, part, min(chunk, len(flat)), how.is_fused, needed)
-        losses = [
-            chunks.add(begin, ids, weights * learned.gradient)
-            for begin, ids, weights in zip(
-                range(0, len(flat), chunk), labels.t().flatten().split(chunk), mask.split(chunk), strict=True
-            )
-        ]
-        ctx.expected = learned.gradient
-        ctx.save_for_backward(*chunks.gradients(hidden.shape))
-        per_token = torch.cat(losses).view(hidden.shape[:2]).t().contiguous()
-        return (per_token * learned.mask).sum()
+        mask, ctx.expected, ctx.how = learned.mask, learned.gradient, how
+        if ctx.expected is None:
+            ctx.save_for_backward(hidden, weight, labels)
+            return _in_chunks(hidden, weight, labels, mask, how._replace(needed=[False, False]))[0]
+        losses, gradients = _in_chunks(hidden, weight, labels, mask * ctx.expected, how)
+        ctx.save_for_backward(*gradients)
+        return (losses * mask).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.expected is None:
+            hidden, weight, labels = ctx.saved_tensors
+            return *_in_chunks(hidden, weight, labels, gradient, ctx.how)[1], *[None] * 3
         factor = gradient / ctx.expected
         # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used again;
         # autograd says so.
-        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 4
+        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 3
+
+
+def _in_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, how: _How
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Each token's loss [B, S], and the gradients of hidden states and weight where they are needed.
+
+    Args:
+        hidden: [S, B, H]. weight: [V, H]. labels: [B, S]. how: see there.
+        gradient: [B, S]: of each token's loss.
+    """
+    flat = hidden.flatten(0, 1)
+    chunks = _Chunks(flat, weight, how)
+    each = (tensor.t().flatten().split(how.chunk) for tensor in (labels, gradient))
+    begins = range(0, len(flat), how.chunk)
+    losses = torch.cat([chunks.add(begin, ids, own) for begin, ids, own in zip(begins, *each, strict=True)])
+    return losses.view(hidden.shape[:2]).t().contiguous(), chunks.gradients(hidden.shape)
 
 
 class _Chunks:
     """The gradients of hidden states and weight, to which chunks are added.
 
     Args:
-        hidden: [T, H]. weight: [V, H]. part: see `VocabularyPart`.
-        chunk: tokens of a chunk; only the last one may have fewer.
-        is_fused: see `linear_cross_entropy`.
-        needed: whether hidden states and weight need gradients.
+        hidden: [T, H]. weight: [V, H].
+        how: see there; only the last chunk may have fewer tokens than it says.
     """
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        part: VocabularyPart,
-        chunk: int,
-        is_fused: bool,
-        needed: list[bool],
-    ) -> None:
-        self._hidden, self._weight, self._part, self._is_fused = hidden, weight, part, is_fused
-        self._logits = hidden.new_empty(chunk, len(weight))
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, how: _How) -> None:
+        self._hidden, self._weight, self._part, self._is_fused = hidden, weight, how.part, how.is_fused
+        self._logits = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
         self._wide: torch.Tensor | None = None
         """A copy of the logits in float32, where they are not and the plain form is used."""
-        if not is_fused and hidden.dtype != torch.float32:
+        if not how.is_fused and hidden.dtype != torch.float32:
             self._wide = self._logits.new_empty(self._logits.shape, dtype=torch.float32)
-        self._hidden_gradient = torch.empty_like(hidden) if needed[0] else None
-        self._weight_gradient = torch.empty_like(weight) if needed[1] else None
+        self._hidden_gradient = torch.empty_like(hidden) if how.needed[0] else None
+        self._weight_gradient = torch.empty_like(weight) if how.needed[1] else None
         is_narrow = hidden.dtype != torch.float32
         self._adds_in_float32 = is_narrow and has_epilogue(hidden.device, hidden.dtype, torch.float32)
         self._weight_sum: torch.Tensor | None = None
@@ -181,7 +187,7 @@ class _Chunks:
             from patch.model.kernels.fused_loss import losses_and_gradients
 
             return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
-        logits[:, num_rows:] = torch.finfo(logits.dtype).min
+        logits[:, num_rows:].fill_(torch.finfo(logits.dtype).min)  # an assigned number would be waited for
         if self._wide is None:
             return _losses_and_gradients(logits, labels, gradient, self._part)
         wide = self._wide[: len(labels)].copy_(logits)
@@ -206,12 +212,12 @@ class _Chunks:
                 self._weight_sum = gradient.float()
             self._weight_sum += torch.mm(logits.t(), hidden, out=gradient)
 
-    def gradients(self, shape: torch.Size) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def gradients(self, shape: torch.Size) -> list[torch.Tensor | None]:
         """Those of the hidden states, in this shape, and of the weight; None where none is needed."""
         if self._weight_sum is not None and self._weight_gradient is not None:
             self._weight_gradient.copy_(self._weight_sum)
         hidden = self._hidden_gradient
-        return None if hidden is None else hidden.view(shape), self._weight_gradient
+        return [None if hidden is None else hidden.view(shape), self._weight_gradient]
 
 
 def _losses_and_gradients(

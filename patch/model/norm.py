@@ -1,8 +1,8 @@
-"""RMSNorm that supports sequence parallelism.
+"""Norms that support sequence parallelism.
 
-Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here the
-weight is marked: each TP rank sees only some of the tokens, so the weight's gradient must be summed over TP
-once in a step (optimizer/overlapped_optimizer.py).
+Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here weight
+and bias are marked: each TP rank sees only some of the tokens, so their gradients must be summed over TP once
+in a step (optimizer/overlapped_optimizer.py).
 """
 
 from __future__ import annotations
@@ -46,3 +46,16 @@ class HeadRMSNorm(RMSNorm):
         super().__init__(config, hidden_size, eps)
         is_cut = config.tensor_model_parallel_size > 1
         self.weight.sequence_parallel = is_cut  # type: ignore[attr-defined]
+
+
+class LayerNorm(RMSNorm):
+    """Layer norm over the last dimension, with a bias (Ba et al., arXiv:1607.06450)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
+        """Normalise [S, B, H]; same shape and dtype."""
+        return F.layer_norm(hidden_sbh, self.weight.shape, self.weight, self.bias, self.eps)

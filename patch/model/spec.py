@@ -15,7 +15,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -34,6 +34,7 @@ from patch.config.schema import ModelConfig
 from patch.families import Traits, expert_layers, traits_of
 from patch.memory import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
+from patch.model.alibi import AlibiAttention
 from patch.model.attention import CausalAttention
 from patch.model.context_parallel import ContextParallelAttention
 from patch.model.eight_bit_product import EightBits, StepWeights
@@ -49,12 +50,13 @@ from patch.model.hf_order import (
 )
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_of, mlp_spec
-from patch.model.norm import HeadRMSNorm, RMSNorm
+from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from patch.model.rotary_attention import RotaryAttention
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
     ("RMSNorm", True): (AlignedRMSNorm, AlignedHeadRMSNorm),
+    ("LayerNorm", False): (LayerNorm, HeadRMSNorm),
 }
 """Norm of tokens and norm of heads, by `Traits.normalization` and whether in Hugging Face's order."""
 
@@ -104,19 +106,19 @@ class Blueprint:
             replace(self._layer(first + index), module=kind, params=params)
             for index, (kind, params) in enumerate(kinds)
         ]
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=self._norms[0])
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=self.norm)
 
     def _layer(self, number: int) -> ModuleSpec:
         """The parts of a layer, by its number from 1: norm, attention, norm, MLP."""
         norm, head_norm = self._norms
-        if not self.traits.qk_layernorm:
-            head_norm = IdentityOp
+        head_norm = head_norm if self.traits.qk_layernorm else IdentityOp
         is_separate = "gate_up" in self.aligned and self.traits.gated_linear_unit
         gate_up = SeparateGateUp() if is_separate else BatchFirst()
         qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else BatchFirst()
+        of_rope = {"is_fused": self.backends.is_fused} if self.traits.has_rope else {}
         attention = ModuleSpec(
-            module=RotaryAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "is_fused": self.backends.is_fused},
+            module=RotaryAttention if self.traits.has_rope else SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, **of_rope},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=self._linear(Column, number, qkv),
                 core_attention=self._core_attention(),
@@ -191,6 +193,11 @@ class Blueprint:
         return activation_of(self.traits, self.upstream.activation_func, is_fused=self.backends.is_fused)
 
     @property
+    def norm(self) -> type[torch.nn.Module]:
+        """The norm of tokens."""
+        return self._norms[0]
+
+    @property
     def _norms(self) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
         return NORMS[self.traits.normalization, "rmsnorm" in self.aligned]
 
@@ -205,7 +212,11 @@ class Blueprint:
             assert not is_context_parallel, "validate_run refuses it"
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
-        return ModuleSpec(module=attention, params={"kernels": self.backends.sdpa})
+        params: dict[str, Any] = {"kernels": self.backends.sdpa}
+        if self.traits.has_rope:
+            return ModuleSpec(module=attention, params=params)
+        params |= {"attention": attention, "num_channels": self.traits.position_channels}
+        return ModuleSpec(module=AlibiAttention, params=params)
 
     @property
     def _attention(self) -> type[torch.nn.Module]:

@@ -19,11 +19,12 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from patch.config.schema import ModelConfig
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model.llama import sharded_weights
 
 # The last projections of attention and MLP get smaller values: arXiv:1909.08053, section 5.1 (after GPT-2).
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_VOCABULARY = (EMBEDDING_PARAMETER, TIED_OUTPUT)
 
 
 def forget_weights(stages: Sequence[GPTModel]) -> None:
@@ -36,19 +37,25 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
 
 
 @torch.no_grad()
-def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int) -> None:
+def initialize_weights(
+    stages: Sequence[GPTModel], model: ModelConfig, seed: int, *, added: bool | None = None
+) -> None:
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
+
+    With `init_method_xavier_uniform` the embedding is uniform with Glorot and Bengio's deviation.
 
     Args:
         stages: all pipeline stages of this rank.
         model: the shape they were built from.
         seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
+        added: see `sharded_weights`.
     """
-    state = sharded_weights(stages)
+    state = sharded_weights(stages, added=added)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if shard.data.ndim == 1:
-            shard.data.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
+            # A norm before a linear layer has its bias under `layer_norm_bias`.
+            shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)
             continue
         number = shard.prepend_axis_num
         # Of a layer, and of an expert in it.
@@ -56,7 +63,10 @@ def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int
         shape, offset = shard.global_shape[number:], shard.global_offset[number:]
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
-        whole = _draw(f"{seed} {shard.key} {place}", shape, _std(shard.key, model), shard.data.device)
+        is_uniform = shard.key == EMBEDDING_PARAMETER and model.init_method_xavier_uniform
+        std = math.sqrt(2 / sum(shape)) if is_uniform else _std(shard.key, model)
+        name, device = f"{seed} {shard.key} {place}", shard.data.device
+        whole = _draw(name, shape, std, device, is_uniform=is_uniform)
         if num_padded:
             whole = F.pad(whole, (0, 0, 0, num_padded))
         part = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))
@@ -68,7 +78,12 @@ def _std(key: str, model: ModelConfig) -> float:
     return std / math.sqrt(2 * model.num_layers) if key.endswith(_SCALED) else std
 
 
-def _draw(name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
-    """A full weight of float32 normal values, seeded by the name. A CPU takes 3 s for 1e9 values."""
+def _draw(
+    name: str, shape: tuple[int, ...], std: float, device: torch.device, *, is_uniform: bool
+) -> torch.Tensor:
+    """A full weight of float32 values, normal or uniform, seeded by the name. A CPU takes 3 s for 1e9."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    if is_uniform:
+        largest = math.sqrt(3) * std
+        return torch.empty(shape, device=device).uniform_(-largest, largest, generator=generator)
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

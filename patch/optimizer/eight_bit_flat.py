@@ -14,20 +14,16 @@ attribute `scale_inv`, a float32 tensor of one number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import increment_version
 
-from patch.compat.torch_internals import foreach_norm
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather, start_all_reduce
-from patch.distributed.collectives import all_or_none
+from patch.compat.torch_internals import foreach_norm, region
+from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
 from patch.eight_bits import cast, scale_inv_of
 from patch.errors import ConfigError, TrainingError
-from patch.layout.buckets import BucketRange
-from patch.optimizer.domain import Domain
-from patch.optimizer.trained import TrainedParameters
+from patch.optimizer.domain import Domain, FlatLayout
+from patch.optimizer.param_flat import ParamFlat
 
 
 class _Round:
@@ -45,69 +41,44 @@ class _Round:
         self.is_known = False
 
 
-class EightBitFlat:
-    """The weights of one domain.
+class EightBitFlat(ParamFlat):
+    """The weights of a domain that has a `gathered_as`, and several shards; whole until the first step."""
 
-    Args:
-        parameters: the trainable ones; buckets refer to them by index.
-        bucket_ranges: the buckets of the domain, by their index.
-        domain: it has a `gathered_as`, and several shards.
-        values: uint8 (numel,) gets the 8-bit numbers.
-        whole: (numel,) the weights in their own type; the parameters are views of it.
-        clock: gets the time that this thread waits for other ranks.
-    """
+    needs_preparation = True
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        bucket_ranges: Mapping[int, BucketRange],
-        domain: Domain,
-        values: torch.Tensor,
-        whole: torch.Tensor,
-        clock: WaitClock,
-    ) -> None:
-        assert domain.gathered_as is not None
-        self._ranges, self._domain, self._dtype = bucket_ranges, domain, domain.gathered_as
-        self._values, self._clock = values, clock
-        self._can_wait_elsewhere = values.is_cuda  # on another stream than the host or compute
+    def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
+        super().__init__(layout, number, clock)
+        assert self._domain.gathered_as is not None
+        self._dtype, whole = self._domain.gathered_as, self.buffer
         self._whole: torch.Tensor | None = whole
-        self.own = whole.new_zeros(whole.numel() // domain.num_shards)
+        self.buffer = torch.zeros_like(whole, dtype=torch.uint8)
+        self._can_wait_elsewhere = whole.is_cuda  # on another stream than the host or compute
+        self._own = whole.new_zeros(whole.numel() // self._domain.num_shards)
         """This rank's shards, before they are rounded."""
-        begins = {
-            param.parameter: param.begin
-            for bucket_range in bucket_ranges.values()
-            for param in bucket_range.params
-            if param.offset == 0
-        }
-        self._members = [(parameters[index], begin) for index, begin in begins.items()]
-        """The parameters in the order of buckets, and where each begins."""
-        self._places = {index: place for place, index in enumerate(begins)}
-        self._scale_inv = torch.ones(len(begins), device=whole.device)
+        self._places = {index: place for place, index in enumerate(self._begins)}
+        # cuBLAS takes no scale that does not begin at a multiple of 16 bytes.
+        self._scale_inv = torch.ones(len(self._begins), 4, device=whole.device)[:, 0]
         self._rounds: dict[int, _Round] = {}
         """By bucket: those of updates whose gathers are not started."""
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """In the order of buckets."""
-        return [parameter for parameter, _ in self._members]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether parameters are in their own type."""
-        return self._whole is not None
+    def num_bytes(self) -> int:
+        """Bytes of the 8-bit weights, and of this rank's shards."""
+        return self.buffer.nbytes + self._own.nbytes
 
     def shard(self, index: int) -> torch.Tensor:
         """(n,) this rank's part of a bucket, before it is rounded; written by the optimizer."""
         begin, end = self._ranges[index].begin, self._ranges[index].end
-        return self.own[begin // self._domain.num_shards : end // self._domain.num_shards]
+        return self._own[begin // self._domain.num_shards : end // self._domain.num_shards]
 
     # After an update.
 
-    def start_scales(self, indices: Sequence[int]) -> None:
-        """Start the search for the largest number of each weight in these buckets.
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Start the search for the largest number of each weight in these buckets, some of other domains.
 
         They are neighbours, and hold all parts of their weights.
         """
+        indices = [index for index in indices if index in self._ranges]
         found: dict[int, list[torch.Tensor]] = {}
         for index in indices:
             found |= {self._places[param.parameter]: [] for param in self._ranges[index].params}
@@ -123,20 +94,19 @@ class EightBitFlat:
         round_ = _Round(slice(min(found), max(found) + 1), bits, pending)
         self._rounds |= dict.fromkeys(indices, round_)
 
-    def has_scales(self, index: int) -> bool:
-        """Whether `start_gather` makes no thread wait."""
+    def is_prepared(self, index: int) -> bool:
+        """Whether the scales of the bucket are here, or compute waits for them alone."""
         return self._can_wait_elsewhere or index not in self._rounds or self._rounds[index].is_known
 
     def start_gather(self, index: int) -> Pending:
         """Round this rank's part of a bucket, and send it; on CUDA all of it on the current stream."""
-        begin, end = self._domain.own(self._ranges[index])
-        if index in self._rounds:  # not a bucket of padding alone
-            self._finish(self._rounds.pop(index))
-            for place, first, values in self._own_parts(index):
-                target = self._values[first : first + values.numel()].view(self._dtype)
-                target.copy_(cast(values, self._scale_inv[place], self._dtype))
-        buffer = self._values[self._ranges[index].begin : self._ranges[index].end]
-        return start_all_gather(buffer, self._values[begin:end], self._domain.instance)
+        with region("bucket %d all-gather in 8 bits", index):
+            if index in self._rounds:  # not a bucket of padding alone
+                self._finish(self._rounds.pop(index))
+                for place, first, values in self._own_parts(index):
+                    target = self.buffer[first : first + values.numel()].view(self._dtype)
+                    target.copy_(cast(values, self._scale_inv[place], self._dtype))
+            return self._start_gather(self.buffer, index)
 
     def _finish(self, round_: _Round) -> None:
         if not round_.is_known:
@@ -157,100 +127,54 @@ class EightBitFlat:
 
     # Whole weights.
 
-    def new_whole(self) -> torch.Tensor:
-        """(numel,) memory for `gather_whole`."""
-        return self.own.new_empty(self._values.numel())
+    def new_whole(self) -> torch.Tensor | None:
+        """(numel,) memory for `gather_whole`; None: weights are in their own type."""
+        return None if self._whole is not None else self._own.new_empty(self.buffer.numel())
 
     @torch.no_grad()
     def gather_whole(self, whole: torch.Tensor) -> None:
-        """Give parameters that are not whole their own type, gathered from all ranks; a collective."""
+        """Give weights their own type, gathered from all ranks; a collective."""
         gathers = []
         for index, bucket_range in self._ranges.items():
             begin, end = self._domain.own(bucket_range)
-            own = whole[begin:end].copy_(self.shard(index))
-            buffer = whole[bucket_range.begin : bucket_range.end]
-            gathers.append(start_all_gather(buffer, own, self._domain.instance))
+            whole[begin:end].copy_(self.shard(index))
+            gathers.append(self._start_gather(whole, index))
         for gather in gathers:
             gather.wait(self._clock)
         self._whole = whole
         self._point(whole)
 
     @torch.no_grad()
-    def take_whole(self) -> None:
-        """Round what parameters hold now, the same on all ranks, and give up the whole weights."""
-        assert self._whole is not None
+    def leave_whole(self) -> None:
+        """Round what weights hold now, the same on all ranks, and give up the memory in their own type."""
+        if self._whole is None:
+            return
         for index, bucket_range in self._ranges.items():
             begin, end = self._domain.own(bucket_range)
             self.shard(index).copy_(self._whole[begin:end])
-        weights = [parameter.detach().view(-1) for parameter, _ in self._members]
+        weights = [parameter.detach() for parameter in self.parameters]
         self._scale_inv.copy_(scale_inv_of(torch.stack(_largest(weights)), self._dtype))
-        values = self._values.view(self._dtype)
-        for (_, begin), weight, scale_inv in zip(self._members, weights, self._scale_inv, strict=True):
-            values[begin : begin + weight.numel()].copy_(cast(weight, scale_inv, self._dtype))
+        values = self.buffer.view(self._dtype)
+        for (weight, place), scale_inv in zip(self._views(values), self._scale_inv, strict=True):
+            place.copy_(cast(weight, scale_inv, self._dtype))
         self._whole = None
         self._point(values)
-        for (parameter, _), scale_inv in zip(self._members, self._scale_inv, strict=True):
+        for parameter, scale_inv in zip(self.parameters, self._scale_inv, strict=True):
             parameter.scale_inv = scale_inv  # type: ignore[attr-defined]
             # Otherwise autograd would round gradients to 8 bits.
             parameter.grad_dtype = self._domain.dtype
 
-    def _point(self, flat: torch.Tensor) -> None:
-        for parameter, begin in self._members:
-            parameter.data = flat[begin : begin + parameter.numel()].view(parameter.shape)
-        increment_version([parameter for parameter, _ in self._members])
-
-
-class WholeWeights:
-    """All weights of a rank in their own type, as long as somebody reads or writes them.
-
-    Args:
-        flats: the weights that have another form otherwise.
-        trained: is told of the memory that they get.
-    """
-
-    def __init__(self, flats: Iterable[EightBitFlat], trained: TrainedParameters) -> None:
-        self._flats, self._trained = list(flats), trained
-        self._num_readers = 0
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context in which they are whole; a collective over the whole job. Others inside it change nothing.
+    def check_whole(self) -> None:
+        """Refuse to read or write rounded weights.
 
         Raises:
-            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
+            TrainingError: they are rounded.
         """
-        with all_or_none():  # also over ranks without any, which would go on alone
-            found = [(flat, flat.new_whole()) for flat in self._flats if not flat.is_whole]
-        for flat, whole in found:
-            flat.gather_whole(whole)
-            self._trained.note(flat.parameters)
-        self._num_readers += 1
-        try:
-            yield
-        finally:
-            self._num_readers -= 1
-            if not self._num_readers:
-                self.end()
-
-    def end(self) -> None:
-        """Round what they hold now, where they are whole."""
-        for flat in self._flats:
-            if flat.is_whole:
-                flat.take_whole()
-                self._trained.note(flat.parameters)
-
-
-def check_whole(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Refuse to read or write rounded weights.
-
-    Raises:
-        TrainingError: some are rounded.
-    """
-    if any(parameter.itemsize == 1 for parameter in parameters):
-        raise TrainingError(
-            "got weights in 8 bits (--fp8-param-gather), expected whole ones: read and write weights "
-            "within `optimizer.full_weights()`"
-        )
+        if self._whole is None:
+            raise TrainingError(
+                "got weights in 8 bits (--fp8-param-gather), expected whole ones: read and write weights "
+                "within `optimizer.full_weights()`"
+            )
 
 
 def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:

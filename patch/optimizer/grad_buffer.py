@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ class GradBuffer:
         self.local_check: LocalCheck | None = None
         """Gets what is found in each bucket before its reduction; None: nobody looks."""
         self._is_fused, self._stand_ins = is_fused(config, like.device), StandIns()
-        self._main_grads: list[MainGrad] = []
+        self._collected: list[tuple[str, list[tuple[Bucket, ParamRange]], MainGrad | None]] = []
         self.reset()
         places: dict[int, list[tuple[Bucket, ParamRange]]] = {}
         for bucket in self.buckets:
@@ -113,8 +114,9 @@ class GradBuffer:
             self._finish_next()
         self.micro_batches.reset()
         self._checks = []
-        for main_grad in self._main_grads:
-            main_grad.reset()
+        for *_, main_grad in self._collected:
+            if main_grad is not None:
+                main_grad.reset()
         for bucket in self.buckets:
             bucket.reset()
         self._leaving = deque(self.buckets)
@@ -169,22 +171,32 @@ class GradBuffer:
         if self._is_fused and (len(parts) == 1 or self._staging is None):
             place = partial(self._find_place, name, parameter.shape, parts)
             main_grad = MainGrad(parameter, self._stand_ins, place)
-            self._main_grads.append(main_grad)
+
+        # What a hook after accumulation refers to is never collected (torch does not show it to Python's
+        # collector), and a process that builds a second run would keep the memory of the first.
+        own, number = ref(self), len(self._collected)
+        self._collected.append((name, parts, main_grad))
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            is_written = main_grad is not None and gradient is not None and main_grad.take_note(gradient)
-            _check_gradient(name, gradient)
-            assert gradient is not None
-            self._begin_writing(name, parts)
-            is_nested = self.micro_batches.is_nested
-            for bucket, param in parts:
-                self._provide_buffer(bucket)
-                part = None if is_written else _part(gradient, param, len(parts))
-                bucket.collect(param, part, is_nested=is_nested)
-                self._launch_ready()
+            buffer = own()
+            if buffer is not None:
+                buffer._on_gradient(number, parameter)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _on_gradient(self, number: int, parameter: torch.nn.Parameter) -> None:
+        name, parts, main_grad = self._collected[number]
+        gradient, parameter.grad = parameter.grad, None
+        is_written = main_grad is not None and gradient is not None and main_grad.take_note(gradient)
+        _check_gradient(name, gradient)
+        assert gradient is not None
+        self._begin_writing(name, parts)
+        is_nested = self.micro_batches.is_nested
+        for bucket, param in parts:
+            self._provide_buffer(bucket)
+            part = None if is_written else _part(gradient, param, len(parts))
+            bucket.collect(param, part, is_nested=is_nested)
+            self._launch_ready()
 
     def _begin_writing(self, name: str, parts: list[tuple[Bucket, ParamRange]]) -> None:
         """A gradient of a parameter is about to be written to its buckets."""

@@ -32,7 +32,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
 from patch.optimizer.domain import flat_layout
-from patch.optimizer.eight_bit_flat import WholeWeights, check_gathers
+from patch.optimizer.eight_bit_flat import check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
 from patch.optimizer.loss_scale import loss_scale_of
@@ -98,7 +98,6 @@ class OverlappedDistributedOptimizer:
             layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
         ParamReads(layout, self.param_buffer)
-        self._whole_weights = WholeWeights(self.param_buffer.in_8_bits.values(), trained)
         before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
         self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
         self._own = OwnShards(
@@ -134,7 +133,7 @@ class OverlappedDistributedOptimizer:
                 many as the groups.
         """
         self._trained.check()
-        self._whole_weights.end()
+        self.param_buffer.leave_whole()
         self._lr, self._is_grad_synced = lr, False
         self.grad_buffer.reset()
         self._own.forget_norms()
@@ -248,17 +247,14 @@ class OverlappedDistributedOptimizer:
         """Wait until every parameter has its new value; call before reading parameters raw."""
         self.param_buffer.finish_param_sync()
 
-    @contextmanager
-    def full_weights(self) -> Iterator[None]:
+    def full_weights(self) -> AbstractContextManager[None]:
         """Context in which every parameter has its new value in its own type; a collective over the job.
 
         Only weights that are gathered in 8 bits have another type outside of it. Whoever reads or writes the
         model's weights then opens it. What was written, the same on all ranks that hold a parameter, is what
         training goes on from. Contexts inside it change nothing.
         """
-        self.finish_param_sync()
-        with self._whole_weights.reading():
-            yield
+        return self.param_buffer.whole()
 
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""

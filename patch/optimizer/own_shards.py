@@ -53,8 +53,8 @@ class OwnShards:
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
         self._tp_groups = [_tp_group(bucket.domain, groups) for bucket in buckets]
         self.shards = [
-            BucketShard(bucket.shard, param_buffer.shard(bucket.index), self._ranges(bucket.index))
-            for bucket in buckets
+            BucketShard(bucket.shard, param_buffer.flat_of(index).shard(index), self._ranges(index))
+            for index, bucket in enumerate(buckets)
         ]
         """In the order of buckets."""
         self._sums: dict[int, torch.Tensor] = {}

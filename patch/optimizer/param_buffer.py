@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import ClassVar
 
-import torch
 from torch.autograd.graph import increment_version
 
-from patch.compat.torch_internals import region
 from patch.device import stream_of, streams_of
-from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
+from patch.distributed.async_collectives import Pending, WaitClock, queued_on
+from patch.distributed.collectives import all_or_none
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
+from patch.optimizer.param_flat import ParamFlat
 
 
 class ParamBuffer:
@@ -52,10 +52,13 @@ class ParamBuffer:
         """Whether every parameter has its new value: nobody has to wait."""
         self._lock = threading.RLock()
         """Threads that share a model may wait for the same parameters."""
-        self.flats: list[torch.Tensor] = []
-        """The flat buffer of each domain; bytes where parameters are gathered in 8 bits."""
-        for domain, numel in zip(domains, layout.numels, strict=True):
-            self.flats.append(torch.zeros(numel, dtype=domain.dtype, device=device))
+        self.flats: list[ParamFlat] = [
+            (ParamFlat if domain.gathered_as is None else EightBitFlat)(layout, number, clock)
+            for number, domain in enumerate(domains)
+        ]
+        """By domain."""
+        self._num_readers = 0
+        """Contexts of whole weights that are open."""
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._device, self._streams = device, streams_of(device)
         is_sharded = any(domain.num_shards > 1 for domain in domains)
@@ -63,35 +66,15 @@ class ParamBuffer:
         self._members = [
             [parameters[param.parameter] for param in bucket_range.params] for bucket_range in bucket_ranges
         ]
-        with torch.no_grad():
-            for index, bucket_range in enumerate(bucket_ranges):
-                for param, parameter in zip(bucket_range.params, self._members[index], strict=True):
-                    if param.offset == 0:  # its other parts follow without gaps
-                        whole = self.flats[bucket_range.domain].narrow(0, param.begin, parameter.numel())
-                        parameter.data = whole.view(parameter.shape).copy_(parameter)
-        layout.trained.note(parameters)
-        self.in_8_bits: dict[int, EightBitFlat] = {}
-        """By domain: those that are gathered in 8 bits."""
-        for number, domain in enumerate(domains):
-            if domain.gathered_as is not None:
-                ranges = {index: r for index, r in enumerate(bucket_ranges) if r.domain == number}
-                values = torch.zeros(self.flats[number].numel(), dtype=torch.uint8, device=device)
-                flat = EightBitFlat(parameters, ranges, domain, values, self.flats[number], clock)
-                self.in_8_bits[number], self.flats[number] = flat, values
 
-    def shard(self, index: int) -> torch.Tensor:
-        """This rank's part of a bucket: a view of the buffer, if parameters travel in their own type."""
-        bucket_range = self._bucket_ranges[index]
-        if bucket_range.domain in self.in_8_bits:
-            return self.in_8_bits[bucket_range.domain].shard(index)
-        begin, end = self._domains[bucket_range.domain].own(bucket_range)
-        return self.flats[bucket_range.domain][begin:end]
+    def flat_of(self, index: int) -> ParamFlat:
+        """What holds the parameters of a bucket."""
+        return self.flats[self._bucket_ranges[index].domain]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parameters, padding included, and of this rank's shards where these are not views."""
-        shards = sum(flat.own.nbytes for flat in self.in_8_bits.values())
-        return shards + sum(flat.nbytes for flat in self.flats)
+        return sum(flat.num_bytes for flat in self.flats)
 
     def update_in_turns(self, update: Callable[[list[int]], None]) -> None:
         """Let this rank's parts of buckets be updated, and send each turn's while the next is updated.
@@ -107,42 +90,43 @@ class ParamBuffer:
         while begin < len(units):
             indices = list(chain.from_iterable(units[begin : begin + size]))
             update(indices)
-            self._start_scales(indices)
+            self._prepare(indices)
             for index in indices:
                 self.start_param_sync(index)
             begin, size = begin + size, 2 * size
-        self._start_scales([])
+        self._prepare([])
 
     def _units(self) -> list[list[int]]:
-        """The buckets in their order; those together that hold parts of one parameter and need one scale."""
+        """The buckets in their order; those together that hold parts of one parameter and are prepared."""
         units: list[list[int]] = []
         last: int | None = None
         for index, bucket_range in enumerate(self._bucket_ranges):
             parameter = bucket_range.params[-1].parameter if bucket_range.params else None
-            if bucket_range.domain in self.in_8_bits and parameter is not None and parameter == last:
+            if self.flat_of(index).needs_preparation and parameter is not None and parameter == last:
                 units[-1].append(index)
             else:
                 units.append([index])
             last = parameter
         return units
 
-    def _start_scales(self, indices: Sequence[int]) -> None:
-        """Ranks exchange the scales of what is gathered in 8 bits; call when these buckets are updated.
+    def _prepare(self, indices: Sequence[int]) -> None:
+        """Let flats tell other ranks what these need before buckets are gathered; call when they are updated.
 
-        The gathers of the buckets of the call before start now, since their scales have arrived meanwhile.
+        The gathers of the buckets of the call before start now, since their preparation is done meanwhile.
 
         Args:
             indices: whole `units`, the last one first; none: the update is complete.
         """
-        if not self.in_8_bits:
+        flats = [flat for flat in self.flats if flat.needs_preparation]
+        if not flats:
             return
         if self._aside is not None:
             self._aside.wait_stream(self._streams.current_stream())
         with self._lock:
             before = list(self._updating)
             with nullcontext() if self._aside is None else self._streams.stream(self._aside):
-                for number, flat in self.in_8_bits.items():
-                    flat.start_scales([i for i in indices if self._bucket_ranges[i].domain == number])
+                for flat in flats:
+                    flat.prepare(indices)
             if before:
                 self._start_gathers(before[-1])
             self._note_settled()
@@ -204,25 +188,18 @@ class ParamBuffer:
         """Start the gather whose turn it is; False where its update is not done yet and `block` is False."""
         index = self._updating[0]
         with nullcontext() if self._aside is None else self._streams.stream(self._aside):
-            bucket_range = self._bucket_ranges[index]
-            in_8_bits = self.in_8_bits.get(bucket_range.domain)
-            if in_8_bits is not None and not (block or in_8_bits.has_scales(index)):
-                return False
-            if not self._wait_for_update(index, block):
+            flat = self.flat_of(index)
+            if not ((block or flat.is_prepared(index)) and self._wait_for_update(index, block)):
                 return False
             self._updating.popleft()
-            domain = self._domains[bucket_range.domain]
-            if in_8_bits is not None:
-                with region("bucket %d all-gather in 8 bits", index):
-                    self._pending[index] = in_8_bits.start_gather(index)
-            elif domain.num_shards > 1:
-                buffer = self.flats[bucket_range.domain][bucket_range.begin : bucket_range.end]
-                with region("bucket %d all-gather", index):
-                    self._pending[index] = start_all_gather(buffer, self.shard(index), domain.instance)
-            elif self._aside is None:
+            pending = flat.start_gather(index)
+            if pending is None and self._aside is not None:
+                # Nobody else has a part, but compute has not waited for the update, only the stream aside.
+                pending = queued_on(self._aside, self._device)
+            if pending is None:
                 increment_version(self._members[index])
-            else:  # nobody else has a part, but compute has not waited for the update, only the stream aside
-                self._pending[index] = queued_on(self._aside, self._device)
+            else:
+                self._pending[index] = pending
         return True
 
     def wait_for(self, indices: Iterable[int]) -> None:
@@ -237,6 +214,31 @@ class ParamBuffer:
                     pending.wait(self._clock)
                     increment_version(self._members[index])
             self._note_settled()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which parameters are whole; a collective over the job. Others inside it change nothing.
+
+        Raises:
+            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
+        """
+        self.finish_param_sync()
+        with all_or_none():  # also over ranks whose parameters always are, which would go on alone
+            found = [(flat, memory) for flat in self.flats if (memory := flat.new_whole()) is not None]
+        for flat, memory in found:
+            flat.gather_whole(memory)
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self.leave_whole()
+
+    def leave_whole(self) -> None:
+        """Let parameters have the form that they train in."""
+        for flat in self.flats:
+            flat.leave_whole()
 
     def _note_settled(self) -> None:
         if self._updating and self._aside is not None:

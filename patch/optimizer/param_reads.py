@@ -17,7 +17,6 @@ import torch
 
 from patch.compat.torch_internals import own_parameters, watch_reads
 from patch.optimizer.domain import FlatLayout
-from patch.optimizer.eight_bit_flat import check_whole
 from patch.optimizer.param_buffer import ParamBuffer
 
 
@@ -65,13 +64,15 @@ class ParamReads:
 
     def _watch(self, module: torch.nn.Module, own: list[torch.nn.Parameter]) -> None:
         """Be asked before a module's own parameters are read."""
+        flats = {self._buffer.flat_of(self._buckets_of[parameter][0]) for parameter in own}
 
         def wait(module: torch.nn.Module, *arguments: Any) -> None:
             self._need(own)
 
         def wait_for_whole(module: torch.nn.Module, *arguments: Any) -> None:
             self._need(own)
-            check_whole(own)
+            for flat in flats:
+                flat.check_whole()
 
         watch_reads(module, self)
         module.register_forward_pre_hook(wait, prepend=True)

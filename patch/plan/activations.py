@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
-from patch.families import traits_of, widths
+from patch.families import attended_channels, traits_of, widths
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import element_bytes
@@ -120,10 +120,13 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
+    # What a norm gives is the input of the next operation, which counts it.
+    beside_output = tokens * (_norm_bytes(config, cuda=cuda) - _own_hidden(config) * size)
+    if stage == 0 and traits_of(model).embedding_norm:
+        ends += beside_output
     if stage == last:
         of_loss, forward = _loss_bytes(config, cuda=cuda)
-        # The norm's output is the loss's input.
-        ends += of_loss + tokens * (_norm_bytes(config, cuda=cuda) - _own_hidden(config) * size)
+        ends += of_loss + beside_output
     elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
         ends += boundary
     travelling = 2 * boundary if last else 0
@@ -271,7 +274,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
 
 def _rope_table_bytes(config: RunConfig) -> int:
     """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
-    if traits_of(config.model).position_embedding_type != "rope":
+    if not traits_of(config.model).has_rope:
         return 0
     rows = config.training.micro_batch_size if config.data.packing else 1
     length = config.sample_length // config.parallel.context_parallel_size
@@ -291,16 +294,19 @@ def _own_hidden(config: RunConfig) -> int:
 
 
 def _norm_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """Bytes of one token: a norm's input, its output and a sum; on a CPU also two fp32 values."""
+    """Bytes of one token: a norm's input, its output and a sum; on a CPU RMSNorm also two fp32 values."""
     size = element_bytes(config.training.precision)
+    if traits_of(config.model).normalization == "LayerNorm":
+        return _own_hidden(config) * 2 * size + 2 * _FP32
     return _own_hidden(config) * (2 * size if cuda else 2 * _FP32 + size) + _FP32
 
 
 def _attention_bytes(config: RunConfig) -> int:
     """Bytes of one token: q and k after RoPE, v, the result and its fp32 sum.
 
-    Norms of heads keep more. A ring keeps k and v as one message; all-to-all keeps what was exchanged: q, k,
-    v of whole sequences, the result, and the result of all heads.
+    ALiBi widens all of them, and keeps the result without its channels too. Norms of heads keep more. A ring
+    keeps k and v as one message; all-to-all keeps what was exchanged: q, k, v of whole sequences, the result,
+    and the result of all heads.
     """
     model, parallel = config.model, config.parallel
     tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -308,4 +314,7 @@ def _attention_bytes(config: RunConfig) -> int:
     kept = 2 * heads + 2 * groups
     if cp_size > 1 and parallel.cp_comm_type != "p2p":
         kept = 3 * heads + 2 * math.lcm(groups, cp_size)
-    return element_bytes(config.training.precision) * model.kv_channels * kept + _FP32 * heads
+    values = attended_channels(model) * kept
+    if not traits_of(model).has_rope:
+        values += model.kv_channels * heads
+    return element_bytes(config.training.precision) * values + _FP32 * heads

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
-from patch.config.choices import PRECISIONS, Recompute, ZeroStage
+from patch.config.choices import PRECISIONS, Recompute
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
@@ -55,16 +55,18 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         yield PlanRow([f"layers      {model.num_layers} = {split} over the pipeline stages"])
     total, active = (total_parameters(model, active=active) for active in (False, True))
     size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
-    yield PlanRow([f"parameters  {size}"], list(_shapes(config)))
+    papers = _papers(config)
+    yield PlanRow([f"parameters  {size}"], [*_shapes(config), *papers.parameters])
     if model.num_experts:
         yield _experts(config)
     yield _state(config)
+    yield _checkpoint(config)
     if model.precision_align is None:  # which keeps more
-        yield _activations(config, machine)
+        yield _activations(config, machine, papers.activations)
         yield _memory(config, machine)
     if config.parallel.pipeline_model_parallel_size > 1:
         yield _bubble(config, machine)
-    yield _step(config)
+    yield _step(config, papers.step)
     if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
         packed = f"several rows share a sequence of {config.sample_length} tokens"
         yield PlanRow([f"packing     on: {packed}, a sample of the step is such a sequence"])
@@ -136,6 +138,61 @@ def _shapes(config: RunConfig) -> Iterator[str]:
         yield f"{row.name}: {times}({shapes})"
 
 
+class _Papers(NamedTuple):
+    """What papers count of GPT's layers, beside what the plan counts."""
+
+    parameters: list[str]
+    activations: list[str]
+    step: list[str]
+
+
+def _papers(config: RunConfig) -> _Papers:
+    """Of a model with GPT's layers (12 h^2 of matrices and 13 h of biases and norms), else nothing.
+
+    Sources: Korthikanti et al., arXiv:2205.05198, section 4 (bytes of 16-bit activations, of which 2 s^2 a
+    are scores and dropout masks); Narayanan et al., arXiv:2104.04473, section 5.1 (the whole square).
+    """
+    model, parallel = config.model, config.parallel
+    b, s, h = config.training.micro_batch_size, config.sample_length, model.hidden_size
+    a, t, num_layers = model.num_attention_heads, parallel.tensor_model_parallel_size, model.num_layers
+    if sum(row.num_elements for row in weight_rows(model) if row.is_per_layer) != 12 * h**2 + 13 * h:
+        return _Papers([], [], [])
+    s //= parallel.context_parallel_size
+    kept = {
+        f"s b h (34 + 5 a s / h){' / t' if t > 1 else ''}": s * b * h * (34 + 5 * a * s / h) / t,
+        "2 s b h": 2 * s * b * h,
+    }
+    words = "s b h (10 + 24 / t + 5 a s / (h t))"
+    if t > 1 and not parallel.sequence_parallel:
+        kept = {words: s * b * h * (10 + 24 / t + 5 * a * s / (h * t)), "2 s b h": 2 * s * b * h}
+    whole, partly = (f"{formula} = {size_text(int(size))}" for formula, size in kept.items())
+    s, samples = config.sample_length, config.training.global_batch_size
+    layer = samples * (24 * s * h**2 + 4 * s**2 * h)
+    step = 3 * (num_layers * layer + 2 * samples * s * h * config.padded_vocab_size)
+    return _Papers(
+        [f"a layer: 12 h^2 + 13 h = {12 * h**2 + 13 * h}"],
+        [f"papers, with all scores and dropout, in 16 bits: {whole}; all recomputed: {partly}"],
+        [
+            "papers, over the whole square of scores: a layer's forward 24 B s h^2 + 4 B s^2 h = "
+            f"{layer:.4g}; 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) = {step:.4g} a step"
+        ],
+    )
+
+
+def _checkpoint(config: RunConfig) -> PlanRow:
+    """What one checkpoint takes on disk; no layout changes it."""
+    kind, count = PRECISIONS[config.training.precision], total_parameters(config.model)
+    weights, states = (int(count * num_bytes) for num_bytes in (kind.weight_bytes, kind.state_bytes))
+    line = (
+        f"checkpoint  {size_text(weights + states)} = weights {size_text(weights)} + optimizer "
+        f"{size_text(states)}"
+    )
+    return PlanRow([line], [
+        f"{count:.0f} parameters x ({kind.weight_bytes} + {kind.state_bytes} bytes); the weights alone are "
+        "what an export takes",
+    ])  # fmt: skip
+
+
 def _state(config: RunConfig) -> PlanRow:
     """Model state of the heaviest rank."""
     parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
@@ -166,7 +223,7 @@ def _state(config: RunConfig) -> PlanRow:
     ])  # fmt: skip
 
 
-def _activations(config: RunConfig, machine: MachineFacts) -> PlanRow:
+def _activations(config: RunConfig, machine: MachineFacts, papers: Sequence[str]) -> PlanRow:
     """What layers keep, and the run's mix."""
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
     kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
@@ -181,6 +238,7 @@ def _activations(config: RunConfig, machine: MachineFacts) -> PlanRow:
         *(f"{name}: {tokens} tokens x {number} bytes of a token" for name, number in of_token.items()),
         "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product",
         "sel leaves out what the norms give and the product; full keeps the layer's input",
+        *papers,
     ])  # fmt: skip
 
 
@@ -248,7 +306,7 @@ def _bubble(config: RunConfig, machine: MachineFacts) -> PlanRow:
     return PlanRow(lines, [formula])
 
 
-def _step(config: RunConfig) -> PlanRow:
+def _step(config: RunConfig, papers: Sequence[str]) -> PlanRow:
     """Samples, tokens and FLOPs of a step, and those with what recomputation repeats if they are more."""
     model, samples, length = config.model, config.training.global_batch_size, config.sample_length
     flops, tokens = flops_per_step(config), samples * length
@@ -264,6 +322,7 @@ def _step(config: RunConfig) -> PlanRow:
         f"{config.padded_vocab_size} x {model.hidden_size}) + {samples} x 4 x "
         f"{model.num_layers} x {heads} x {pairs} pairs) = {flops.model:.4g}",
         "a multiply-add is 2 FLOPs, backward is twice forward, attention counts the pairs under its mask",
+        *papers,
     ])  # fmt: skip
 
 
@@ -311,13 +370,6 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         )
 
 
-_SHARED = {
-    ZeroStage.NONE: "nothing",
-    ZeroStage.OPTIMIZER: "optimizer states",
-    ZeroStage.GRADIENTS: "optimizer states and gradients",
-}
-
-
 def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind.
 
@@ -328,7 +380,7 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     micro_batches = counted(config.num_micro_batches, "micro-batch")
     samples = counted(config.training.micro_batch_size, "sample")
     layout = (
-        f"layout: processes {processes_text(config)}; replicas share {_SHARED[config.zero_stage]}; "
+        f"layout: processes {processes_text(config)}; replicas share {config.zero_stage.shared_text}; "
         f"a step has {micro_batches} of {samples} a replica"
     )
     if config.model.precision_align is not None:

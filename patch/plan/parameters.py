@@ -98,7 +98,7 @@ def _counts(
         if row.is_per_layer:
             for stage, (first, last) in enumerate(pairwise(ends)):
                 counts[stage % stages] += elements * sum(first <= layer < last for layer in row.layers)
-        elif row.part == "embedding":
+        elif row.is_before_layers:
             counts[0] += elements
         elif row.part != "head" or has_output:
             counts[-1] += elements

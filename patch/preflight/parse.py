@@ -24,7 +24,14 @@ from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.families import EXPERT_FIELDS, PRESETS, SHAPE_FIELDS, TRAIT_FIELDS, family_called
+from patch.families import (
+    EXPERT_FIELDS,
+    PRESETS,
+    SHAPE_FIELDS,
+    TRAIT_FIELDS,
+    UNUSED_ROTARY_BASE,
+    family_called,
+)
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
@@ -170,6 +177,8 @@ def _derive(merged: dict[str, Any]) -> None:
     traits = family_called(merged.get("model_type")).traits
     for name in TRAIT_FIELDS:
         merged.setdefault(name, getattr(traits, name))
+    if not traits.has_rope:
+        merged.setdefault("rotary_base", UNUSED_ROTARY_BASE)
     heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
     if heads > 0:
         merged.setdefault("num_query_groups", heads)

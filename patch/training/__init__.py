@@ -29,7 +29,7 @@ def register_objective(name: str, make: Callable[[RunConfig], Objective]) -> Non
 
     Args:
         name: for `--objective`.
-        make: called once in each worker.
+        make: called once in each worker, and by `--dry-run`.
     Raises:
         ValueError: there is one of this name.
     """

@@ -98,6 +98,8 @@ class CheckpointRetention(TrainerHook):
 
     def on_evaluate(self, record: Record) -> None:
         """Note the validation loss; after a signal the checkpoint of this step was saved before."""
+        if "valid_loss" not in record:
+            return
         self._note(record)
         self._mark()
         self._point_links()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from patch.data import BatchReader
 from patch.data.order import StepReader, read_ahead
 from patch.data.samples import Batch
-from patch.distributed.collectives import max_over_world, sum_over
+from patch.distributed.collectives import barrier, max_over_world, sum_over
 from patch.training.guards.phases import Phase
 from patch.training.setup import Run
 from patch.training.state_placement import OomRetry
@@ -18,7 +20,26 @@ from patch.training.step import run_schedule
 from patch.training.step_data import read_batches
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """Context for work with the model between two steps, which all ranks enter and leave together.
+
+    Weights are those of the last step, no gradients are kept, and the hang guard gives a rank as long as a
+    collective; `run.phases.enter(Phase.EVALUATION)` says that it gets on.
+    """
+    run.phases.enter(Phase.EVALUATION)
+    # Ranks start their gathers when their hosts have updated: never beside other messages of the same group.
+    run.optimizer.finish_param_sync()
+    for stage in run.stages:
+        stage.eval()
+    with torch.no_grad():
+        yield
+    for stage in run.stages:
+        stage.train()
+    run.optimizer.placement.record_memory("evaluate")
+    barrier(run.device)  # the next step's limit is not for those who still evaluate
+
+
 def evaluate(run: Run) -> dict[str, float]:
     """Loss and perplexity of the validation sets, each once or at most `--eval-iters` global batches of it.
 
@@ -30,14 +51,8 @@ def evaluate(run: Run) -> dict[str, float]:
         DataError: on all ranks, if one of them cannot read its data.
     """
     assert run.data.valid_readers, "there is something to evaluate"
-    for stage in run.stages:
-        stage.eval()
-    # Ranks start their gathers when their hosts have updated: never beside other messages of the same group.
-    run.optimizer.finish_param_sync()
-    found = [_sums_over_set(run, name, reader) for name, reader in run.data.valid_readers.items()]
-    for stage in run.stages:
-        stage.train()
-    run.optimizer.placement.record_memory("evaluate")
+    with evaluating(run):
+        found = [_sums_over_set(run, name, reader) for name, reader in run.data.valid_readers.items()]
     sums = max_over_world([total for totals, _ in found for total in totals], run.device)
     size = len(run.data.objective.reported)
     of_sets = [sums[begin : begin + size] for begin in range(0, len(sums), size)]

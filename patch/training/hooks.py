@@ -38,9 +38,19 @@ class TrainerHook:
 
     Hooks are called in the order of the trainer's list. All ranks call the same methods at the same steps,
     with the same records. A hook that only writes files belongs in the list of rank 0 alone; the other ranks
-    wait for it after a save, but not at other times. A hook that uses collectives belongs in the list of
-    every rank, and several such hooks must have the same order on all ranks.
+    wait for it in `evaluate` and after a save, but not at other times. A hook that uses collectives belongs
+    in the list of every rank, and several such hooks must have the same order on all ranks.
     """
+
+    interval = 0
+    """`evaluate` is called after so many steps each, and after the last one; 0: never."""
+
+    def evaluate(self, iteration: int) -> Record:
+        """Numbers by name, for the record of this step's evaluation (`on_evaluate`) on this rank.
+
+        Called in the context `evaluating`, where all ranks wait until it has ended; no step's time has it.
+        """
+        return {}
 
     def on_step(self, iteration: int, seconds: float) -> None:
         """Called after every step.
@@ -54,7 +64,10 @@ class TrainerHook:
         """Called every `--log-interval` steps and after the last step; metrics are the largest over ranks."""
 
     def on_evaluate(self, record: Record) -> None:
-        """Called after an evaluation, with `iteration` and the metrics of `evaluate`."""
+        """Called after an evaluation, with `iteration` and the metrics of all that were due.
+
+        These are `valid_loss` and its like of validation sets, and what hooks' `evaluate` gave.
+        """
 
     def on_save(self, iteration: int) -> None:
         """Called after a checkpoint is complete; all ranks wait for each other afterwards.
@@ -117,7 +130,9 @@ class ProgressDisplay(TrainerHook):
 
     def on_evaluate(self, record: Record) -> None:
         """Show one evaluation."""
-        message = f"step {record['iteration']}  validation loss {record['valid_loss']:.4f}"
+        message = f"step {record['iteration']}"
+        if "valid_loss" in record:
+            message += f"  validation loss {record['valid_loss']:.4f}"
         if "valid_ppl" in record:
             message += f"  perplexity {record['valid_ppl']:.3f}"
         prefix = "valid_loss/"
@@ -125,6 +140,8 @@ class ProgressDisplay(TrainerHook):
         if losses:
             each = ", ".join(f"{key.removeprefix(prefix)} {loss:.4f}" for key, loss in losses.items())
             message += f"  ({each})"
+        of_hooks = (key for key in record if key != "iteration" and not key.startswith("valid_"))
+        message += "".join(f"  {key} {record[key]:.4f}" for key in of_hooks)
         if self._bar is not None:
             self._bar.print(message)
         else:

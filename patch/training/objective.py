@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
 from patch.data import Batch, DataSets, Sample, build_datasets, collate
+from patch.distributed.context_group import Zigzag
 from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned
 from patch.storage.names import DATA_INDEX_FOLDER
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
 
 _LARGEST_EXPONENT = 700.0
 """exp of more is no float."""
@@ -31,11 +36,29 @@ class Objective:
     unit = "tokens"
     """What `count` counts: the metric `valid_tokens` is named after it."""
     reported: Sequence[str] = ("loss",)
-    """The names of what `report` gives; the loss is the first one."""
+    """The names of what `report` reduces; the loss is the first one."""
+    has_token_losses = False
+    """Whether `report` gets each token's loss [B, S], learned or not, and autograd goes through it. Else it
+    gets the weighted sum, whose gradient is known before forward: one product less in the output layer."""
+    groups: ProcessGroupCollection
+    """This rank's, from `prepare` on."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._is_aligned = config.model.precision_align is not None
+
+    def show_data(self, stream: TextIO) -> int | None:
+        """Print for `--dry-run` what the run reads; the samples of one pass over the training sets, if known.
+
+        It runs without process groups, and writes no file.
+        """
+        from patch.data.preview import show_data  # a worker does not need it
+
+        config, output = self.config, Path(self.config.checkpoint.output_path)
+        return show_data(
+            config.data, config.model, config.tokenizer_folder, sft=config.training.sft, output=output,
+            stream=stream,
+        )  # fmt: skip
 
     def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
         """Read the data sets of the run; a collective over the job.
@@ -50,6 +73,13 @@ class Objective:
             num_train_samples=num_train_samples,
             index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
         )  # fmt: skip
+
+    def prepare(self, run: Run) -> None:
+        """Called once on all ranks, with the weights that the run begins or goes on with, before any step.
+
+        Here a reference is computed (`run_schedule` within `evaluating`) or, in a resumed run, read.
+        """
+        self.groups = run.groups
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """A micro-batch of whole samples, on the host; a context-parallel rank then gets its part of it."""
@@ -77,7 +107,8 @@ class Objective:
             packed: the sequences of packed rows.
             gradient: what backward will bring for the sum of losses: loss scale / divisor.
         """
-        learned = None if self._is_aligned else LearnedTokens(batch.loss_mask, gradient)
+        known = None if self.has_token_losses else gradient
+        learned = None if self._is_aligned else LearnedTokens(batch.loss_mask, known)
         # RoPE needs no position ids, causal attention no mask.
         return model(
             batch.tokens, None, None, labels=batch.labels, loss_mask=learned, packed_seq_params=packed
@@ -87,8 +118,8 @@ class Objective:
         """A micro-batch's share of the loss and of what else is reported, as sums over the global batch.
 
         Args:
-            output: of the last stage: the summed loss; aligned: the losses [B, S], for Hugging Face's order
-                of summation.
+            output: of the last stage: the summed loss; with `has_token_losses` the losses [B, S], and also if
+                aligned, for Hugging Face's order of summation.
             batch: on the device.
             divisor: see `count`; 1 in an evaluation, which divides the sums of a whole set.
         """
@@ -103,3 +134,19 @@ class Objective:
         """
         loss = means["loss"]
         return {"valid_loss": loss, "valid_ppl": math.exp(min(loss, _LARGEST_EXPONENT))}
+
+    def sums_of_sequences(self, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The sums [n] of values [B, S] over the batch's n sequences, on each context-parallel rank.
+
+        Each of these ranks then computes the same from them, and reports its share of it: 1 / CP.
+        """
+        cp, (rows, own) = self.groups.cp, values.shape
+        ends = range(0, rows * own * cp.size() + 1, own * cp.size())
+        borders = torch.tensor(ends) if batch.cu_seqlens is None else batch.cu_seqlens
+        numbers = torch.arange(len(borders) - 1).repeat_interleave(borders.diff()).view(rows, -1)
+        numbers = Zigzag.of(cp).cut(numbers, 1).flatten().to(values.device)
+        sums = values.new_zeros(len(borders) - 1).index_add(0, numbers, values.flatten())
+        total = sums.detach().clone()
+        torch.distributed.all_reduce(total, group=cp)
+        # The gradient of a sum over ranks is the sum of their gradients, which are equal.
+        return total + cp.size() * (sums - sums.detach())

@@ -240,7 +240,7 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
         stages: this rank's pipeline stages.
         config: the run.
     """
-    state = {"model": sharded_weights(stages)}
+    state = {"model": sharded_weights(stages, added=False)}
     load_only_weights(
         weights_folder(load),
         state,

@@ -146,6 +146,7 @@ def build_run(
     )  # fmt: skip
     phases.num_before = start
     _load(run, root, progress)
+    objective.prepare(run)
     return run
 
 
@@ -184,8 +185,9 @@ def build_run_optimizer(
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
     )
     optimizer.connect(stages[0].config)
-    _let_engine_add_gradients(stages)
-    if (offload := stages[0].activation_offload) is not None:
+    if (offload := stages[0].activation_offload) is None:
+        _let_engine_add_gradients(stages)
+    else:  # backward gets weights without their attributes: the engine's layers return their gradients
         offload.clock = WaitClock(optimizer.device)
         if isinstance(optimizer.placement.device, SimulatedDevice):
             offload.device = optimizer.placement.device  # one device with one budget
@@ -212,16 +214,17 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
         return
-    load = run.config.checkpoint.load
-    if load is None:
-        load = f"seed {run.config.training.seed}"
-        initialize_weights(run.stages, run.config.model, run.config.training.seed)
-    elif is_hf_folder(Path(load)):
-        import_hf(run.stages, Path(load), run.config.model, run.groups)
-    else:
-        with all_or_none():
-            folder = any_path(load)
-        load_weights(folder, run.stages, run.config)
+    load, seed = run.config.checkpoint.load, run.config.training.seed
+    with run.optimizer.full_weights():
+        initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
+        if load is None:
+            load = f"seed {seed}"
+        elif is_hf_folder(Path(load)):
+            import_hf(run.stages, Path(load), run.config.model, run.groups)
+        else:
+            with all_or_none():
+                folder = any_path(load)
+            load_weights(folder, run.stages, run.config)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 

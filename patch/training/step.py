@@ -117,11 +117,12 @@ def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float
 def _start_sums(run: Run, reports: list[Report], following: Reading) -> tuple[torch.Tensor, Pending]:
     """Start the sum over data-parallel ranks of what is reported and of the next batch's counts."""
     names = run.data.objective.reported
-    # On a GPU torch.tensor([...]) would wait for backward.
+    # On a GPU torch.tensor([...]) would wait for backward, and so would the assignment of a number.
     sums = torch.full((len(names) + 2,), -math.inf, dtype=torch.float64, device=run.device)
     for index, name in enumerate(names if reports else ()):
         sums[index] = torch.stack([report[name] for report in reports]).double().sum()
-    sums[-2], sums[-1] = counts(run, following)
+    for place, count in zip(sums[-2:], counts(run, following), strict=True):
+        place.fill_(count)
     return sums, start_all_reduce(sums, run.groups.dp_cp)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 
@@ -13,12 +14,12 @@ from patch.data.order import read_ahead
 from patch.distributed.collectives import barrier, is_on_all_ranks, max_over_world, on_all_ranks
 from patch.errors import TrainingError
 from patch.logger import get_logger
-from patch.training.evaluation import evaluate
+from patch.training.evaluation import evaluate, evaluating
 from patch.training.guards.non_finite import named_samples, samples_of_step
 from patch.training.guards.phases import Phase
 from patch.training.guards.spikes import SpikeWarnings
 from patch.training.guards.stop import StopRequests
-from patch.training.hooks import TrainerHook
+from patch.training.hooks import Record, TrainerHook
 from patch.training.metrics import loads_of_experts, make_record, measured
 from patch.training.saving import CheckpointSaver
 from patch.training.setup import Run
@@ -45,6 +46,8 @@ class Trainer:
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._is_writing = False
         """Whether any rank was writing a checkpoint in the background when the ranks last agreed."""
+        self._is_evaluating = False
+        """Whether a hook of any rank evaluates after the step on which the ranks last agreed."""
         self._step_begin = 0.0
         """Start time of the current step."""
 
@@ -101,7 +104,8 @@ class Trainer:
         for hook in self._hooks:
             hook.on_step(done, seconds)
         own = measured(self.run, result, seconds * 1e3) | self._saving.measured()
-        worst = self._share(own, is_last=is_last)
+        due = [hook for hook in self._hooks if hook.interval and (is_last or done % hook.interval == 0)]
+        worst = self._share(own, is_last=is_last, is_due=bool(due))
         self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
             record = make_record(self.run, done, result, worst) | loads_of_experts(self.run)
@@ -111,8 +115,10 @@ class Trainer:
         is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
         interval = config.data.eval_interval
         tasks = [self._go_on] if self._saving.is_pending and not self._is_writing else []
-        if self.run.data.valid_readers and interval and (done % interval == 0 or is_saving_step):
-            tasks.append(self._evaluate)
+        is_turn = interval and (done % interval == 0 or is_saving_step)
+        has_sets = bool(self.run.data.valid_readers and is_turn)
+        if has_sets or self._is_evaluating:
+            tasks.append(partial(self._evaluate, due=due, has_sets=has_sets))
         if is_saving_step or self._exit_code:
             tasks.append(self._save)
         if self._exit_code:  # who asked may kill the run before a long evaluation has ended
@@ -122,12 +128,13 @@ class Trainer:
             self._step_begin = time.perf_counter()
         self.run.phases.end_step(seconds, result.comm_exposed_ms)
 
-    def _share(self, measured: dict[str, float], *, is_last: bool) -> dict[str, float]:
-        """The largest value of each metric over ranks; the same collective agrees whether to stop."""
+    def _share(self, measured: dict[str, float], *, is_last: bool, is_due: bool) -> dict[str, float]:
+        """The largest value of each metric over ranks; the same collective agrees on what follows."""
         asked = self._requests.exit_code(is_last=is_last)
-        values = [*measured.values(), asked, float(self._saving.is_busy)]
-        *worst, agreed, is_writing = max_over_world(values, self.run.device)
+        values = [*measured.values(), asked, self._saving.is_busy, is_due]
+        *worst, agreed, is_writing, is_evaluating = max_over_world([*map(float, values)], self.run.device)
         self._exit_code, self._is_writing = int(agreed), bool(is_writing)
+        self._is_evaluating = bool(is_evaluating)
         return dict(zip(measured, worst, strict=True))
 
     def _check(self, iteration: int, result: StepResult, loss: float) -> None:
@@ -146,9 +153,14 @@ class Trainer:
         if self._spikes is not None:
             self._spikes.note(iteration, loss, result.grad_norm)
 
-    def _evaluate(self, done: int) -> None:
-        self.run.phases.enter(Phase.EVALUATION)
-        record = {"iteration": done, **evaluate(self.run)}
+    def _evaluate(self, done: int, due: list[TrainerHook], *, has_sets: bool) -> None:
+        record: Record = {"iteration": done}
+        if has_sets:
+            record |= evaluate(self.run)
+        if self._is_evaluating:
+            with evaluating(self.run):
+                for hook in due:
+                    record |= hook.evaluate(done)
         for hook in self._hooks:
             hook.on_evaluate(record)
 

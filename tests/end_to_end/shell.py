@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,25 @@ def _work(
         torch.distributed.destroy_process_group()
     rejoin()
     return code
+
+
+def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
+    """Wait until so many steps are in the log."""
+    metrics = output / "log" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
+        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
+        time.sleep(0.02)
+
+
+def worker_of(launcher: int, local_rank: str) -> int:
+    """The process id of a launcher's worker."""
+    variable = f"LOCAL_RANK={local_rank}".encode()
+    for task in Path("/proc").glob(f"{launcher}/task/*/children"):
+        for child in task.read_text().split():
+            if variable in Path("/proc", child, "environ").read_bytes().split(b"\0"):
+                return int(child)
+    raise AssertionError("no such worker")
 
 
 def cut_back(output: Path, iteration: int) -> None:

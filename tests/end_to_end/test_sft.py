@@ -6,13 +6,13 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from end_to_end.conftest import Office
 from end_to_end.shell import (
     assert_same_weights,
+    await_steps,
     call,
     call_workers,
     command,
@@ -22,6 +22,7 @@ from end_to_end.shell import (
     losses,
     start,
     training_records,
+    worker_of,
 )
 from launches import free_port
 
@@ -126,15 +127,6 @@ def test_checkpoint_whose_tokenizer_is_gone_asks_for_hf_config(
     assert_same_weights(tmp_path / "hf", unbroken / "hf")
 
 
-def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
-    """Wait until so many steps are in the log."""
-    metrics = output / "log" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
-        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
-        time.sleep(0.02)
-
-
 def start_machine(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
     """The launcher of one of two machines, with one process."""
     place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -204,16 +196,6 @@ def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undistur
     assert messages.count("restart 1 of 1") == 1 and "Traceback" not in messages, what
     assert losses(output) == losses(unbroken), what
     assert_same_weights(output / "hf", unbroken / "hf")
-
-
-def worker_of(launcher: int, local_rank: str) -> int:
-    """The process id of a launcher's worker."""
-    variable = f"LOCAL_RANK={local_rank}".encode()
-    for task in Path("/proc").glob(f"{launcher}/task/*/children"):
-        for child in task.read_text().split():
-            if variable in Path("/proc", child, "environ").read_bytes().split(b"\0"):
-                return int(child)
-    raise AssertionError("no such worker")
 
 
 def test_length_that_was_trained_already_leaves_the_run_as_it_was(

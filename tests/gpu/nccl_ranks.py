@@ -29,7 +29,7 @@ from training_runs import SeededReader, save
 
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
-from patch.device import DeviceContext
+from patch.device import DeviceContext, nccl_version
 from patch.distributed.collectives import all_gather_object, max_over_world
 from patch.distributed.context_group import Zigzag
 from patch.storage.atomic import write_atomically
@@ -145,9 +145,12 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
 
 
 def close(run: Run) -> str:
-    """End a run; the digest of this rank's weights."""
+    """End a run, with its communicators, each of which has memory; the digest of this rank's weights."""
     digest = digest_of(run)
     parallel_state.destroy_model_parallel()
+    everyone = dist.distributed_c10d._get_default_group()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not everyone]:
+        dist.destroy_process_group(group)
     return digest
 
 
@@ -237,7 +240,7 @@ def main(rank: int, num_ranks: int, folder: Path, which: str, first: int, part_s
 def is_possible() -> bool:
     """Whether two ranks can meet here."""
     devices = torch.cuda.device_count()
-    return devices > 1 or (devices == 1 and torch.cuda.nccl.version() >= (2, 30))
+    return devices > 1 or (devices == 1 and nccl_version() >= (2, 30))
 
 
 class Found(dict[str, Any]):

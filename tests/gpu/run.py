@@ -259,7 +259,7 @@ def probe() -> tuple[str, list[str]]:
     """Why nothing can run here, "" if it can; and lines about code and machine."""
     import torch
 
-    from patch.device import MachineFacts
+    from patch.device import MachineFacts, nccl_version
 
     facts = MachineFacts.probe()
     if not facts.cuda_devices:
@@ -271,7 +271,7 @@ def probe() -> tuple[str, list[str]]:
         code_line(),
         f"- GPUs: {', '.join(gpus)}",
         f"- driver: {driver.read_text().splitlines()[0] if driver.exists() else 'not told'}",
-        f"- CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
+        f"- CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl_version()))}",
         f"- {', '.join(installed)}",
     ]
 

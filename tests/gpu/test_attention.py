@@ -16,6 +16,7 @@ from patch.config.backends import choose_backends
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.model import PackedSequences
+from patch.model.alibi import AlibiAttention, slopes
 from patch.model.attention import CausalAttention
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
@@ -32,6 +33,16 @@ def causal(size: int, window: int | None = None, **more: Any) -> CausalAttention
     return CausalAttention(
         config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self", **more
     )
+
+
+def alibi(**more: Any) -> AlibiAttention:
+    """Of six heads of 64 channels on one rank, on the GPU."""
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    return AlibiAttention(
+        config=SimpleNamespace(kv_channels=64, num_attention_heads=6, window_size=None),
+        attention=CausalAttention, num_channels=8, layer_number=1, attn_mask_type=AttnMaskType.causal,
+        attention_type="self", pg_collection=SimpleNamespace(cp=alone, tp=alone), **more,
+    ).cuda()  # fmt: skip
 
 
 def heads(*shape: int, dtype: torch.dtype, counts: tuple[int, int]) -> list[torch.Tensor]:
@@ -99,6 +110,29 @@ def test_packed_rows_in_one_kernel_give_what_each_sequence_gives_alone(
         found.append([context, *torch.autograd.grad((context * direction).sum(), inputs)])
     for one_kernel, one_by_one in zip(*found, strict=True):
         torch.testing.assert_close(one_kernel, one_by_one, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient", "packed"])
+def test_alibi_in_every_kernel_is_that_of_all_scores(kernel: str, dtype: torch.dtype) -> None:
+    """700 tokens, whose positions bf16 does not have; nothing of the size of the scores is in memory."""
+    if dtype == torch.float32 and kernel != "efficient":
+        pytest.skip("the others take no fp32")
+    inputs = heads(700, 1, 64, dtype=dtype, counts=(6, 6))
+    query, key, value = (tensor.double().permute(1, 2, 0, 3) for tensor in inputs)
+    place = torch.arange(700, device="cuda")
+    bias = slopes(6).cuda().double()[:, None, None] * (place - place[:, None]).clamp(max=0)
+    bias = bias.masked_fill(place > place[:, None], -torch.inf)
+    expected = F.scaled_dot_product_attention(query, key, value, bias[None]).permute(2, 0, 1, 3).flatten(2)
+    direction = torch.randn_like(expected)
+    gradients = torch.autograd.grad((expected * direction).sum(), inputs)
+    borders = torch.tensor([0, 700], dtype=torch.int32)
+    packed = PackedSequences.of(borders, torch.empty(1, 700), torch.device("cuda"))
+    attention = alibi(kernels=() if kernel == "packed" else (kernel,))
+    context = attention(*inputs, None, packed_seq_params=packed if kernel == "packed" else None)
+    found = torch.autograd.grad((context * direction).sum(), inputs)
+    for ours, theirs in zip((context, *found), (expected, *gradients), strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=2 * BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -24,7 +24,7 @@ SHAPE = {
     "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8,
     "kv_channels": 128, "num_layers": 2, "seq_length": 8192, "max_padding_length": 8192,
     "max_position_embeddings": 8192, "init_method_std": 0.02, "micro_batch_size": 1, "global_batch_size": 1,
-    "precision": "bf16", "train_iters": 4,
+    "precision": "bf16", "train_iters": 4, "lr": 1e-5, "min_lr": 1e-5, "lr_warmup_iters": 0,
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4, "num_query_groups": 2,
          "kv_channels": 16, "long": 64, "short": 32}  # fmt: skip

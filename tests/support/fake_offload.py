@@ -28,7 +28,7 @@ from patch.optimizer import (
     hybrid_adam,
     micro_batch,
     own_shards,
-    param_buffer,
+    param_flat,
 )
 from patch.optimizer.kernels import UpdateItem, sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
@@ -59,8 +59,7 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(domain, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(domain, "start_reduce_scatter", fake.start_reduce_scatter),
-        mock.patch.object(param_buffer, "start_all_gather", fake.start_all_gather),
-        mock.patch.object(eight_bit_flat, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(param_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
     ):
         yield

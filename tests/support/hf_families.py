@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-3": (
         "Qwen3", {"head_dim": 32, "rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True}
     ),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 6, "hidden_size": 48, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,9 +100,9 @@ def spell_as_4(folder: Path) -> None:
     """Write config.json as transformers 4 did, in whose spelling nearly all published models are."""
     path = folder / "config.json"
     described = json.loads(path.read_text())
-    rope = described.pop("rope_parameters")
-    described["rope_theta"] = rope.pop("rope_theta")
-    described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if rope := described.pop("rope_parameters", None):
+        described["rope_theta"] = rope.pop("rope_theta")
+        described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     described["torch_dtype"] = described.pop("dtype")
     if described["model_type"] == "qwen3_moe":
         described["num_experts"] = described.pop("num_local_experts")
@@ -121,7 +122,9 @@ def family_model(
 
     prefix, own = {**FAMILIES, **MIXTURES, **OTHERS}[name]
     max_shard_size = changes.pop("max_shard_size", "5GB")
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **own, **changes})
+    known = getattr(transformers, f"{prefix}Config")
+    shape = {name: value for name, value in _SHAPE.items() if hasattr(known, name)}
+    config = known(**{**shape, **own, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():

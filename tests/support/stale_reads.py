@@ -23,7 +23,7 @@ class _Alarm(TorchDispatchMode):
         super().__init__()
         self._weights = optimizer.param_buffer
         self._names = {id(parameter): name for name, parameter in optimizer._trained.named}
-        self._storages = [flat.untyped_storage().data_ptr() for flat in self._weights.flats]
+        self._storages = [flat.buffer.untyped_storage().data_ptr() for flat in self._weights.flats]
         """Of each domain."""
 
     @classmethod

@@ -178,14 +178,26 @@ def train_run(run: Run) -> list[StepResult]:
     return [*results, results[-1]._replace(loss=valid_loss)]
 
 
-def transformers_losses(config: RunConfig, folder: Path, device: torch.device = CPU.device) -> list[float]:
-    """A plain loop over the same batches: LlamaForCausalLM in fp32 under torch's AdamW.
+def token_mean(model: Any, config: RunConfig, iteration: int) -> torch.Tensor:
+    """The mean over the learned tokens of a seeded batch."""
+    batches, device = seeded_batches(config, iteration), model.device
+    fields = ("tokens", "labels", "loss_mask")
+    tokens, labels, mask = (torch.cat([getattr(batch, name) for batch in batches]) for name in fields)
+    logits = model(tokens.to(device)).logits.flatten(0, 1)
+    each = torch.nn.functional.cross_entropy(logits, labels.flatten().to(device), reduction="none")
+    return (each * mask.flatten().to(device)).sum() / mask.sum()
 
-    The loss is the mean over the batch's learned tokens.
-    """
-    from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+def transformers_steps(
+    config: RunConfig,
+    folder: Path,
+    device: torch.device = CPU.device,
+    loss_of: Callable[[Any, RunConfig, int], torch.Tensor] = token_mean,
+) -> tuple[list[float], list[float], Any]:
+    """A plain loop: transformers' model in fp32, torch's AdamW; losses, norms, and the model after it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -194,22 +206,17 @@ def transformers_losses(config: RunConfig, folder: Path, device: torch.device = 
         ],
         betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
-    losses = []
+    losses, norms = [], []
     for iteration in range(config.training.train_iters):
-        batches = seeded_batches(config, iteration)
-        fields = ("tokens", "labels", "loss_mask")
-        tokens, labels, mask = (torch.cat([getattr(batch, name) for batch in batches]) for name in fields)
-        logits = model(tokens.to(device)).logits.flatten(0, 1)
-        each = torch.nn.functional.cross_entropy(logits, labels.flatten().to(device), reduction="none")
-        loss = (each * mask.flatten().to(device)).sum() / mask.sum()
+        loss = loss_of(model, config, iteration)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, config.optimizer.clip_grad)
+        norms.append(torch.nn.utils.clip_grad_norm_(weights, config.optimizer.clip_grad).item())
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, norms, model
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:

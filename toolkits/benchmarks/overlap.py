@@ -27,7 +27,7 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather, start_reduce_scatter
 from patch.distributed.groups import initialize
-from patch.optimizer import OverlappedDistributedOptimizer, domain, param_buffer
+from patch.optimizer import OverlappedDistributedOptimizer, domain, param_flat
 from patch.plan.parameters import total_parameters
 from patch.plan.resolve import resolve_sharding, with_sharding
 from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
@@ -141,7 +141,7 @@ def _no_messages() -> Iterator[None]:
 
     with (
         mock.patch.object(domain, "start_reduce_scatter", arrived),
-        mock.patch.object(param_buffer, "start_all_gather", arrived),
+        mock.patch.object(param_flat, "start_all_gather", arrived),
     ):
         yield
 
@@ -165,7 +165,7 @@ def communicate(optimizer: OverlappedDistributedOptimizer) -> None:
     group, clock = optimizer.groups.dp_cp, WaitClock(optimizer.device)
     for start, dtype in (
         (start_reduce_scatter, torch.float32),
-        (start_all_gather, optimizer.param_buffer.flats[0].dtype),
+        (start_all_gather, optimizer.param_buffer.flats[0].buffer.dtype),
     ):
         started = []
         for one in optimizer.grad_buffer.buckets:

@@ -17,7 +17,7 @@ from torch.utils.collect_env import get_env_info
 
 from patch.config import RunConfig
 from patch.config.backends import Served, backends_of, resolve_transformer_impl
-from patch.device import GPU_LIBRARIES, MachineFacts
+from patch.device import GPU_LIBRARIES, MachineFacts, nccl_version
 from patch.optimizer.kernels import TRITON_CURE, adam_kernel
 from patch.preflight.parse import parse_args
 from toolkits.doctor.check import Finding, Settings, Status, graded, run_program
@@ -156,7 +156,7 @@ def _torch_build() -> Finding:
     """What torch was built for; all that torch itself collects for an issue is in the JSON report."""
     value = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, nccl_version()))
         value += f", cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
     value += f"; {torch.backends.cpu.get_cpu_capability()} on the CPU"
     return Finding("torch's build", "ok", value, data=get_env_info()._asdict())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ContextCommunication
+from patch.families import attended_channels
 from patch.plan.activations import boundary_bytes, dispatch_of
 from patch.plan.memory import gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_of
@@ -165,7 +166,7 @@ def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
     tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, groups = model.num_attention_heads // tp_size, model.num_query_groups // tp_size
     size = element_bytes(config.training.precision)
-    channels = model.kv_channels * config.micro_batch_tokens
+    channels = attended_channels(model) * config.micro_batch_tokens
     if way == "p2p":
         return 2 * groups * channels * (2 * size + _FP32) * (cp_size - 1)
     exchanged = 2 * (heads + math.lcm(groups, cp_size)) * channels

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Precision, Recompute
-from patch.families import Kind, layer_matrices, traits_of, widths
+from patch.families import Kind, attended_channels, layer_matrices, widths
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
@@ -156,7 +156,7 @@ def _attention(config: RunConfig, machine: Machine) -> float:
     model, parallel, training = config.model, config.parallel, config.training
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     pairs = attended_pairs([config.sample_length], model.window_size) / parallel.context_parallel_size
-    flops = 4 * heads * model.kv_channels * pairs * training.micro_batch_size
+    flops = 4 * heads * attended_channels(model) * pairs * training.micro_batch_size
     precision: Precision = "fp32" if training.precision == "fp32" else "bf16"
     is_ring = parallel.cp_comm_type == "p2p"
     length = config.sample_length / (parallel.context_parallel_size if is_ring else 1)
@@ -175,8 +175,8 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     tp_size = parallel.tensor_model_parallel_size
     hidden = model.hidden_size / (tp_size if parallel.sequence_parallel else 1)
     attention, mlp = widths(model, "attention", tp_size), widths(model, "mlp", tp_size)
-    rotated = attention.given if traits_of(model).position_embedding_type == "rope" else 0
-    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * rotated, sum(mlp)
+    # q, k and v are read and written once more: turned by RoPE, or widened by ALiBi.
+    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * attention.given, sum(mlp)
     forward = norms + residuals + rope + swiglu
     backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu
     size = element_bytes(precision)

@@ -174,7 +174,7 @@ def test_bin_files_are_read(bin_folder):
     _check(bin_folder)
     expected = hf_llama(small_run()).state_dict()[GATE]
     source = HFFolder(bin_folder)
-    assert torch.equal(source[GATE][3:5], expected[3:5]) and source.dtypes[GATE] == torch.float32
+    assert torch.equal(source[GATE][3:5], expected[3:5]) and source.dtype_of(GATE) == torch.float32
 
 
 class _Hostile:

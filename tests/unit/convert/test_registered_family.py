@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from patch.convert import hf_to_mcore, mcore_to_hf
 from patch.convert.hf_config_files import model_description
 from patch.errors import ConfigError
-from patch.families import FAMILIES, family_of, register_family, traits_of
+from patch.families import FAMILIES, PRESETS, family_of, register_family, traits_of
 from patch.families.weights import dense_rows
 from patch.plan.flops import flops_per_step
 from patch.plan.parameters import parameters_per_rank, total_parameters
@@ -71,3 +71,14 @@ def test_share_in_use_decides_flops_and_active_parameters_but_not_what_is_held(a
     assert total_parameters(dense.model, active=True) == total_parameters(dense.model) - unused
     assert before - flops_per_step(dense).model == 3 * 2 * unused * 4 * 32
     assert parameters_per_rank(dense.model, dense.parallel) == held
+
+
+def test_its_public_sizes_are_words_of_position_2(command, arcee):
+    small = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4}
+    small |= {"vocab_size": 300, "max_position_embeddings": 4096, "rotary_base": 1e4}
+    register_family(dataclasses.replace(arcee, presets={"afm-small": small}))
+    model = command.parse(MODEL_SIZE="afm-small").config.model
+    assert (model.model_type, model.ffn_hidden_size) == ("arcee", 96)
+    del PRESETS["afm-small"]
+    with pytest.raises(ConfigError, match="position 2 MODEL_SIZE: got 'afm-small', expected one of tiny, "):
+        command.parse(MODEL_SIZE="afm-small")

@@ -3,6 +3,8 @@
 The oracles are transformers, and of the checkpoint upstream's plain GPTModel after upstream's strict load.
 """
 
+import itertools
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hf_families import FAMILIES, MIXTURES, family_model, family_run
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from training_runs import build_stages
+from transformers import AutoModelForCausalLM
 from upstream_models import local_upstream
 
 from patch.compat.cpu import replace_torch
@@ -103,10 +106,10 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         groups, (ours,) = build_stages(config)
         import_hf([ours.eval()], root / name, config.model, groups)
         found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
-        if name in FAMILIES:
+        if name in FAMILIES and name != "bloom":  # whose norm of the embedding upstream has not
             found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
-        if name == "llama-3":
-            found["norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)
+        if name in THEIR_NORMS:
+            found[f"{name}'s norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)
         new_job()
     return found
 
@@ -123,6 +126,18 @@ def _load_upstream(folder: Path, config: Any, groups: Any) -> Any:
     return model(_prompt(17), torch.arange(17).expand(2, -1), mask)[..., :250].numpy()
 
 
+THEIR_NORMS = {
+    "llama-3": {
+        "self_attention.linear_qkv": "model.layers.*.input_layernorm",
+        "mlp.linear_fc1": "model.layers.*.post_attention_layernorm",
+    },
+    "bloom": {
+        "self_attention.linear_qkv": "transformer.h.*.input_layernorm",
+        "mlp.linear_fc1": "transformer.h.*.post_attention_layernorm",
+    },
+}
+
+
 def _import_with_fused_norms(model: Any, folder: Path, shape: Any, groups: Any) -> dict[str, object]:
     """The norms of a model whose parameters are named as Transformer Engine's layers name them."""
     for layer in model.decoder.layers:
@@ -130,10 +145,10 @@ def _import_with_fused_norms(model: Any, folder: Path, shape: Any, groups: Any) 
             ("input_layernorm", "self_attention.linear_qkv"),
             ("pre_mlp_layernorm", "mlp.linear_fc1"),
         ):
-            weight = layer.get_submodule(norm).weight
-            layer.get_submodule(linear).register_parameter("layer_norm_weight", weight)
+            for kind, parameter in layer.get_submodule(norm).named_parameters():
+                layer.get_submodule(linear).register_parameter(f"layer_norm_{kind}", parameter)
+                parameter.fill_(0)
             delattr(layer, norm)
-            weight.fill_(0)
     import_hf([model], folder, shape, groups)
     return {name: weight.detach().numpy() for name, weight in model.named_parameters() if "norm" in name}
 
@@ -155,11 +170,30 @@ def test_logits_of_ours_and_of_upstreams_plain_model_are_those_of_transformers(r
     assert (by_upstream is not None) == (name in PLAIN)
 
 
-def test_norms_are_found_under_transformer_engines_names(root, found):
-    stored = load_file(root / "llama-3" / "model.safetensors")
-    theirs = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "post_attention_layernorm"}
-    for layer in (0, 1):
-        for linear, norm in theirs.items():
-            ours = found["norms"][f"decoder.layers.{layer}.{linear}.layer_norm_weight"]
-            assert torch.equal(torch.from_numpy(ours), stored[f"model.layers.{layer}.{norm}.weight"])
-    assert len(found["norms"]) == 5
+@pytest.mark.parametrize("name", THEIR_NORMS)
+def test_norms_are_found_under_transformer_engines_names(root, found, name):
+    stored, ours = load_file(root / name / "model.safetensors"), found[f"{name}'s norms"]
+    kinds = ("weight", "bias") if name == "bloom" else ("weight",)
+    for layer, kind in itertools.product((0, 1), kinds):
+        for linear, norm in THEIR_NORMS[name].items():
+            values = torch.from_numpy(ours[f"decoder.layers.{layer}.{linear}.layer_norm_{kind}"])
+            assert torch.equal(values, stored[f"{norm.replace('*', str(layer))}.{kind}"])
+    assert len(ours) == {"llama-3": 5, "bloom": 12}[name]
+
+
+@pytest.mark.parametrize("size", ["5GB", "60KB"])
+def test_files_as_bigscience_publishes_them_are_read(tmp_path, size):
+    """Tensors without `transformer.`, a config.json with older names; written are those of transformers."""
+    theirs = family_model("bloom")
+    theirs.base_model.save_pretrained(tmp_path / "hf", max_shard_size=size)
+    path = tmp_path / "hf" / "config.json"
+    described = json.loads(path.read_text()) | {"architectures": ["BloomForCausalLM"], "pretraining_tp": 4}
+    described |= {"n_embed": described.pop("hidden_size"), "num_attention_heads": described.pop("n_head")}
+    path.write_text(json.dumps(described))
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    assert json.loads((tmp_path / "mcore" / "config.json").read_text()) == described
+    for source in (None, tmp_path / "hf"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "back", source, overwrite=True)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(again[name], tensor), name

@@ -62,13 +62,11 @@ EXPERTS = [(2, 1), (4, 1), (2, 2), (12, 1)]
 ORDERS = ["tp-pp-dp", "pp-tp-dp", "tp-cp-ep-pp-dp", *map("-".join, itertools.permutations(AXES))]
 
 
-def run_orders(rank: int, world_size: int) -> None:
+def run_orders() -> None:
     """Build the groups of every order, by upstream's own checks, as one of 24 ranks that never talk.
 
     Without experts and with some, which upstream refuses where we do.
     """
-    compat.apply(cuda=False)
-    dist.destroy_process_group()
     refused = set()
     for own, order in zip(itertools.cycle(range(24)), ORDERS):
         sizes = {"tp": 2, "cp": 1 if "cp" not in order else 2, "dp": 3, "pp": 2}
@@ -99,11 +97,6 @@ def run_orders(rank: int, world_size: int) -> None:
             shutdown()
     assert ("tp-cp-ep-pp-dp", 2, 1) in refused
     assert not refused & {("tp-cp-dp-pp", 2, 2), ("tp-cp-ep-pp-dp", 4, 1)}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the runner leaves one
-
-
-def test_groups_of_every_order_are_upstreams() -> None:
-    run_distributed(run_orders, 1)
 
 
 def run_wrong_size(rank: int, world_size: int) -> None:
@@ -118,7 +111,7 @@ def test_another_number_of_processes_is_refused_on_every_rank() -> None:
     run_distributed(run_wrong_size, 2)
 
 
-def run_alone(rank: int, world_size: int) -> None:
+def run_alone() -> None:
     compat.apply(cuda=False)
     with alone(CPU) as groups:
         assert groups.tp.size() == groups.dp_cp.size() == 1
@@ -130,8 +123,14 @@ def run_alone(rank: int, world_size: int) -> None:
         with alone(CPU) as groups:
             assert dist.get_world_size() == groups.pp.size() == 1
         assert not dist.is_initialized() and not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_program_alone_leaves_what_it_made_and_groups_of_every_order_are_upstreams() -> None:
+    """It leaves that only, and leaving twice is fine."""
+    run_distributed(run_one, 1)
+
+
+def run_one(rank: int, world_size: int) -> None:
+    run_alone()
+    run_orders()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the runner leaves one
-
-
-def test_a_program_alone_leaves_what_it_made_and_only_that_and_leaving_twice_is_fine() -> None:
-    run_distributed(run_alone, 1)

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RECOMPUTED = ("selective", "full", "block")
 SAVED = ("selective", "block")
 STATES = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+BLOOM = {"model_type": "bloom", "use_rope_scaling": False}
 FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
 ONE_SAMPLE = {"precision": "bf16", "micro_batch_size": 1}
 CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -43,6 +44,8 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "bf16, one sample": (ONE_SAMPLE, (*RECOMPUTED, "offload, block", "offload, selective")),
         "families": (FAMILIES | {"num_layers": 2}, RECOMPUTED),
         "packed": (PACKED, ("offload",)),
+        "bloom": (BLOOM | {"num_layers": 2}, ("selective", "full", "offload")),
+        "bloom, bf16": (BLOOM | ONE_SAMPLE | {"num_layers": 2}, ("selective",)),
         "aligned eager": ({"precision_align": "eager"}, (*RECOMPUTED, "offload all")),
         "aligned sdpa, one sample, bf16": (ONE_SAMPLE | {"precision_align": "sdpa"}, RECOMPUTED),
         "fp16": ({"precision": "fp16"}, ("offload, selective",)),
@@ -71,6 +74,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "fp32": {"max_padding_length": 64, "seq_length": 64},
     "bf16, one sample": HEADS,
     "fp8, one sample": HEADS | {"precision": "fp8"},
+    "bloom": BLOOM | {"max_padding_length": 64, "seq_length": 64},
+    "bloom, bf16, one sample": BLOOM | HEADS,
 }
 """Runs whose layers are measured one by one."""
 DEEP = {
@@ -248,6 +253,8 @@ def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) 
     """Recomputing fused attention, as upstream does by default, saved 0.1 % for an attention forward."""
     measured = alone["layers"][case]
     share = 0.55 if "bf16" in case else 0.86  # norms are recomputed in half precision
+    if case.startswith("bloom"):  # an MLP without a gate, and ALiBi's 8 channels beside 8 of a head
+        share = 0.86
     assert measured["selective"]["bytes"] < share * measured["none"]["bytes"]
     assert measured["selective"]["flops"] == measured["none"]["flops"]
     assert measured["full"]["bytes"] < 0.25 * measured["selective"]["bytes"]

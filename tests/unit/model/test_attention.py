@@ -120,8 +120,8 @@ def test_kernels_that_raise_at_a_runs_shape_are_found_before_it_begins(recwarn) 
     )  # fmt: skip
     odd = SimpleNamespace(**vars(config) | {"num_query_groups": 6})
     kernels = ("cudnn", "flash", "efficient", "math")
-    assert not faults_of(kernels, config, 33, torch.device("cpu"))
-    assert not faults_of(kernels, odd, 33, torch.device("cpu"))
+    assert not faults_of(kernels, config, 33, HEAD_SIZE, torch.device("cpu"))
+    assert not faults_of(kernels, odd, 33, HEAD_SIZE, torch.device("cpu"))
     assert not recwarn.list
     with NoPlan():
-        assert faults_of(kernels, config, 33, torch.device("cpu")) == {"flash": "no plan"}
+        assert faults_of(kernels, config, 33, HEAD_SIZE, torch.device("cpu")) == {"flash": "no plan"}

@@ -23,6 +23,8 @@ SHAPE: dict[str, Any] = {
     "untie_embeddings_and_output_weights": False,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 48, "global_batch_size": 8}
+BLOOM = {"model_type": "bloom", "add_qkv_bias": False, "qk_layernorm": False, "use_rope_scaling": False}
+BLOOM |= {"init_method_xavier_uniform": True}
 RUNS = {
     "whole": {"dp": 4},
     "seed": {"dp": 4, "seed": 4321},
@@ -37,6 +39,8 @@ RUNS = {
     "experts ep": {"dp": 4, "expert_model_parallel_size": 2, **EXPERTS},
     "experts tp": {"tp": 2, "dp": 2, "sequence_parallel": True, **EXPERTS},
     "experts pp": {"pp": 2, "dp": 2, "expert_model_parallel_size": 2, **EXPERTS},
+    "bloom": {"dp": 4, **BLOOM},
+    "bloom-tp-pp": {"tp": 2, "pp": 2, "sequence_parallel": True, **BLOOM},
 }
 STD_BOUND = 0.05
 """Relative: of 4096 numbers, the fewest, two estimates differ by 0.016, one standard error."""
@@ -109,10 +113,10 @@ def runs(ranks: list) -> dict[str, Weights]:
 
 
 @pytest.mark.parametrize(
-    "name", ["tp", "tp-sp", "pp", "vpp", "tp-pp", "experts ep", "experts tp", "experts pp"]
+    "name", ["tp", "tp-sp", "pp", "vpp", "tp-pp", "bloom-tp-pp", "experts ep", "experts tp", "experts pp"]
 )
 def test_every_layout_begins_with_the_same_weights(runs: dict[str, Weights], name: str) -> None:
-    whole = runs["experts" if "experts" in name else "whole"]
+    whole = runs[next((kind for kind in ("bloom", "experts") if name.startswith(kind)), "whole")]
     assert runs[name].keys() == whole.keys()
     for key, weight in whole.items():
         assert np.array_equal(runs[name][key], weight), key
@@ -123,15 +127,19 @@ def test_bf16_weights_are_the_rounded_ones_of_fp32(runs: dict[str, Weights]) -> 
         assert np.array_equal(runs["bf16"][key], torch.from_numpy(weight).bfloat16().float().numpy()), key
 
 
-def test_norms_are_one_and_biases_and_padding_zero(runs: dict[str, Weights]) -> None:
-    for key, weight in runs["untied"].items():
+@pytest.mark.parametrize("name", ["untied", "bloom"])
+def test_norms_are_one_and_biases_and_padding_zero(runs: dict[str, Weights], name: str) -> None:
+    for key, weight in runs[name].items():
         if key in VOCABULARY:
             assert weight.shape[0] == 96 and not weight[VOCAB:].any(), key
             assert weight[:VOCAB].all(), key
-        elif "norm" in key:
-            assert (weight == 1).all(), key
         elif key.endswith("bias"):
             assert (weight == 0).all(), key
+        elif "norm" in key:
+            assert (weight == 1).all(), key
+
+
+def test_untied_output_is_the_only_weight_more(runs: dict[str, Weights]) -> None:
     assert {"output_layer.weight"} == runs["untied"].keys() - runs["whole"].keys()
 
 
@@ -162,6 +170,16 @@ def test_values_are_normal_around_zero(runs: dict[str, Weights]) -> None:
         assert abs(scaled.mean()) < 0.06  # 4096 numbers: four standard errors
         for within, share in ((1.0, 0.683), (2.0, 0.954)):
             assert (np.abs(scaled) < within).mean() == pytest.approx(share, abs=0.03)
+
+
+def test_embedding_is_drawn_as_torchs_xavier_uniform(runs: dict[str, Weights]) -> None:
+    """Not the layers' weights, which have their own deviation."""
+    embedding = runs["bloom"]["embedding.word_embeddings.weight"][:VOCAB]
+    theirs = torch.nn.init.xavier_uniform_(torch.empty(embedding.shape)).numpy()
+    for of in (np.min, np.max, np.std):
+        assert of(embedding) == pytest.approx(of(theirs), rel=STD_BOUND)
+    first = "decoder.layers.self_attention.linear_qkv.weight"
+    assert np.array_equal(runs["bloom"][first], runs["whole"][first])
 
 
 def test_deviations_are_those_of_upstreams_own_initialisation(ranks: list) -> None:

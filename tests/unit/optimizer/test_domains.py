@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from optimizer_runs import LR, build_optimizer, take_step
 
-from patch import compat
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
@@ -34,6 +33,11 @@ CASES = [
     for num_copies, bucket_size in ((2, 300), (1, 10**9))
 ]
 """ZeRO stage, type of the matrices, ranks that hold copies of an expert, elements of a bucket."""
+
+SIZES = tuple(
+    f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+)
+LAYOUTS = (1, 2, 2, 1), (2, 1, 4, 1), (2, 1, 2, 2), (2, 1, 2, 1)
 
 
 class Block(torch.nn.Module):
@@ -157,7 +161,7 @@ def run_cases(rank: int, world_size: int) -> dict[tuple, Any]:
         num_copies = case[2]
         copies = pairs[rank // 2] if num_copies == 2 else singles[rank]
         found[case] = train(rank, case, copies, rank // num_copies)
-    return found
+    return found | {sizes: norms(rank, sizes) for sizes in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +195,12 @@ def test_states_of_each_type_take_their_own_bytes(ranks: list, dtype: torch.dtyp
             assert held == vectors + matrices + WORLD_SIZE // num_copies * matrices
 
 
-def run_norm(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tuple[float, float]]:
+def norms(rank: int, sizes: tuple[int, ...]) -> list[tuple[float, float]]:
     """Experts on the first pipeline stage, of which each tensor rank saw a part of the tokens.
 
     They are whole on their tensor-parallel ranks, as the other weights are on theirs.
     """
-    compat.apply(cuda=False)
+    new_job()
     parallel_state.initialize_model_parallel(**dict(zip(SIZES, sizes, strict=True)))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     found = []
@@ -224,13 +228,10 @@ def run_norm(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tuple[f
     return found
 
 
-SIZES = tuple(
-    f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-)
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (2, 1, 4, 1), (2, 1, 2, 2), (2, 1, 2, 1)], ids=str)
-def test_the_norm_counts_experts_of_some_stages_once_on_their_own_tensor_ranks(sizes: tuple) -> None:
-    for found in run_distributed(run_norm, WORLD_SIZE, sizes):
-        for ours, expected in found:
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_the_norm_counts_experts_of_some_stages_once_on_their_own_tensor_ranks(
+    ranks: list, sizes: tuple
+) -> None:
+    for found in ranks:
+        for ours, expected in found[sizes]:
             assert ours == pytest.approx(expected, rel=NORM_BOUND[torch.float32])

@@ -164,15 +164,6 @@ def test_an_error_of_an_early_update_reaches_whoever_waits_for_its_weights() -> 
             a.adam.wait_for_update(0, block=True)
 
 
-def test_gradients_come_to_the_host_during_backward_though_nothing_is_updated_early() -> None:
-    with job() as a:
-        a.adam.host_updates.failure_rate = 1.0
-        a.backward(is_reduced=False)[-1].synchronize()
-        a.fake.run_others()
-        assert not a.down.tasks and not a.kernel.numels
-        assert a.down.num_done == COPY * NUM_EARLY
-
-
 def test_what_is_needed_first_does_not_wait_for_all_other_gradients() -> None:
     """Its own was the last to be final; only a share of the others is before it in the queue."""
     with job() as a:
@@ -182,13 +173,12 @@ def test_what_is_needed_first_does_not_wait_for_all_other_gradients() -> None:
         assert a.down.num_done <= COPY * (NUM_EARLY + 1)
 
 
-def test_a_little_memory_goes_to_gradients_too() -> None:
-    """As many come early as fit into a quarter of the spare memory, beside the two that there always are."""
-    copies = []
-    for num_more in (0, 1, 2):
-        with job(STATES + 4 * num_more * SIZE * 6) as a:
-            a.adam.host_updates.failure_rate = 1.0  # nothing is updated early
-            a.backward(is_reduced=False)[-1].synchronize()
-            a.fake.run_others()
-            copies.append(a.down.num_done)
-    assert copies[0] and copies[1] * 2 == copies[0] * 3 and copies[2] * 2 == copies[0] * 4
+@pytest.mark.parametrize("num_early", [2, 3, NUM_EARLY, None])
+def test_as_many_gradients_come_in_backward_as_fit_into_memory(num_early: int | None) -> None:
+    """Into a quarter of the spare memory, beside the two that there always are; None: memory for all."""
+    with job(STATES + 4 * (num_early - 2) * SIZE * 6 if num_early else UNLIMITED) as a:
+        a.adam.host_updates.failure_rate = 1.0
+        a.backward(is_reduced=False)[-1].synchronize()
+        a.fake.run_others()
+        assert not a.down.tasks and not a.kernel.numels
+        assert a.down.num_done == COPY * (num_early or NUM_EARLY)

@@ -19,6 +19,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.errors import PatchError
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.eight_bit_flat import EightBitFlat
 
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2, 3)
 RATES = (0.1, 0.4, 1.5, 6.0)
@@ -58,6 +59,10 @@ class _Layers(torch.nn.Module):
         return (_Product.apply(hidden, self.last.weight) + self.last.bias).square().mean()
 
 
+def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[EightBitFlat]:
+    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, EightBitFlat)]
+
+
 def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
     """Norms and losses of some steps, and the bytes and scales that the ranks gathered last."""
     fake = FakeDevice(order)
@@ -71,7 +76,7 @@ def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
         config = OptimizerConfig(lr=LR, clip_grad=0.3, reduce_bucket_size=200)
         optimizer = OverlappedDistributedOptimizer([model], config, ZeroStage.OPTIMIZER, groups)
         optimizer.grad_buffer._can_wait_elsewhere = True
-        for flat in optimizer.param_buffer.in_8_bits.values():
+        for flat in _in_8_bits(optimizer):
             flat._can_wait_elsewhere = True
         norms, losses = [], []
         for rate, (first, last) in zip(RATES, steps, strict=True):
@@ -112,7 +117,7 @@ def _read_whole(rank: int, world_size: int) -> None:
 
 
 def _fail_without_memory(optimizer: OverlappedDistributedOptimizer, rank: int) -> None:
-    (flat,) = optimizer.param_buffer.in_8_bits.values()
+    (flat,) = _in_8_bits(optimizer)
 
     def allocate() -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory here")
@@ -128,6 +133,9 @@ def _fail_without_memory(optimizer: OverlappedDistributedOptimizer, rank: int) -
 def _read_in_contexts(model: _Layers, optimizer: OverlappedDistributedOptimizer) -> None:
     weight = model.first.weight
     assert weight.dtype == torch.float8_e4m3fn
+    products = [each for each in model.parameters() if hasattr(each, "scale_inv")]
+    places = [tensor.data_ptr() for each in products for tensor in (each, each.scale_inv)]
+    assert len(products) > 1 and not any(place % 16 for place in places)  # cuBLAS asks for it
     gathered = weight.detach().view(torch.uint8).clone()
     with optimizer.full_weights():
         whole = weight.detach().clone()

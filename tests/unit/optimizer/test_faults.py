@@ -60,7 +60,7 @@ def non_finite_bf16_gradients_unseen(rank: int, zero_stage: ZeroStage) -> None:
 
 def _all_state(optimizer: Any) -> list[torch.Tensor]:
     states = (state for name in optimizer.adam.dtypes for state, _ in states_of(optimizer, name))
-    return [*optimizer.param_buffer.flats, *states]
+    return [*(flat.buffer for flat in optimizer.param_buffer.flats), *states]
 
 
 def fp16_gradients_unscaled_in_fp16(rank: int, zero_stage: ZeroStage) -> None:

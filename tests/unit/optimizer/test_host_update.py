@@ -33,14 +33,11 @@ NUM_STEPS = 20
 CLIPPED, SOMETIMES, FREE = 0.01, 0.5, 0.0
 """Without clipping all that was speculated is committed, with it all is updated after backward."""
 RUNS = [
-    (ZeroStage.NONE, torch.float32, CLIPPED),
     (ZeroStage.NONE, torch.float32, SOMETIMES),
-    (ZeroStage.NONE, torch.bfloat16, FREE),
-    (ZeroStage.OPTIMIZER, torch.bfloat16, SOMETIMES),
+    (ZeroStage.OPTIMIZER, torch.bfloat16, FREE),
     (ZeroStage.OPTIMIZER, torch.float16, CLIPPED),
     (ZeroStage.GRADIENTS, torch.float32, FREE),
-    (ZeroStage.GRADIENTS, torch.bfloat16, CLIPPED),
-    (ZeroStage.GRADIENTS, torch.float16, SOMETIMES),
+    (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES),
 ]
 RANDOM = "random"
 FIXED = [(0.0, 100), (0.3, 100), (1.0, 100), (0.5, 0)]
@@ -108,5 +105,5 @@ def test_placement_changes_no_bit(ranks: list, run: tuple) -> None:
 
 
 def test_clipping_of_these_runs_is_what_they_say(ranks: list) -> None:
-    norms = np.array(ranks[0][RUNS[1], None]["norms"])
+    norms = np.array(ranks[0][RUNS[0], None]["norms"])
     assert (norms > CLIPPED).all() and 0 < (norms > SOMETIMES).sum() < len(norms)

@@ -24,13 +24,9 @@ from patch.training.step import train_step
 # Two orders of rounding in Adam, over ten steps.
 BOUND = 1e-6
 RATES = {"lr": 2e-3, "min_lr": 1e-4, "weight_decay": 0.3}
-DECOUPLED = [
-    {"decoupled_lr": None, "decoupled_min_lr": None},
-    {"decoupled_lr": 1e-2, "decoupled_min_lr": None},
-    {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3},
-]
-WARMUP_ITERS = 4
-UPSTREAMS = ("max_lr", "min_lr", "is_expert_parallel")
+ENDS = ((None, None), (1e-2, None), (1e-2, 1e-3))
+DECOUPLED = [{"decoupled_lr": most, "decoupled_min_lr": least} for most, least in ENDS]
+WARMUP_ITERS, UPSTREAMS = 4, ("max_lr", "min_lr", "is_expert_parallel")
 
 Members = dict[tuple[float, float, float, bool], set[int]]
 """Ids of the parameters by weight decay, highest and lowest learning rate, and whether they are experts."""
@@ -72,7 +68,7 @@ class WideBias(torch.nn.Module):
         self.experts.bias = torch.nn.Parameter(torch.ones(2, 4))
 
 
-def compare_members(rank: int, world_size: int) -> None:
+def compare_members() -> None:
     found = []
     for changes in ({"add_qkv_bias": True}, {"untie_embeddings_and_output_weights": False}):
         stages = build_seeded_run(small_run(pp=2, **changes)).stages
@@ -89,10 +85,6 @@ def compare_members(rank: int, world_size: int) -> None:
         parameter.allreduce = False  # type: ignore[attr-defined]
     for rates in DECOUPLED:
         assert ours(model, rates, groups) == upstreams(model, rates)
-
-
-def test_every_parameter_is_in_the_group_that_megatron_core_puts_it_in() -> None:
-    run_distributed(compare_members, 2)
 
 
 def groups_of(model: OddModel) -> list[ParamGroup]:
@@ -135,13 +127,8 @@ def train_groups(rank: int, world_size: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_groups_train_as_those_of_torchs_adamw(world_size: int) -> None:
-    for found in run_distributed(train_groups, world_size):
-        assert max(found) < BOUND, found
-
-
-def refuse_all(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_process")
+def test_each_trainable_parameter_belongs_to_one_group() -> None:
     model = OddModel()
     whole = groups_of(model)
     other = ParamGroup([OddModel().gain], weight_decay=0.0)
@@ -161,11 +148,7 @@ def refuse_all(rank: int, world_size: int) -> None:
     assert frozen.step().grad_norm == 0.0
 
 
-def test_each_trainable_parameter_belongs_to_one_group() -> None:
-    run_distributed(refuse_all, 1)
-
-
-def first_moves(rank: int, world_size: int) -> dict[str, float]:
+def first_moves() -> dict[str, float]:
     """By how much the first step moves each weight at most, decay aside: Adam's rate."""
     config = small_run(pp=2, decoupled_lr=1e-2, lr_warmup_iters=WARMUP_ITERS, weight_decay=0.0, clip_grad=0.0)
     run = build_seeded_run(config)
@@ -180,8 +163,20 @@ def first_moves(rank: int, world_size: int) -> dict[str, float]:
     }
 
 
-def test_embedding_and_output_layer_train_at_the_decoupled_rate() -> None:
-    first, last = run_distributed(first_moves, 2)
+def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    """Every parameter is in the group that megatron-core puts it in; what groups do over two ranks."""
+    gaps = train_groups(rank, world_size)
+    new_job()
+    moves = first_moves()
+    new_job()
+    compare_members()
+    return {"gaps": gaps, "moves": moves}
+
+
+def test_groups_over_ranks_are_upstreams_and_train_alike_but_for_the_decoupled_rate() -> None:
+    ranks = run_distributed(run_all, 2)
+    assert max(gap for found in ranks for gap in found["gaps"]) < BOUND
+    first, last = (found["moves"] for found in ranks)
     decoupled = {name for name in {**first, **last} if "embedding" in name or "output_layer" in name}
     assert len(decoupled) == 2
     for name, move in {**first, **last}.items():

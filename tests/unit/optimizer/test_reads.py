@@ -171,10 +171,18 @@ def with_weights_of(model: Reader) -> Reader:
     return plain
 
 
-def check_read(read: Read, build: Callable[[torch.nn.Module], OverlappedDistributedOptimizer]) -> None:
+def late(
+    build: Callable[[torch.nn.Module], OverlappedDistributedOptimizer],
+) -> tuple[Reader, OverlappedDistributedOptimizer]:
+    """A model whose weights are on their way."""
     model = Reader()
     optimizer = build(model)
     begin_step(model, optimizer)
+    return model, optimizer
+
+
+def check_read(read: Read, build: Callable[[torch.nn.Module], OverlappedDistributedOptimizer]) -> None:
+    model, optimizer = late(build)
     found = read(model)
     optimizer.finish_param_sync()
     assert torch.equal(found, read(with_weights_of(model)))
@@ -214,9 +222,7 @@ def check_compiled(way: Callable[[Reader], Callable], plain: Callable[[Reader], 
 
 def check_kept_reference_is_loud() -> None:
     """Nobody can see the read of a tensor that was taken before; autograd tells in backward."""
-    model = Reader()
-    optimizer = offloaded(model)
-    begin_step(model, optimizer)
+    model, optimizer = late(offloaded)
     loss = (INPUTS.clone().requires_grad_() @ model.aside[0]).sum()
     optimizer.finish_param_sync()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -236,9 +242,7 @@ def check_graph_of_before_the_step_is_loud() -> None:
 
 def check_debug_mode_tells() -> None:
     """The tests' own alarm rings where a tensor that was taken before is read."""
-    model = Reader()
-    optimizer = offloaded(model)
-    begin_step(model, optimizer)
+    model, optimizer = late(offloaded)
     with no_stale_reads(optimizer), pytest.raises(StaleReadError, match=r"kept.weight, which is on its way"):
         model.aside[0].sum()
     with no_stale_reads(optimizer):
@@ -247,9 +251,8 @@ def check_debug_mode_tells() -> None:
 
 def check_loaded_weights_stay(zero_stage: ZeroStage) -> None:
     """Late ones do not overwrite them."""
-    model, loaded = Reader(), Reader(seed=7)
-    optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1)
-    begin_step(model, optimizer)
+    loaded = Reader(seed=7)
+    model, optimizer = late(partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1))
     model.load_state_dict(loaded.state_dict())
     optimizer.finish_param_sync()
     assert all(map(torch.equal, model.parameters(), loaded.parameters()))
@@ -257,9 +260,7 @@ def check_loaded_weights_stay(zero_stage: ZeroStage) -> None:
 
 def check_only_own_modules_wait(zero_stage: ZeroStage) -> None:
     """The original's hooks are global: a forward of any other module waits."""
-    model = Reader()
-    optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1)
-    begin_step(model, optimizer)
+    model, optimizer = late(partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1))
     assert not torch_module._global_forward_pre_hooks and not torch_module._global_forward_hooks
     torch.nn.Linear(4, 4)(torch.ones(4))
     assert len(optimizer.param_buffer._pending) == len(optimizer.grad_buffer.buckets)

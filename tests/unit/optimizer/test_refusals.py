@@ -35,7 +35,8 @@ BETWEEN_STEPS: list[tuple[Change, str]] = [
 ]
 
 
-def run_all(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_process")
+def test_each_is_an_error_that_names_the_parameter() -> None:
     for change, message in AT_CONSTRUCTION:
         model = OddModel()
         change(model)
@@ -112,10 +113,6 @@ def _train_what_is_not_contiguous() -> None:
         for step in make_steps(3, 1, 1):
             take_step(model, optimizer, step[0])
     assert torch.equal(plain.first.weight, turned.first.weight)
-
-
-def test_each_is_an_error_that_names_the_parameter() -> None:
-    run_distributed(run_all, 1)
 
 
 def _refuse_gathers_in_8_bits(rank: int, world_size: int) -> None:

@@ -1,7 +1,9 @@
 """Several models, each with its optimizer, over the same ranks: messages have one order on all ranks."""
 
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
+from weakref import ref
 
 import torch
 from distributed_runner import run_distributed
@@ -41,3 +43,22 @@ def _compare(rank: int, world_size: int) -> list[bool]:
 
 def test_late_updates_of_one_model_beside_messages_of_another() -> None:
     assert run_distributed(_compare, 2) == [[True, True]] * 2
+
+
+def _left(rank: int, world_size: int) -> list[bool]:
+    found = []
+    for zero_stage in ZeroStage:
+        model = OddModel(0)
+        optimizer = build_optimizer(model, zero_stage)
+        for step in make_steps(1, 1, 2):
+            take_step(model, optimizer, step[rank])
+        optimizer.finish_param_sync()
+        gone = ref(model), ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        found.append(any(each() is not None for each in gone))
+    return found
+
+
+def test_a_model_and_its_optimizer_that_nobody_has_leave_no_memory() -> None:
+    assert run_distributed(_left, 1) == [[False] * len(ZeroStage)]

@@ -116,9 +116,9 @@ def check_loaded(root: Path, iteration: int, run: Run) -> None:
     for state in (state for name in wanted for state, _ in states_of(run.optimizer, name)):
         state.fill_(math.pi)
     (flat,) = run.optimizer.param_buffer.flats
-    weights = flat.clone()
+    weights = flat.buffer.clone()
     load_checkpoint(root, iteration, sharded_state(run))
-    assert torch.equal(flat, weights), "weights of another layout"
+    assert torch.equal(flat.buffer, weights), "weights of another layout"
     for name, expected in wanted.items():
         for (ours, _), values in zip(states_of(run.optimizer, name), expected, strict=True):
             is_padding = values == 0  # no weight is, but for padded rows of the vocabulary

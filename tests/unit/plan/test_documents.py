@@ -10,6 +10,7 @@ import pytest
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
+from patch.families import weight_rows
 from patch.plan.flops import flops_per_step, layer_flops, output_in_layers
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.pipeline import Schedule, simulate
@@ -116,22 +117,31 @@ def test_13b_with_overlapped_optimizer() -> None:
     assert overlapped(512, weights=True) == pytest.approx(1845, rel=0.05)
 
 
+BLOOM = _llama(
+    "bloom-176b", A.length, *(
+        f"--{name}-model-parallel-size={size}"
+        for name, size in zip(("tensor", "pipeline"), A.bloom[:2], strict=True)
+    ),
+    "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
+)  # fmt: skip
+
+
+def _parameters_per_rank(config: RunConfig) -> list[int]:
+    return parameters_per_rank(config.model, config.parallel)
+
+
 def bloom_step() -> float:
-    """Seconds: layers of 4.9 GB and an embedding of 7.2 GB in bf16, 72 of them on 12 stages, all recomputed.
+    """Seconds: 72 layers on 12 stages, embedding and loss counted as two of them, all recomputed.
 
     ZeRO-1 after backward, fp32 gradients. The embedding counts as a layer, as the document says.
     """
-    (tp_size, pp_size, dp_size, micro_batch), hidden, vocabulary = A.bloom, 14336, 250_880
-    tokens, matrix = micro_batch * A.length, 12 * hidden**2
-    layer = (2 * matrix + 4 * A.length * hidden) * tokens / tp_size / RATE
-    output = 2 * hidden * vocabulary * tokens / tp_size / RATE
-    forward, elements = [6 * layer] * pp_size, [6 * matrix // tp_size] * pp_size
+    (tp_size, pp_size, dp_size, micro_batch), model = A.bloom, BLOOM.model
+    tokens, hidden, elements = micro_batch * A.length, model.hidden_size, _parameters_per_rank(BLOOM)
+    layer = (24 * hidden**2 + 4 * A.length * hidden) * tokens / tp_size / RATE
+    output = 2 * hidden * model.vocab_size * tokens / tp_size / RATE
+    forward = [layers * layer for layers in BLOOM.stage_layers]
     backward = [3 * seconds for seconds in forward]
-    edge = vocabulary * hidden // tp_size
-    for stage, (first, second) in {0: (0.0, 0.0), -1: (output, 2 * output)}.items():
-        forward[stage] += first - layer
-        backward[stage] += second - 3 * layer
-        elements[stage] += edge - matrix // tp_size
+    forward[-1], backward[-1] = forward[-1] + output, backward[-1] + 2 * output
     link = A.network_bloom / 8 * NETWORK_SHARE
     message = 2 * tokens * hidden / tp_size / link
     for stage in range(pp_size):  # whoever sends waits
@@ -141,6 +151,24 @@ def bloom_step() -> float:
     timing = simulate(Schedule(pp_size, 1, count, 1), forward, backward)
     sent = 10 * (dp_size - 1) / dp_size / link
     return max(end + sent * numel for end, numel in zip(timing.ends, elements, strict=True))
+
+
+def test_sizes_of_bloom() -> None:
+    """ "2.3TB" (fp32 states, weights in bf16 and fp32), "329GB", an embedding of 7.2 GB, a layer of 4.9 GB.
+
+    They are read as 1024^3 bytes in the first two, and as 1e9 in the others. The paper of the formulas is
+    Korthikanti's; the document's stages are 70 layers and the two that count as one.
+    """
+    model, (row, *_) = BLOOM.model, weight_rows(BLOOM.model)
+    total, hidden = total_parameters(model), model.hidden_size
+    assert 14 * total / 2**30 == pytest.approx(2300, rel=0.005)
+    assert 2 * total / 2**30 == pytest.approx(329, rel=0.005)
+    assert 2 * row.num_elements / 1e9 == pytest.approx(7.2, rel=0.01)
+    of_layer = sum(row.num_elements for row in weight_rows(model) if row.is_per_layer)
+    assert of_layer == 12 * hidden**2 + 13 * hidden and 2 * of_layer / 1e9 == pytest.approx(4.9, rel=0.01)
+    assert BLOOM.stage_layers == [5, *[6] * 10, 5]
+    first, *between, last = _parameters_per_rank(BLOOM)
+    assert {*between} == {between[0]} and max(first, last) / between[0] == pytest.approx(1.08, rel=0.01)
 
 
 def test_bloom_on_384_gpus() -> None:

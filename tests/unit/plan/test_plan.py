@@ -9,7 +9,7 @@ from training_runs import CPU
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
-from patch.families import PRESETS, SHAPE_FIELDS, family_called
+from patch.families import PRESETS, SHAPE_FIELDS, family_of
 from patch.model import build_llama_model
 from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan
@@ -42,10 +42,13 @@ def _activation_bytes(config: RunConfig) -> dict:
 def _hf_model(config: RunConfig) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, described = family_called(config.model.model_type), {}
+    described: dict = {}
+    family = family_of(config.model)
+    assert family is not None
+    family.write_type(described, config.model)
     family.write_shape(described, config.model, SHAPE_FIELDS)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **described))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
 
 
 def _built_parameters(config: RunConfig) -> int:

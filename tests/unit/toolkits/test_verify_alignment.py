@@ -34,6 +34,10 @@ def _swap_gate_and_up(model: Any) -> None:
     weight.copy_(torch.cat(weight.chunk(2)[::-1]))
 
 
+def _change_bias(model: Any) -> None:
+    model.decoder.layers[1].mlp.linear_fc2.bias.data += 1
+
+
 def _convert(model: Any) -> None:
     """Not damage: the folder is made by toolkits.convert, not by a run."""
 
@@ -61,6 +65,9 @@ CASES: dict[str, Case] = {
     "experts, tied head": ("qwen-3-moe", {"precision": "fp32"}, _nothing, {}, {"attention": "eager"}),
     "experts alike": (ALIKE, {"precision": "bf16"}, _nothing, {}, {}),
     "router": ("qwen-2-moe-mixed", {"precision": "fp32"}, _swap_experts_in_a_router, {}, {}),
+    "bloom in fp32": ("bloom", {"precision": "fp32"}, _nothing, {}, {}),
+    "bloom in bf16": ("bloom", {}, _convert, {}, {"params-dtype": "bf16"}),
+    "bloom's bias": ("bloom", {"precision": "fp32"}, _change_bias, {}, {}),
     "gate and up": ("llama-3.1", {"precision": "fp32"}, _swap_gate_and_up, {}, {}),
     "theta": ("llama-3.1", {"precision": "fp32"}, _nothing, {"rotary_base": 10000.0}, {}),
     "untied": ("llama-3.2", {"precision": "fp32", TIED: True}, _nothing, {}, {}),
@@ -176,11 +183,20 @@ def test_experts_are_compared_with_the_choices_of_transformers(reports: dict, na
 def test_a_wrong_router_is_no_tie(reports: dict) -> None:
     code, report = reports["router"]
     assert code == 4 and not report["normal"]
-    assert (
-        "layers.1.mlp.gate.weight" in report["verdict"]
-        and "the weight of a router is wrong" in report["verdict"]
-    )
+    assert "layers.1.mlp.gate.weight" in report["verdict"]
+    assert "the weight of a router is wrong" in report["verdict"]
     assert report["routes"]["largest_gap"] > 0.1
+
+
+def test_layers_without_an_aligned_form_are_within_their_bound(reports: dict) -> None:
+    for name in ("bloom in fp32", "bloom in bf16"):
+        code, report = reports[name]
+        assert code == 0 and report["sources"] == {} and report["attention"] == "eager", report["verdict"]
+        assert report["verdict"].startswith("Normal. All 29 weights are bit-equal")
+        assert report["verdict"].endswith("These layers have no --precision-align.")
+        assert report["logits"] == report["logits_aligned"]
+    first = reports["bloom in fp32"][1]["first_difference"]
+    assert (first["layer"], first["operation"]) == (0, "attention") and first["max"] < 1e-5
 
 
 def test_bf16_names_what_the_fast_kernels_add(reports: dict) -> None:
@@ -225,6 +241,7 @@ def test_faults_of_weights_are_listed(reports: dict) -> None:
     names = {case: [found["name"] for found in reports[case][1]["weight_differences"]] for case in reports}
     assert names["gate and up"] == [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
     assert names["untied"] == ["lm_head.weight"]
+    assert names["bloom's bias"] == ["transformer.h.1.mlp.dense_4h_to_h.bias"]
     assert names["theta"] == names["fp32"] == []
 
 

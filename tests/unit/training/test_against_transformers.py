@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from hf_families import family_model, family_run
 from packed_runs import PACKED, PADDED, SIZES, Talks, batches_of, build_untrained
 from small_runs import hf_llama, small_run
-from training_runs import build_seeded_run, hf_gradients, train, transformers_losses
+from training_runs import build_seeded_run, hf_gradients, train, transformers_steps
 
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
@@ -18,12 +19,20 @@ BOUND = 2e-6
 LOOPS = {
     "untied": small_run(train_iters=20),
     "tied": small_run(train_iters=20, untie_embeddings_and_output_weights=False),
+    "bloom": small_run(
+        train_iters=20, model_type="bloom", num_attention_heads=6, num_query_groups=6, kv_channels=8,
+        hidden_size=48, ffn_hidden_size=192, num_layers=2, untie_embeddings_and_output_weights=False,
+        use_rope_scaling=False,
+    ),
+}  # fmt: skip
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("untied", PACKED),
+    "packed, aligned": ("untied", PACKED | {"precision_align": "eager"}),
+    "padded": ("untied", PADDED),
+    "bloom, packed": ("bloom", PACKED),
+    "bloom, padded and recomputed": ("bloom", PADDED | {"recompute_granularity": "selective"}),
 }
-FORMS: dict[str, dict[str, Any]] = {
-    "packed": PACKED,
-    "packed, aligned": PACKED | {"precision_align": "eager"},
-    "padded": PADDED,
-}
+"""Name -> model of LOOPS, and what differs from its run."""
 CASES = {
     "all": Talks(0),
     "a pack that is one full sequence": Talks(0, learned=[0]),
@@ -40,8 +49,8 @@ def run_all(rank: int, world_size: int, folders: dict[str, Path]) -> dict[Any, A
     found: dict[Any, Any] = {}
     for name, config in LOOPS.items():
         found[name] = [result.loss for result in train(config, folders[name])[:-1]]
-    for form, changes in FORMS.items():
-        run = build_untrained(small_run(**changes), folders["untied"])
+    for form, (name, changes) in FORMS.items():
+        run = build_untrained(family_run(folders[name], **changes), folders[name])
         for case, talks in CASES.items():
             loss, gradients = our_step(run, talks)
             found[form, case] = loss, {name: gradient.numpy() for name, gradient in gradients.items()}
@@ -90,16 +99,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Hugging Face folders with random weights, tied and untied."""
     folders = {name: tmp_path_factory.mktemp(name) for name in LOOPS}
     for name, folder in folders.items():
-        hf_llama(LOOPS[name], folder)
+        if name == "bloom":
+            family_model(name, folder)
+        else:
+            hf_llama(LOOPS[name], folder)
     return folders
 
 
 @pytest.fixture(scope="module")
 def theirs(folders: dict[str, Path]) -> dict[str, Any]:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    hf = LlamaForCausalLM.from_pretrained(folders["untied"], dtype=torch.float32)
-    return {case: hf_step(hf, talks) for case, talks in CASES.items()}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+        for name in ("untied", "bloom")
+    }
+    return {(name, case): hf_step(hf, CASES[case]) for name, hf in models.items() for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +126,13 @@ def ours(folders: dict[str, Path]) -> dict[Any, Any]:
 def test_twenty_losses_are_those_of_a_plain_transformers_loop(
     folders: dict[str, Path], ours: dict, name: str
 ) -> None:
-    assert ours[name] == pytest.approx(transformers_losses(LOOPS[name], folders[name]), abs=1e-4)
+    assert ours[name] == pytest.approx(transformers_steps(LOOPS[name], folders[name])[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_are_those_of_transformers(ours: dict, theirs: dict, form: str, case: str) -> None:
-    (loss, gradients), (their_loss, their_gradients) = ours[form, case], theirs[case]
+    (loss, gradients), (their_loss, their_gradients) = ours[form, case], theirs[FORMS[form][0], case]
     assert loss == pytest.approx(their_loss, abs=BOUND)
     assert gradients.keys() == their_gradients.keys()
     for name, expected in their_gradients.items():
@@ -126,7 +141,7 @@ def test_loss_and_gradients_are_those_of_transformers(ours: dict, theirs: dict, 
 
 
 def test_rank_without_learned_tokens_leaves_the_right_mean(folders: dict, theirs: dict) -> None:
-    loss, gradients = theirs["ranks without learned tokens"]
+    loss, gradients = theirs["untied", "ranks without learned tokens"]
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     for our_loss, our_norm in run_distributed(run_masked_rank, 2, folders["untied"]):
         assert our_loss == pytest.approx(loss, abs=BOUND)

@@ -82,6 +82,10 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
             "add_qkv_bias": True, "qk_layernorm": True, "window_size": WINDOW, "rope_scaling_type": "yarn",
             "rope_original_max_position": 16, "rope_scaling_factor": 2.0,
         },
+        "bloom": {
+            "model_type": "bloom", "use_rope_scaling": False, "untie_embeddings_and_output_weights": False,
+            "rotary_base": 1e4,
+        },
     },
 }  # fmt: skip
 CHANGE_SUMS = {"TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model"}

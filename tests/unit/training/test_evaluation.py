@@ -11,11 +11,8 @@ from training_runs import build_seeded_run
 
 from patch.data import BatchReader
 from patch.data.samples import Sample
-from patch.distributed.collectives import max_over_world
 from patch.errors import DataError
 from patch.training.evaluation import evaluate
-from patch.training.objective import Objective
-from patch.training.step import train_step
 
 BOUND = 1e-5
 """On losses near 6, between two implementations in fp32."""
@@ -27,18 +24,6 @@ LAYOUTS = {
     "pp=2": {"pp": 2, "micro_batch_size": 1},
     "pp=2 interleaved": {"pp": 2, "stage": 1, "micro_batch_size": 1},
 }
-
-
-class Gain(Objective):
-    """Reports besides what is never above 0."""
-
-    reported = ("loss", "gain")
-
-    def report(self, output, batch, divisor):
-        return (own := super().report(output, batch, divisor)) | {"gain": -own["loss"]}
-
-    def evaluated(self, means):
-        return {**super().evaluated(means), "valid_gain": means["gain"]}
 
 
 class Seeded:
@@ -85,10 +70,6 @@ def evaluate_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, d
             found["weights"] = evaluate(run)
             run.data.valid_readers, run.data.valid_weights = readers(run, {"nine": sources["nine"]}), None
             found["alone"] = evaluate(run)
-        run.data.valid_readers, run.data.objective = readers(run, sources), Gain(run.config)
-        result = train_step(run, 0)
-        step = max_over_world([result.loss, *result.further.values()], run.device)
-        found[f"{name} gain"] = {"step": sum(step), **evaluate(run)}
         new_job()
     run = build_seeded_run(small_run(global_batch_size=8, dp=2, eval_iters=1, data_prefetch=0), folder)
     run.data.valid_readers = readers(run, sources)
@@ -145,14 +126,6 @@ def test_loss_is_the_mean_over_the_learned_tokens_of_each_set_and_of_all(
     for name, sums in expected.items():
         assert record[f"valid_loss/{name}"] == pytest.approx(mean(sums), abs=BOUND)
         assert record[f"valid_ppl/{name}"] == math.exp(record[f"valid_loss/{name}"])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_else_an_objective_reports_is_known_on_all_stages(found: dict, layout: str) -> None:
-    record = found[f"{layout} gain"]
-    assert record["step"] == 0, "the loss and its negative"
-    for name in ("", *(f"/{name}" for name in SIZES)):
-        assert record[f"valid_gain{name}"] == -record[f"valid_loss{name}"] < 0
 
 
 def test_set_that_is_alone_has_no_name(found: dict, expected: dict) -> None:

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "reduce_bucket_size": 20_000, **EIGHT,
     },
     "sequence parallel": {"pp": 2, "tp": 2, "sequence_parallel": True, "global_batch_size": 6},
+    "bloom": {"pp": 2, "tp": 2, "sequence_parallel": True, "model_type": "bloom", "use_rope_scaling": False},
     "context parallel, ring": {"pp": 2, "cp": 2, "cp_comm_type": "p2p"},
     "context parallel, all-to-all": {"pp": 2, "cp": 2, "cp_comm_type": "a2a"},
     "experts in stages": {
@@ -54,6 +55,7 @@ LONG = {"num_layers": 3, "max_padding_length": 512, "seq_length": 512, "global_b
 ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, selective": {"precision": "bf16", "recompute_granularity": "selective"},
+    "bloom": {"model_type": "bloom", "use_rope_scaling": False},
     "full": {"recompute_granularity": "full"},
     "experts": EXPERTS,
     "experts, bf16, selective": {"precision": "bf16", "recompute_granularity": "selective", **EXPERTS},

@@ -1,6 +1,7 @@
 """Checkpoints of a run: weights of any precision start another, resumes, and what upstream's model takes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def _weights(run) -> dict[str, torch.Tensor]:
     }
 
 
-def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
+def exchange(folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
     """(from, to) to: weights that differ from torch's own conversion, and the loss of a step from there."""
     stored = {}
     for theirs in DTYPES:
@@ -53,9 +54,9 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
     return found
 
 
-def layouts_of_orders(rank: int, world_size: int) -> list[dict[str, int | str]]:
+def layouts_of_orders() -> list[dict[str, int | str]]:
     """What a checkpoint of ranks in each order says of its layout; one of four ranks, which never talk."""
-    dist.destroy_process_group()
+    shutdown()
     found = []
     for order in ("tp-cp-dp-pp", "pp-tp", "tp-cp-pp-dp"):
         dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
@@ -66,13 +67,13 @@ def layouts_of_orders(rank: int, world_size: int) -> list[dict[str, int | str]]:
     return found
 
 
-def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators() -> None:
-    (found,) = run_distributed(layouts_of_orders, 1)
+def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators(alone: dict) -> None:
+    found = alone["orders"]
     assert [layout.get("order") for layout in found] == [None, "pp-tp", None]
     assert found[0] == found[2] and found[0]["PP"] == 2
 
 
-def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progress | None, list[str], list]:
+def resume_over_damage(folder: Path) -> tuple[Progress | None, list[str], list]:
     """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same.
 
     In 8 bits as before, and in bf16, which goes on from the same state.
@@ -98,28 +99,23 @@ def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progre
     return found, messages, is_same
 
 
-def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(tmp_path: Path) -> None:
-    ((resumed, messages, is_same),) = run_distributed(resume_over_damage, 1, tmp_path)
+def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(alone: dict) -> None:
+    resumed, messages, is_same = alone["damaged"]
     assert resumed == Progress(1, 4) and is_same == [True, True, False, False]
     (message,) = messages
     assert "DAMAGED" in message and "iter_0000002/__0_0.distcp has CRC-32" in message
 
 
-@pytest.fixture(scope="module")
-def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run_distributed(exchange, 1, tmp_path_factory.mktemp("runs"))[0]
-
-
 @pytest.mark.parametrize("ours", DTYPES)
 @pytest.mark.parametrize("theirs", DTYPES)
-def test_weights_of_any_precision_start_a_run_of_any(exchanged: dict, theirs: str, ours: str) -> None:
-    differing, loss = exchanged[theirs, ours]
+def test_weights_of_any_precision_start_a_run_of_any(alone: dict, theirs: str, ours: str) -> None:
+    differing, loss = alone["exchanged"][theirs, ours]
     assert differing == []
-    assert loss == pytest.approx(exchanged[theirs, "fp32"][1], abs=0.05)
+    assert loss == pytest.approx(alone["exchanged"][theirs, "fp32"][1], abs=0.05)
 
 
 @torch.no_grad()
-def run_upstream(rank: int, world_size: int, folder: Path) -> None:
+def run_upstream(folder: Path) -> bool:
     run = build_seeded_run(small_run(rope_original_max_position=8192))
     with torch.enable_grad():
         train_step(run, 0)
@@ -130,14 +126,27 @@ def run_upstream(rank: int, world_size: int, folder: Path) -> None:
     upstream.load_state_dict({name: value for name, value in loaded.items() if "." in name}, strict=True)
     weights = dict(model.named_parameters())
     assert weights.keys() == dict(upstream.named_parameters()).keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in upstream.named_parameters())
     tokens = seeded_batches(run.config, 0)[0].tokens
     mask = torch.ones(32, 32).triu(1).bool()[None, None]
     expected = upstream(tokens, None, mask)
     torch.testing.assert_close(model(tokens, None, None), expected, rtol=0, atol=1e-5)
+    return all(torch.equal(weights[name], weight) for name, weight in upstream.named_parameters())
 
 
 def test_upstreams_load_gives_its_model_the_bits_of_our_checkpoint_and_it_computes_the_same(
-    tmp_path: Path,
+    alone: dict,
 ) -> None:
-    run_distributed(run_upstream, 1, tmp_path)
+    assert alone["upstream"] is True
+
+
+def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"exchanged": exchange(folder / "runs"), "damaged": resume_over_damage(folder)}
+    new_job()
+    found["upstream"] = run_upstream(folder / "upstream")
+    return found | {"orders": layouts_of_orders()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found."""
+    return run_distributed(run_all, 1, tmp_path_factory.mktemp("runs"))[0]

@@ -1,18 +1,28 @@
-"""Building a run: how much memory the weights take while it is built, and that they are the right ones."""
+"""Building a run: how much memory the weights take while it is built, and that they are the right ones.
+
+Parameters that an adapter adds get random weights where all others come from a folder, which lacks them.
+"""
 
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-from distributed_runner import run_distributed
-from small_runs import small_run
+import numpy as np
+import torch
+from distributed_runner import new_job, run_distributed
+from megatron.core.transformer.module import MegatronModule
+from small_runs import hf_llama, small_run
 from torch.profiler import profile
-from training_runs import CPU, digest_of
+from training_runs import CPU, build_stages, digest_of, save
 
 from patch import compat
+from patch.convert.live_weights import iter_hf_weights
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
-from patch.training.setup import build_model
+from patch.training.objective import Objective
+from patch.training.run_state import Progress
+from patch.training.setup import Run, RunData, _load, build_model, build_run_optimizer
 
 LARGE = {
     "hidden_size": 256,
@@ -55,3 +65,43 @@ def test_weights_are_never_held_twice() -> None:
     (found,) = run_distributed(run_building, 1)
     assert found["is equal"]
     assert found["peak"] < 1.01 * found["weights"], found
+
+
+class Adapter(MegatronModule):
+    """A matrix that no folder of a model has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(3, config.hidden_size))
+
+
+def run_loading(rank: int, world_size: int, folder: Path) -> list[dict[str, np.ndarray]]:
+    """A model's weights from nothing, from a Hugging Face folder, and from a checkpoint without adapters."""
+    found = []
+    for load, is_adapted in ((None, True), ("hf", False), ("hf", True), ("checkpoint", True)):
+        config = small_run(load=str(folder / load) if load else None)
+        groups, stages = build_stages(config)
+        if is_adapted:
+            stages[0].decoder.layers[1].adapter = Adapter(stages[0].config)
+            stages[0].added = frozenset(["decoder.layers.1.adapter.weight"])
+        optimizer = build_run_optimizer(stages, config, groups)
+        run = Run(config, CPU.device, groups, stages, optimizer, RunData(Objective(config), None, {}))
+        _load(run, folder, None)
+        if not is_adapted:
+            save(folder, Progress(1, 1), stages, optimizer, weights_only=True)
+            (folder / "iter_0000001").rename(folder / "checkpoint")
+        names = [name for name, _ in iter_hf_weights(stages, config.model, groups)]
+        assert len(names) == len({*names}) and not any("adapter" in name for name in names)
+        found.append({name: weight.detach().numpy().copy() for name, weight in stages[0].named_parameters()})
+        new_job()
+    return found
+
+
+def test_what_an_adapter_adds_is_initialised_where_the_other_weights_are_loaded(tmp_path: Path) -> None:
+    hf_llama(small_run(), tmp_path / "hf")
+    ((random, plain, *loaded),) = run_distributed(run_loading, 1, tmp_path)
+    (name,) = random.keys() - plain.keys()
+    assert 0.04 < random[name].std() < 0.06, "init_method_std is 0.05"
+    for weights in loaded:
+        assert np.array_equal(weights.pop(name), random[name])
+        assert weights.keys() == plain.keys() and all(np.array_equal(weights[n], plain[n]) for n in plain)

@@ -1,0 +1,112 @@
+"""The flat buffer of one domain's parameters, here in their own type.
+
+Parameters that have another form while nobody reads them are a subclass (eight_bit_flat.py): it says what
+ranks tell each other before a bucket is gathered, what travels, and how whole parameters come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from patch.compat.torch_internals import region
+from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.optimizer.domain import FlatLayout
+
+
+class ParamFlat:
+    """The parameters of one domain; they become views of the buffer, values kept.
+
+    Args:
+        layout: of all parameters.
+        number: of the domain.
+        clock: gets the time that this thread waits for other ranks.
+    """
+
+    needs_preparation: ClassVar[bool] = False
+    """Whether ranks tell each other something about whole parameters (`prepare`) before a bucket is gathered,
+    so that all buckets with parts of one parameter are updated together."""
+
+    def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
+        self._domain, self._trained, self._clock = layout.domains[number], layout.trained, clock
+        self._ranges = {index: r for index, r in enumerate(layout.bucket_ranges) if r.domain == number}
+        """The buckets of the domain, by their index."""
+        self._begins = {
+            param.parameter: param.begin
+            for bucket_range in self._ranges.values()
+            for param in bucket_range.params
+            if param.offset == 0  # its other parts follow without gaps
+        }
+        """Where each parameter begins in the buffer, by its index, in the order of buckets."""
+        self.parameters = [layout.trained.parameters[index] for index in self._begins]
+        """In the order of buckets."""
+        dtype, device = self._domain.dtype, layout.trained.device
+        self.buffer = torch.zeros(layout.numels[number], dtype=dtype, device=device)
+        """What travels: (numel,), in the type in which it does."""
+        with torch.no_grad():
+            for parameter, whole in self._views(self.buffer):
+                parameter.data = whole.copy_(parameter)
+        self._trained.note(self.parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters, padding included, and of this rank's shards where these are not views."""
+        return self.buffer.nbytes
+
+    def shard(self, index: int) -> torch.Tensor:
+        """(n,) this rank's part of a bucket, which the optimizer updates."""
+        begin, end = self._domain.own(self._ranges[index])
+        return self.buffer[begin:end]
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Start to tell other ranks what they need of these updated buckets, some of other domains."""
+
+    def is_prepared(self, index: int) -> bool:
+        """Whether `start_gather` makes no thread wait."""
+        return True
+
+    def start_gather(self, index: int) -> Pending | None:
+        """Send this rank's part of an updated bucket, and get the others'; None: nobody else has a part."""
+        if self._domain.num_shards == 1:
+            return None
+        with region("bucket %d all-gather", index):
+            return self._start_gather(self.buffer, index)
+
+    def new_whole(self) -> torch.Tensor | None:
+        """Memory for `gather_whole`; None: parameters are whole."""
+        return None
+
+    def gather_whole(self, whole: torch.Tensor) -> None:
+        """Give parameters their own type and all their elements, in this memory; a collective."""
+
+    def leave_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks, in the form that they train in."""
+
+    def check_whole(self) -> None:
+        """Refuse to read or write parameters that are not whole.
+
+        Raises:
+            TrainingError: they are not.
+        """
+
+    def _views(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Each parameter with its place in a buffer of the domain."""
+        for parameter, begin in zip(self.parameters, self._begins.values(), strict=True):
+            yield parameter, flat[begin : begin + parameter.numel()].view(parameter.shape)
+
+    def _point(self, flat: torch.Tensor) -> None:
+        """Make parameters views of another buffer."""
+        for parameter, place in self._views(flat):
+            parameter.data = place
+        increment_version(self.parameters)
+        self._trained.note(self.parameters)
+
+    def _start_gather(self, flat: torch.Tensor, index: int) -> Pending:
+        """Gather a bucket of a buffer, in which this rank has its own part."""
+        bucket_range = self._ranges[index]
+        begin, end = self._domain.own(bucket_range)
+        whole = flat[bucket_range.begin : bucket_range.end]
+        return start_all_gather(whole, flat[begin:end], self._domain.instance)
