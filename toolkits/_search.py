@@ -185,7 +185,9 @@ def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -
     from rich.table import Table
 
     table = Table(box=None, pad_edge=True)
-    names = ["TP", "PP", "VPP", "CP", "DP", "micro-batch", "sharding", "AC", "on host", "memory", "step"]
+    of_experts = ["ep"] if any(row["ep"] > 1 for row in rows) else []
+    names = ["TP", "PP", "VPP", "CP", *map(str.upper, of_experts), "DP", "micro-batch"]
+    names += ["sharding", "AC", "on host", "memory", "step"]
     names = ["nodes" if by_count else "", *names, "tokens/s/device", "MFU"]
     if by_count:
         names += ["days", f"device hours of {scaled(tokens or _TOKENS).strip()} tokens"]
@@ -193,7 +195,7 @@ def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -
     for name in names:
         table.add_column(name, justify="right")
     for number, row in enumerate(rows, 1):
-        fields = ("tp", "pp", "vpp", "cp", "dp", "micro_batch", "sharding", "recompute")
+        fields = ("tp", "pp", "vpp", "cp", *of_experts, "dp", "micro_batch", "sharding", "recompute")
         sizes = [str(row[name]) for name in fields]
         speed = [timed(row["step_seconds"]), scaled(row["tokens_per_second_per_device"]).strip()]
         host, memory = f"{row['host_fraction']:.0%}", size_text(row["device_bytes"])

@@ -3,6 +3,7 @@
 find_checkpoint, load_ours, load_hf   both models                            stored.py
 compare_weights                       every weight, bit by bit               weights.py
 compare_logits                        several prompts, fast and aligned      logits.py
+recorded, replayed                    with the same experts for each token   routes.py
 first_difference                      the first operation that differs       trace.py
 """
 
@@ -24,6 +25,7 @@ from patch.alignment.logits import (
     compute_logits,
     make_prompts,
 )
+from patch.alignment.routes import RouteComparison, recorded, replayed, summed
 from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, load_ours, rebuild
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightComparison, compare_weights
@@ -69,6 +71,8 @@ class LogitComparison(NamedTuple):
     """For the aligned form if its logits differ, otherwise for the fast form."""
     sources: dict[str, float]
     """Largest change of a logit when one source alone takes its fast form."""
+    routes: RouteComparison | None = None
+    """Choices of experts by the aligned form, which computes with transformers'; None without experts."""
 
 
 def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAttention) -> Measurement:
@@ -118,19 +122,28 @@ def _compare_forms(
         model: the shape of both models.
     """
 
-    def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
-        return compute_logits(build_ours(aligned), prompts, model.vocab_size)
-
     every = frozenset(SOURCES if traits_of(model).is_llama_like else ())
     none = frozenset[str]()
-    expected, base = compute_hf_logits(theirs, prompts), logits(every)
+    with recorded(theirs, model) as recording:
+        expected = compute_hf_logits(theirs, prompts)
+
+    def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
+        ours = build_ours(aligned)
+        with replayed(ours, recording) as replays:
+            found = compute_logits(ours, prompts, model.vocab_size)
+        routes.setdefault(aligned, summed(replays))
+        return found
+
+    routes: dict[frozenset[str], RouteComparison | None] = {}
+    base = logits(every)
     is_equal = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
     differing = build_ours(none if is_equal else every)
-    first = first_difference(differing, theirs, prompts[-1], model)
+    with replayed(differing, recording, slice(-1, None)):
+        first = first_difference(differing, theirs, prompts[-1], model)
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
         for name in SOURCES
         if name in every
     }
     fast, aligned = compare_logits(logits(none), expected), compare_logits(base, expected)
-    return LogitComparison(fast, aligned, first, sources)
+    return LogitComparison(fast, aligned, first, sources, routes[every])

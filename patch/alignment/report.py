@@ -22,7 +22,7 @@ class Report(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """The report as plain values; its keys are a contract of `llama-patch align`."""
         measured, verdict = self
-        first = measured.logits.first
+        first, routes = measured.logits.first, measured.logits.routes
         return {
             "hf": measured.hf,
             "mcore": measured.mcore,
@@ -37,6 +37,7 @@ class Report(NamedTuple):
             "logits_aligned": measured.logits.aligned._asdict(),
             "first_difference": first._asdict() if first else None,
             "sources": measured.logits.sources,
+            **({"routes": routes._asdict()} if routes else {}),
             "normal": verdict.is_normal,
             "verdict": verdict.text,
         }

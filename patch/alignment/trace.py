@@ -124,10 +124,13 @@ def _operation(tensor: str) -> str:
 
 
 def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
-    """The rows whose modules both models have, with their layers; without embedding and output layer."""
+    """The rows whose modules both models have, with their layers; without embedding, output layer, experts.
+
+    What experts give shows in the residual behind them.
+    """
     for row in weight_rows(model):
-        if row.part not in ("embedding", "head") and row.name.endswith(".weight"):
-            for layer in range(model.num_layers) if row.is_per_layer else (None,):
+        if row.part in ("attention", "norm", "mlp") and row.name.endswith(".weight"):
+            for layer in row.layers if row.is_per_layer else (None,):
                 yield row, layer
 
 

@@ -14,6 +14,10 @@ HALF_COSINE = 0.999
 """Smallest cosine of the logits that another order of operations explains in bf16 and fp16."""
 
 
+TIES = {"fp32": 1e-4, "fp16": 2**-8, "bf16": 2**-5}
+"""Largest gap between the logits of two experts, as a share of the largest one, that rounding closes."""
+
+
 class Verdict(NamedTuple):
     """The answer to: is this difference normal?"""
 
@@ -23,7 +27,7 @@ class Verdict(NamedTuple):
 
 def judge(measured: Measurement) -> Verdict:
     """Compare the measured values with their bounds; the text says what is wrong and where."""
-    faults = [*_stored_faults(measured), *_logit_faults(measured)]
+    faults = [*_stored_faults(measured), *_route_faults(measured), *_logit_faults(measured)]
     if faults:
         return Verdict(False, " ".join(["Not normal.", *faults]))
     return Verdict(True, " ".join(["Normal.", *_good_news(measured)]))
@@ -53,6 +57,24 @@ def _logit_faults(measured: Measurement) -> Iterator[str]:
             )
 
 
+def _route_faults(measured: Measurement) -> Iterator[str]:
+    routes, bound = measured.logits.routes, TIES[measured.precision]
+    if routes is not None and not routes.largest_gap <= bound:
+        yield (
+            f"{_routes_text(measured)}, but a tie is a gap of at most {bound:.3g}: the weight of a router is "
+            "wrong, or what it is given."
+        )
+
+
+def _routes_text(measured: Measurement) -> str:
+    routes = measured.logits.routes
+    assert routes is not None
+    return (
+        f"{routes.differing} of {routes.tokens} tokens would go to other experts, with logits apart by up to "
+        f"{routes.largest_gap:.3g} of the largest"
+    )
+
+
 def _first_difference_text(measured: Measurement) -> str:
     first = measured.logits.first
     if first is None:
@@ -62,8 +84,12 @@ def _first_difference_text(measured: Measurement) -> str:
 
 
 def _is_exact_expected(measured: Measurement) -> bool:
-    """Whether the logits must be bit-equal: on the CPU both models use the same kernels in the same order."""
-    return measured.device == "cpu" and bool(measured.logits.sources)
+    """Whether the logits must be bit-equal: on the CPU both models use the same kernels in the same order.
+
+    Experts have no order of operations that is aligned: weights are applied before the second product.
+    """
+    is_aligned = bool(measured.logits.sources) and measured.logits.routes is None
+    return measured.device == "cpu" and is_aligned
 
 
 def _is_within_bound(stats: LogitStats, precision: str) -> bool:
@@ -85,6 +111,8 @@ def _stats_text(stats: LogitStats) -> str:
 def _good_news(measured: Measurement) -> Iterator[str]:
     rounding = ", rounded to the checkpoint's type" if measured.weights.is_rounded else ""
     yield f"All {measured.weights.num_tensors} weights are bit-equal{rounding}."
+    if measured.logits.routes is not None:
+        yield f"{_routes_text(measured)}: ties; the logits are those with transformers' experts."
     bound = f"Bound of {measured.precision}: {_bound_text(measured.precision)}."
     if not measured.logits.sources:
         yield f"The logits differ by {measured.logits.fast.max:.3g}; {_first_difference_text(measured)}."

@@ -18,6 +18,7 @@ from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, 
 from patch.errors import CheckpointError, ConfigError
 from patch.families import ModelConfig, tensor_parallel_units
 from patch.families.weights import EMBEDDING_PARAMETER
+from patch.plan.parameters import total_parameters
 from patch.preflight.stored_shape import has_hf_config, read_hf_config
 from patch.storage.checksums import difference
 from patch.storage.names import (
@@ -232,6 +233,11 @@ def _facts(
     parallel = config.get("parallel")
     if isinstance(parallel, dict):
         facts["layout"] = {name: parallel[name] for name in _LAYOUT if name in parallel}
+    if (model := _model_of(config)) is not None and model.num_experts:
+        facts["experts"] = {"of a layer": model.num_experts, "of a token": model.moe_router_topk}
+        with suppress(TypeError, ValueError):  # a file may say anything
+            total, active = (int(total_parameters(model, active=active)) for active in (False, True))
+            facts["parameters"] = {"all": total, "of a token": active}
     writers = {path.name.split("_")[2] for path in folder.glob("__*_*.distcp")}
     if writers:
         facts["processes that wrote it"] = len(writers)
@@ -279,18 +285,27 @@ def _loads_into(
     return targets
 
 
-def _layouts(config: dict[str, Any]) -> str:
+def _model_of(config: dict[str, Any]) -> ModelConfig | None:
+    """The model that a file describes; None where it says something else, as a file may."""
     stored = config.get("model", {}).items()
     known = {"seq_length": 1} | {name: value for name, value in stored if name in _FIELDS}
     try:
         model = ModelConfig(**known)
-        common = math.gcd(*tensor_parallel_units(model).values())
-    except (TypeError, ConfigError):  # a file may say anything
-        common = 0
-    if not common:
+        return model if math.gcd(*tensor_parallel_units(model).values()) else None
+    except (TypeError, ConfigError):
+        return None
+
+
+def _layouts(config: dict[str, Any]) -> str:
+    if (model := _model_of(config)) is None:
         return "at any TP that divides the model, any PP and DP"
-    legal = ", ".join(str(n) for n in range(1, min(common, 1024) + 1) if common % n == 0)
-    return f"at TP {legal}, PP up to {model.num_layers}, any DP"
+    common = math.gcd(*tensor_parallel_units(model).values())
+    legal, of_experts = (
+        ", ".join(str(n) for n in range(1, min(number, 1024) + 1) if number % n == 0)
+        for number in (common, model.num_experts or 0)
+    )
+    ending = f", EP {of_experts}" if of_experts else ""
+    return f"at TP {legal}, PP up to {model.num_layers}, any DP{ending}"
 
 
 def _neighbours(folder: AnyPath) -> list[Neighbour]:

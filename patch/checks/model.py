@@ -7,7 +7,7 @@ import math
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, family_called, family_of, traits_of
+from patch.families import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, family_of, no_class, traits_of
 
 
 def divisors(*numbers: int) -> str:
@@ -29,15 +29,9 @@ def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
     """A model can be exported only if transformers has a class for it."""
-    if not config.checkpoint.export_hf or family_of(config.model) is not None:
-        return
-    family = family_called(config.model.model_type)
-    if not family.computes(config.model):
-        expected = "no export, or as many key/value groups as heads, and the widths of its sizes"
-        refuse("export_hf", "true", expected, f"{family.architecture} of transformers has no others")
-    else:
-        why = "no model of transformers has biases on q, k, v and norms of their heads"
-        refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
+    if config.checkpoint.export_hf and family_of(config.model) is None:
+        why, cure = no_class(config.model)
+        refuse("export_hf", "true", f"{cure}, or no export", why)
 
 
 def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:

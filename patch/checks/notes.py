@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config.backends import no_transformer_engine
+from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
+from patch.families import EXPERT_FIELDS
 
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _INTERLEAVING = (
@@ -42,6 +44,8 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
     yield has_one_stage, ("num_layers_per_virtual_pipeline_stage",), ": a process has no more layers"
     yield parallel.pipeline_model_parallel_size == 1, _STAGES, " at PP=1"
+    of_experts = (*sorted(EXPERT_FIELDS - {"num_experts"}), *ExpertsConfig.__slots__)
+    yield not config.model.num_experts, of_experts, " without experts"
     yield has_one_stage, _INTERLEAVING, " without interleaved stages (MP_VP)"
     yield parallel.context_parallel_size == 1, ("cp_comm_type",), " at CP=1"
     of_replicas = ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw")

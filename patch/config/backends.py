@@ -37,6 +37,8 @@ def engine_obstacle(config: RunConfig) -> str:
     training, parallel = config.training, config.parallel
     if config.model.precision_align is not None:
         return f"{where('precision_align')} computes in transformers' order of operations"
+    if config.model.num_experts:
+        return "experts are of our own layers"
     if not traits_of(config.model).is_llama_like:
         return f"its layers are built for LLaMA's parts, and {config.model.model_type} has others"
     if training.precision == "fp32":

@@ -18,6 +18,7 @@ from patch.config.choices import (
     Recompute,
     RecomputeMethod,
 )
+from patch.config.experts import ExpertsConfig
 
 if TYPE_CHECKING:
     from patch.config.schema import RunConfig
@@ -59,7 +60,7 @@ class Execution:
     """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
     each pipeline rank; None: one stage each, cut by `split_layers`."""
     num_micro_batches: int = 1
-    """Micro-batches of one replica in one step; used only when a process has several stages."""
+    """Micro-batches of one replica in one step; used by interleaved stages and by losses of experts only."""
     micro_batch_group: int | None = None
     """Those that pass a stage before its process changes to its next stage; None: as few as fit."""
     overlap_p2p_communication: bool = True
@@ -72,6 +73,8 @@ class Execution:
     deterministic_mode: bool = False
     cp_comm_type: ContextCommunication | None = None
     """Needed with context parallelism only."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """Used by a model with experts only."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Execution:

@@ -88,6 +88,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "AC=full: layers per recomputed block (default 1); offload: offloaded ones",
     ),
     "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
+    "MP_EP": ("expert_model_parallel_size", "processes that share the experts of a layer"),
     "OPTIMIZER_OFFLOAD_FRACTION": (
         "optimizer_offload_fraction",
         "OPTIMIZER_OFFLOAD=static: share of a process's states in host memory (default 1.0)",
@@ -196,7 +197,8 @@ def _check_count(texts: Sequence[str]) -> None:
         if to_int(texts[sp]) is not None:
             raise ConfigError(
                 f"{got}: {texts[sp]!r} at position {sp + 1} is EP or ETP of Pai-Megatron-Patch's scripts for "
-                "experts, which are not built; a dense model's line goes on with SP (true, false) after CP"
+                "experts: give MP_EP and --expert-tensor-parallel-size; the line goes on with SP (true, "
+                "false) after CP"
             )
         extra = texts[len(POSITIONS)]
         raise ConfigError(f"{got}: {extra!r} after position {len(POSITIONS)} is the first too many")

@@ -8,7 +8,7 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model are in `patch/families/shape.py`; those of data and checkpoint in `data_schema.py`.
+Fields of model: `patch/families/shape.py`; of data, checkpoint: `data_schema.py`; of experts: `experts.py`.
 Imports neither torch nor megatron.
 """
 
@@ -33,6 +33,7 @@ from patch.config.choices import (
 )
 from patch.config.data_schema import CheckpointConfig, DataConfig
 from patch.config.execution import Execution, Fp8
+from patch.config.experts import ExpertsConfig
 from patch.families import ModelConfig
 from patch.flag_field import flag
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
@@ -131,7 +132,6 @@ class ParallelConfig:
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
-
     hang_timeout: float | None = flag(
         "seconds that a rank may make no progress in a step before the run ends; 0: 20 steps, at least 300 s",
         None,
@@ -350,6 +350,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    experts: ExpertsConfig = ExpertsConfig()
 
     @property
     def world_size(self) -> int:
@@ -362,6 +363,18 @@ class RunConfig:
         parallel = self.parallel
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return self.world_size // (replica * parallel.context_parallel_size)
+
+    @property
+    def etp_size(self) -> int:
+        """Ranks that share an expert (ETP)."""
+        return self.experts.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
+
+    @property
+    def num_expert_copies(self) -> int:
+        """Ranks that have the same experts: world size over ETP x EP x PP; 1 without experts."""
+        sizes = self.etp_size * self.parallel.pipeline_model_parallel_size
+        sizes *= self.experts.expert_model_parallel_size
+        return self.world_size // sizes if self.model.num_experts else 1
 
     @property
     def num_state_shares(self) -> int:

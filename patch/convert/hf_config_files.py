@@ -15,7 +15,7 @@ import torch
 
 from patch.config.schema import ModelConfig
 from patch.errors import ConfigError, ConversionError
-from patch.families import SHAPE_FIELDS, Family, family_of
+from patch.families import SHAPE_FIELDS, Family, family_of, no_class
 from patch.preflight.stored_shape import read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
@@ -184,10 +184,8 @@ def transformers_family(model: ModelConfig, model_type: str | None = None) -> Fa
     """
     family = family_of(model, model_type)
     if family is None:
-        raise ConversionError(
-            "no model of transformers has biases on q, k, v and norms of their heads: leave out one of "
-            "--add-qkv-bias and --qk-layernorm"
-        )
+        why, cure = no_class(model)
+        raise ConversionError(f"{why}: expected {cure}")
     return family
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from patch.convert.hf_reader import HFFolder, read_index, whole_names
 from patch.errors import ConversionError
+from patch.families import stacked_part
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from patch.storage.places import copy_of
 
@@ -41,6 +42,10 @@ def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | 
         return None
     stored = read_index(index)
     known = {whole: stored[name] for name, whole in whole_names(stored, names[0]).items()}
+    for name in names:
+        stacked = stacked_part(name)
+        if name not in known and stacked is not None and stacked.name in known:
+            known[name] = known[stacked.name]
     missing = [name for name in names if name not in known]
     if missing:
         raise ConversionError(
@@ -83,7 +88,8 @@ def remember_layout(source: HFFolder, checkpoint: Path) -> None:
     """Write the layout of a checked folder as an index into the checkpoint's folder."""
     index, copy = source.folder / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_INDEX_NAME
     layout = {tensor.name: source.file_of(tensor.name).name for tensor in source.tensors}
-    if SAFE_WEIGHTS_NAME not in layout.values() and index.is_file():
+    is_whole = SAFE_WEIGHTS_NAME not in layout.values() and index.is_file()
+    if is_whole and layout.keys() <= read_index(index).keys():
         copy_of(source.folder, SAFE_WEIGHTS_INDEX_NAME, copy)
         return
     copy.write_text(json.dumps({"weight_map": layout}, indent=2) + "\n")

@@ -6,7 +6,9 @@ memory of this process.
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFTensor
 from patch.convert.weight_table import OUTPUT, hf_tensors, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families import StackedPart, stacked_part
 from patch.families.weights import EMBEDDING_PARAMETER
 from patch.logger import get_logger
 from patch.storage.names import (
@@ -27,7 +30,7 @@ from patch.storage.names import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
-from patch.storage.text_files import read_json
+from patch.storage.text_files import read_small
 
 _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -47,6 +50,26 @@ class _TensorHeader(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     """In safetensors' spelling."""
+    stacked: StackedPart | None = None
+    """Where it is, if not under its own name."""
+
+
+class _StackedSlice(NamedTuple):
+    """A lazy slice of one expert's matrix in a tensor of all experts."""
+
+    tensor: Any
+    expert: int
+    first: int
+    """Its first row there."""
+    num_rows: int
+
+    def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
+        """The values of rows, or of rows and columns."""
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = rows.indices(self.num_rows)
+        part = self.tensor[self.expert, self.first + start : self.first + stop, *columns]
+        assert isinstance(part, torch.Tensor)
+        return part
 
 
 class HFFolder:
@@ -62,7 +85,14 @@ class HFFolder:
         """The tensors that a model needs; set by `check` when it has found them all."""
         self._headers: dict[str, _TensorHeader] = {}
         for path in _weight_files(folder):
-            self._headers |= _headers(path)
+            found = _headers(path)
+            if twice := found.keys() & self._headers.keys():
+                name = min(twice)
+                raise ConversionError(
+                    f"{path} holds {name}, and so does {self._headers[name].path.name}; expected each tensor "
+                    "in one file"
+                )
+            self._headers |= found
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type of a tensor that `check` has found."""
@@ -70,9 +100,13 @@ class HFFolder:
 
     def __getitem__(self, name: str) -> Any:
         """A lazy slice of a tensor: indexing it reads the values."""
-        path, stored_name, *_ = self._headers[name]
-        file = _open(path)
-        return file[stored_name] if isinstance(file, dict) else file.get_slice(stored_name)
+        header = self._headers[name]
+        file, stacked = _open(header.path), header.stacked
+        stored = header.stored_name
+        tensor = file[stored] if isinstance(file, dict) else file.get_slice(stored)
+        if stacked is None or stacked.expert is None:
+            return tensor
+        return _StackedSlice(tensor, stacked.expert, stacked.part * header.shape[0], header.shape[0])
 
     def file_of(self, name: str) -> Path:
         """The file that contains a tensor."""
@@ -89,9 +123,12 @@ class HFFolder:
         """
         names = whole_names(self._headers, expected[0].name)
         self._headers = {names[name]: header for name, header in self._headers.items()}
+        used: set[str] = set()
         for tensor in expected:
+            if (stacked := stacked_part(tensor.name)) and tensor.name not in self._headers:
+                used |= self._take(tensor, stacked)
             self._check_tensor(tensor)
-        known = {tensor.name for tensor in expected} | unused
+        known = {tensor.name for tensor in expected} | unused | used
         extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
             header = self._headers[extra[0]]
@@ -102,6 +139,19 @@ class HFFolder:
                 field="model_size",
             )
         self.tensors = expected
+
+    def _take(self, tensor: HFTensor, stacked: StackedPart) -> set[str]:
+        """Find a tensor where transformers 5 has it in memory; the names that were used."""
+        header = self._headers.get(stacked.name)
+        if header is None:
+            return set()
+        shape = header.shape
+        if stacked.expert is not None:
+            is_both = stacked.name.endswith("gate_up_proj")
+            rows = shape[1] // (1 + is_both) if len(shape) == 3 and stacked.expert < shape[0] else 0
+            shape = (rows, *shape[2:])
+        self._headers[tensor.name] = header._replace(shape=shape, stacked=stacked)
+        return {stacked.name}
 
     def check_copy(self, name: str, original: str) -> None:
         """Compare a tensor with the one it is tied to, if both are stored; reads them part by part.
@@ -266,16 +316,25 @@ def _indexed_files(folder: Path, index: str) -> list[Path]:
     return [folder / file for file in sorted(set(file_names.values()))]
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; without this the last of several values of a name would count."""
+    counts = Counter(name for name, _ in pairs)
+    for name, number in counts.items():
+        if number > 1:
+            raise ValueError(f"it names {name} twice")
+    return dict(pairs)
+
+
 def read_index(path: Path) -> dict[str, str]:
     """The file name of each tensor, from an index in transformers' format.
 
     Raises:
-        ConversionError: the index cannot be read, or names a file outside of its folder.
+        ConversionError: the index cannot be read, names a tensor twice, or a file outside of its folder.
     """
     try:
-        file_names: dict[str, str] = read_json(path)["weight_map"]
+        file_names: dict[str, str] = json.loads(read_small(path), object_pairs_hook=_once)["weight_map"]
         outside = [file for file in file_names.values() if Path(file).name != file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConversionError(f"{path} is no index of weights: {error!r}") from error
     if outside:
         raise ConversionError(f"{path} names a file outside of its folder: {outside[0]}")

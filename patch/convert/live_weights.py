@@ -39,19 +39,40 @@ _logger = get_logger(__name__)
 Receivers = Literal["all", "first", "stage"]
 """Which ranks receive the tensors of `iter_hf_weights`."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+class ExpertRanks(NamedTuple):
+    """The place of this rank among those that share the experts of a layer."""
+
+    rank: int = 0
+    """Of those that have different experts (EP)."""
+    size: int = 1
+    tp: TPShard = TPShard(0, 1)
+    """Of those that share each expert (ETP)."""
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection, model: ModelConfig) -> ExpertRanks:
+        """This rank's place; its place in `groups.tp` if the model has no experts."""
+        if model.num_experts is None:
+            return cls(tp=TPShard(groups.tp.rank(), groups.tp.size()))
+        ep, tp = groups.ep, groups.expt_tp
+        return cls(ep.rank(), ep.size(), TPShard(tp.rank(), tp.size()))
 
 
 class MappedParameter(NamedTuple):
     """A parameter of this rank with the mapping to its Hugging Face tensors."""
 
     name: str
-    """Name in the weight table, with `*` for the layer."""
+    """Name in the weight table, with `*` for the layer and `#` for the expert."""
     layer: int
     """Counted from 0 over the whole model; 0 outside of layers."""
+    expert: int
+    """Counted from 0 over its layer; 0 for other parameters."""
     parameter: torch.Tensor
     """The shard of this tensor-parallel rank, detached."""
     mapping: WeightMapping
-    """The mapping of the table for this layer."""
+    """The mapping of the table for this layer and expert."""
 
 
 class _Owner(NamedTuple):
@@ -76,11 +97,12 @@ def iter_hf_weights(
     embedding, layer after layer, final norm, output layer; within a layer that of the weight table. At most
     the tensors of one parameter are in memory at a time. They are new tensors, which the next training step
     does not change. Padding of the vocabulary is removed. With tied embeddings there is no `lm_head.weight`.
+    Experts that are distributed travel to all ranks of their stage: then every rank of the job must iterate.
 
     Args:
         stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP, Float16Module).
         model: the shape of the whole model.
-        groups: only `tp` and `pp` are used.
+        groups: only `tp` and `pp` are used; with experts also `ep` and `expt_tp`.
         receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank gets
             every tensor. "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages, and
             nothing crosses the pipeline; with VPP its stages are not neighbours.
@@ -90,32 +112,40 @@ def iter_hf_weights(
     Raises:
         ConversionError: the stages do not make up such a model.
     """
-    tp, pp = groups.tp, groups.pp
-    own = {
-        (mapped.name, mapped.layer): mapped.parameter
-        for mapped in mapped_parameters(stages, model, tp.size())
-    }
-    owners = {} if receivers == "stage" else _find_owners(own, pp)
+    tp, pp, to_all = groups.tp, groups.pp, receivers == "all"
+    mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model))
+    own = {(each.name, each.layer, each.expert): each.parameter for each in mapped}
+    dtypes = {(each.name, each.layer): each.parameter.dtype for each in mapped}
+    owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
     table = weights_table(model, stages[0].vocab_size)
-    for key in _in_order(table, model.num_layers):
-        mapping = table[key[0]].at_layer(key[1])
-        shard = own.get(key)
+    where = next(stages[0].parameters()).device
+    for name, layer, expert in _in_order(table, model.num_layers):
+        mapping, shard, shares = table[name].at(layer, expert), own.get((name, layer, expert)), tp
+        if "#" in name:
+            shares = groups.expt_tp
+            if (name, layer) in dtypes:
+                if shard is None:
+                    shape = mapping.shard_shape(shares.size())
+                    shard = torch.empty(shape, dtype=dtypes[name, layer], device=where)
+                owner = expert // (mapping.num_experts // groups.ep.size())
+                dist.broadcast(shard, dist.get_global_rank(groups.ep, owner), group=groups.ep)
         if receivers != "stage":
-            if key not in owners:
+            if (name, layer) not in owners:
                 raise ConversionError(
                     f"no pipeline stage has {mapping.hf[0].name}, expected all weights of the given shape"
                 )
-            where = next(stages[0].parameters()).device
-            shape = mapping.shard_shape(tp.size())
-            shard = _cross_pipeline(shard, owners[key], shape, where, pp, to_all=receivers == "all")
+            shape = mapping.shard_shape(shares.size())
+            shard = _cross_pipeline(shard, owners[name, layer], shape, where, pp, to_all=to_all)
         if shard is not None:
-            shards = _gather_shards(shard, mapping, tp, to_all=receivers == "all")
-            if shards:
+            shards = _gather_shards(shard, mapping, shares, to_all=to_all or "#" in name)
+            if shards and (to_all or tp.rank() == 0):
                 names = [tensor.name for tensor in mapping.hf]
                 yield from zip(names, mapping.megatron_to_hf(shards, device), strict=True)
 
 
-def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: int) -> list[MappedParameter]:
+def mapped_parameters(
+    stages: Sequence[GPTModel], model: ModelConfig, tp_size: int, experts: ExpertRanks | None = None
+) -> list[MappedParameter]:
     """The parameters of this rank's pipeline stages with their mappings, in the order of `iter_hf_weights`.
 
     The padded size of the vocabulary is read from the stages.
@@ -124,23 +154,30 @@ def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: i
         stages: GPTModels without wrappers.
         model: the shape of the whole model.
         tp_size: number of tensor-parallel ranks.
+        experts: the place of this rank among those that share experts; None: every rank has all of them, cut
+            over TP.
     Raises:
         ConversionError: a parameter has no place in such a model, or has another shape.
     """
     table = parameter_table(model, stages[0].vocab_size)
-    found: dict[tuple[str, int], MappedParameter] = {}
+    experts = experts or ExpertRanks(tp=TPShard(0, tp_size))
+    first_expert = experts.rank * ((model.num_experts or 0) // experts.size)
+    found: dict[tuple[str, int, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if name in getattr(stage, "added", ()):
                 continue
-            layer = 0
+            layer = expert = 0
             key = name
             if match := _LAYER.match(name):
                 # The number in the name counts within the stage, the layer's own from 1 over the whole model.
                 layer = stage.decoder.layers[int(match[1])].layer_number - 1
                 key = table_name(_LAYER.sub("decoder.layers.*.", name))
-            _check_parameter(name, parameter, key, table, tp_size)
-            found[key, layer] = MappedParameter(key, layer, parameter.detach(), table[key].at_layer(layer))
+            if match := _EXPERT.search(key):
+                expert, key = first_expert + int(match[1]), _EXPERT.sub(".local_experts.#.", key)
+            _check_parameter(name, parameter, key, table, experts.tp.size if match else tp_size)
+            mapping = table[key].at(layer, expert)
+            found[key, layer, expert] = MappedParameter(key, layer, expert, parameter.detach(), mapping)
     return [found[key] for key in _in_order(table, model.num_layers) if key in found]
 
 
@@ -158,21 +195,22 @@ def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table,
         )
 
 
-def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int]]:
-    """Name and layer of every parameter of the whole model, in the order of `iter_hf_weights`."""
-    for is_in_layer, group in groupby(table, key=lambda name: "*" in name):
-        names = list(group)
+def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int, int]]:
+    """Name, layer and expert of every parameter of the whole model, in the order of `iter_hf_weights`."""
+    for is_in_layer, group in groupby(table.items(), key=lambda item: "*" in item[0]):
+        rows = list(group)
         for layer in range(num_layers if is_in_layer else 1):
-            for name in names:
-                yield name, layer
+            for name, mapping in rows:
+                if layer in mapping.layers:
+                    yield from ((name, layer, expert) for expert in range(mapping.num_experts))
 
 
 def _find_owners(
-    own: dict[tuple[str, int], torch.Tensor], pp: dist.ProcessGroup
+    own: dict[tuple[str, int], torch.dtype], pp: dist.ProcessGroup
 ) -> dict[tuple[str, int], _Owner]:
     """The pipeline rank of every parameter, by name and layer; a collective over the pipeline group."""
     dtypes: list[dict[tuple[str, int], torch.dtype]] = [{} for _ in range(pp.size())]
-    dist.all_gather_object(dtypes, {key: shard.dtype for key, shard in own.items()}, group=pp)
+    dist.all_gather_object(dtypes, own, group=pp)
     return {
         key: _Owner(rank, dtype)
         for rank, rank_dtypes in enumerate(dtypes)
@@ -236,18 +274,19 @@ def import_hf(
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
         folder: a Hugging Face folder, with config.json and the weights.
         model: the shape of the whole model, as `model_of(folder)` reads it.
-        groups: only `tp` is used.
+        groups: only `tp` is used; with experts also `ep` and `expt_tp`.
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
     folder, shard = local_path(folder), TPShard(groups.tp.rank(), groups.tp.size())
+    experts = ExpertRanks.of(groups, model)
     with all_or_none():
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
         source = open_checked(folder, model, next(stages[0].parameters()).dtype, "PR, --precision")
-        for _, _, parameter, mapping in mapped_parameters(stages, model, shard.size):
+        for name, _, _, parameter, mapping in mapped_parameters(stages, model, shard.size, experts):
             slices = [source[tensor.name] for tensor in mapping.hf]
-            mapping.hf_to_megatron(parameter, slices, shard)
+            mapping.hf_to_megatron(parameter, slices, experts.tp if "#" in name else shard)
 
 
 def export_hf(
@@ -269,7 +308,7 @@ def export_hf(
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
         folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
-        groups: `tp`, `pp` and `dp_cp` are used.
+        groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
         hf_source: the folder that the weights came from, whose config.json and generation_config.json are
             kept where they say the same. None: there is no such folder.
         tokenizer: the tokenizer to save beside the weights.
@@ -279,27 +318,28 @@ def export_hf(
             Hugging Face model.
     """
     folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
-    is_first = dist.get_rank() == 0
+    is_first, is_writer = dist.get_rank() == 0, groups.dp_cp.rank() == 0
+    experts, table = ExpertRanks.of(groups, model), weights_table(model)
     partial = partial_folder(folder)
     with ExitStack() as stack:
         with all_or_none():
             tied = not model.untie_embeddings_and_output_weights
             dtypes = {
                 tensor: mapped.parameter.dtype
-                for mapped in mapped_parameters(stages, model, groups.tp.size())
+                for mapped in mapped_parameters(stages, model, groups.tp.size(), experts)
                 if not (tied and mapped.name == TIED_OUTPUT)  # a copy of the embedding, on the last stage
-                for tensor in mapped.mapping.hf
+                for expert in range(mapped.mapping.num_experts)  # also those of other ranks
+                for tensor in table[mapped.name].at(mapped.layer, expert).hf
             }
             if is_first:
-                sources = [hf_source] if hf_source else []
-                stack.enter_context(staging(folder, sources, overwrite=True))
+                stack.enter_context(staging(folder, [hf_source] if hf_source else [], overwrite=True))
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
-            if groups.dp_cp.rank() == 0:
-                weights = iter_hf_weights(
-                    stages, model, groups, receivers="stage", device=torch.device("cpu")
-                )
-                _write_weights(weights, partial, dtypes if groups.tp.rank() == 0 else {}, layout)
+            if is_writer or experts.size > 1:
+                cpu = torch.device("cpu")
+                weights = iter_hf_weights(stages, model, groups, receivers="stage", device=cpu)
+                has_all = is_writer and groups.tp.rank() == 0
+                _write_weights(weights, partial, dtypes if has_all else {}, layout)
         with all_or_none():
             if is_first:
                 with writing(partial):
@@ -343,13 +383,12 @@ def _write_weights(
     Args:
         weights: the iterator of `iter_hf_weights`.
         partial: the folder to write to.
-        dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that only sends
-            shards.
+        dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that writes none.
         layout: file name by tensor name.
     """
     try:
         with SafetensorsWriter(partial, dtypes, layout) as files:
-            for name, tensor in weights:
+            for name, tensor in weights if dtypes else ():
                 files.write(HFBlock(name, 0, 0, tensor))
             files.check_complete()
     finally:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from patch.errors import ConversionError
 
 
 class HFTensor(NamedTuple):
-    """Name and shape of a Hugging Face tensor; `*` in the name stands for the layer number."""
+    """Name and shape of a Hugging Face tensor; `*` stands for the layer's number, `#` for the expert's."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,9 +70,13 @@ class WeightMapping(ABC):
 
     Args:
         hf: the Hugging Face tensors; their order is part of the layout.
+        layers: numbers of the layers that have the parameter; outside of layers 0 alone.
+        num_experts: how many of it a layer has, one for each expert.
     """
 
     hf: tuple[HFTensor, ...]
+    layers: Sequence[int] = field(default=range(1), kw_only=True)
+    num_experts: int = field(default=1, kw_only=True)
 
     axis: ClassVar[int] = 0
     """The axis that tensor parallelism divides, and along which the slices are concatenated."""
@@ -94,10 +99,18 @@ class WeightMapping(ABC):
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
         """The slices that make up this shard, in order; the rest of the shard is padding."""
 
-    def at_layer(self, layer: int) -> WeightMapping:
-        """The same mapping for one layer, 0-based over the whole model."""
-        named = tuple(tensor._replace(name=tensor.name.replace("*", str(layer))) for tensor in self.hf)
+    def at(self, layer: int, expert: int = 0) -> WeightMapping:
+        """The same mapping for one layer, 0-based over the whole model, and one expert of it."""
+        named = tuple(
+            tensor._replace(name=tensor.name.replace("*", str(layer)).replace("#", str(expert)))
+            for tensor in self.hf
+        )
         return dataclasses.replace(self, hf=named)
+
+    @property
+    def copies(self) -> Iterator[tuple[int, int]]:
+        """The layer and the expert of each parameter that this mapping is of."""
+        return product(self.layers, range(self.num_experts))
 
     def hf_to_megatron(
         self, target: torch.Tensor, sources: Sequence[Any], shard: TPShard, row: int = 0

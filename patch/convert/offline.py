@@ -9,9 +9,10 @@ DIR/config.json, tokenizer, ...         copies; model.safetensors.index.json rec
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, product
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -31,11 +32,11 @@ from patch.convert.hf_config_files import (
 )
 from patch.convert.hf_layout import divide, known_layout, name_files, remember_layout
 from patch.convert.hf_reader import HFFolder, open_checked
-from patch.convert.mappings import TPShard
+from patch.convert.mappings import TPShard, WeightMapping
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
-from patch.convert.weight_table import checkpoint_key, hf_tensors, weights_table
+from patch.convert.weight_table import Place, checkpoint_place, hf_tensors, weights_table
 from patch.device import same_device
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
@@ -52,13 +53,6 @@ _logger = get_logger(__name__)
 _Item = TypeVar("_Item")
 WINDOW_BYTES = 16 * 2**20
 """Largest piece, unless one row is larger; it bounds the memory that a conversion needs."""
-_EXTRA_STATES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Layers whose (empty) extra state is required by upstream's strict load."""
 
 
 def hf_to_mcore(
@@ -109,10 +103,8 @@ def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype:
                 for piece, shape in _made_ahead(_read_pieces(source, model, dtype)):
                     writer.add(piece, shape)
                     advance(piece.tensor.nbytes)
-            for layer in range(model.num_layers):
-                for name in _EXTRA_STATES:
-                    key = f"decoder.layers.{name}._extra_state/shard_{layer}_{model.num_layers}"
-                    writer.add_object(key, None)
+            for key in _extra_states(model):
+                writer.add_object(key, None)
             writer.finish({"iteration": 0, "checkpoint_version": 3.0})
         finally:
             writer.close()
@@ -123,32 +115,45 @@ def _read_pieces(
 ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """All parameters, layer by layer, in windows of rows; each with the shape of the whole stored tensor.
 
-    Layers are stacked on a leading axis. Pieces take turns with two buffers, so a piece is valid until the
-    one after the next is asked for (see `_made_ahead`).
+    Layers and experts are stacked on leading axes. Pieces take turns with two buffers, so a piece is valid
+    until the one after the next is asked for (see `_made_ahead`).
     """
-    buffers = itertools.cycle(np.empty((2, WINDOW_BYTES), np.uint8))
-    for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
-        key, shape, is_stacked = checkpoint_key(name), any_layer.shape, "*" in name
+    buffers = cycle(np.empty((2, WINDOW_BYTES), np.uint8))
+    for name, any_copy in weights_table(model, model.padded_vocab_size(1)).items():
+        shape = any_copy.shape
         num_rows, *rest = shape
-        mappings = [any_layer.at_layer(layer) for layer in range(model.num_layers if is_stacked else 1)]
-        kind = dtype or _common_type(source, [tensor.name for each in mappings for tensor in each.hf])
-        for layer, mapping in enumerate(mappings):
-            lead = (layer,) if is_stacked else ()
+        by_key: dict[str, list[tuple[Place, WeightMapping]]] = {}
+        for copy in any_copy.copies:
+            place = checkpoint_place(name, *copy, model)
+            by_key.setdefault(place.key, []).append((place, any_copy.at(*copy)))
+        for copies in by_key.values():
+            kind = dtype or _common_type(source, [tensor.name for _, each in copies for tensor in each.hf])
             row_bytes = torch.Size(rest).numel() * kind.itemsize
             step = max(1, WINDOW_BYTES // row_bytes)
-            for start in range(0, num_rows, step):
+            for ((key, lead, sizes), mapping), start in product(copies, range(0, num_rows, step)):
                 count = min(step, num_rows - start)
                 # The storage must be no larger than the tensor: torch.save writes whole storages.
                 window = torch.from_numpy(next(buffers)[: count * row_bytes]).view(kind).view(count, *rest)
                 slices = [source[tensor.name] for tensor in mapping.hf]
                 mapping.hf_to_megatron(window, slices, TPShard(0, 1), start)
                 piece = window.view(*[1] * len(lead), count, *rest)
-                offsets = (*lead, start, *[0] * len(rest))
-                yield Piece(key, offsets, piece), (model.num_layers, *shape) if is_stacked else shape
+                yield Piece(key, (*lead, start, *[0] * len(rest)), piece), (*sizes, *shape)
+
+
+def _extra_states(model: ModelConfig) -> list[str]:
+    """Keys of the (empty) extra states of linear layers, which upstream's strict load requires."""
+    found: list[tuple[int, str]] = []
+    for name, mapping in weights_table(model).items():
+        if "*" in name and ".linear_" in name and name.endswith(".weight"):
+            for layer, expert in mapping.copies:
+                key, index, sizes = checkpoint_place(name, layer, expert, model)
+                shard = "_".join(".".join(map(str, axes)) for axes in (index or (0,), sizes or (1,)))
+                found.append((layer, f"{key.removesuffix('weight')}_extra_state/shard_{shard}"))
+    return [key for _, key in sorted(found, key=itemgetter(0))]
 
 
 def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
-    """The type of the tensors of one parameter, which is stored as one tensor of all layers.
+    """The type of the tensors of one parameter, which is stored as one tensor of all layers and experts.
 
     Raises:
         ConversionError: they have several; the message names one tensor of each.
@@ -157,8 +162,7 @@ def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
     if len(first_of) > 1:
         listed = ", ".join(f"{name} {kind}" for kind, name in sorted(first_of.items(), key=str))
         raise ConversionError(
-            f"{source.folder}: {listed} make up one parameter of all layers, expected one type: give "
-            "--params-dtype"
+            f"{source.folder}: {listed} make up one stored tensor, expected one type: give --params-dtype"
         )
     return source.dtype_of(names[0])
 
@@ -265,9 +269,7 @@ def _write_weights(weights: StoredWeights, partial: Path, described: _Descriptio
     """Write the weights, and the index of several files; the layout is that of `described.folder`."""
     stored = weights.dtypes
     dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
-    sizes = {
-        name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()
-    }
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
     layout = known_layout(described.folder, list(sizes)) or name_files(divide(sizes))
     with (
         writing(partial),

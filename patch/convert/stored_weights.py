@@ -1,8 +1,9 @@
 """The weights of a checkpoint, ours or Megatron-LM's in either format, as blocks of Hugging Face tensors.
 
 All spellings of megatron-core's keys are read. Of torch_dist: layers stacked on a leading axis (the default)
-or one key per layer (`non_homogeneous_layers`), gate and up as one tensor or two (`singleton_local_shards`),
-a prefix before all keys. Of Megatron-LM's old format, one pickle for each rank:
+or one key per layer (`non_homogeneous_layers`), experts on a further axis or one key each, gate and up as one
+tensor or two (`singleton_local_shards`), a prefix before all keys. Of Megatron-LM's old format, one pickle
+for each rank:
 
 FOLDER/mp_rank_TT/model_optim_rng.pt        TP rank TT, without pipeline stages
 FOLDER/mp_rank_TT_PPP/model_optim_rng.pt    TP rank TT of pipeline stage PPP
@@ -26,14 +27,15 @@ from patch.checkpoint.stored import LEGACY_FILE, LegacyReader, StoredTensor, Tor
 from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mappings import HFBlock, TPShard, WeightMapping
-from patch.convert.weight_table import GATE_AND_UP, Table, table_name, weights_table
+from patch.convert.weight_table import Table, table_name, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.storage.places import AnyPath
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
+_EXPERT = re.compile(r"\.experts\.(?:local_)?experts\.(?:(\d+)\.)?")
+_HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _RANK_KEY = re.compile(rf"{_RANK_FOLDER.pattern}\.model(\d*)\.(.+)")
 _NOT_WEIGHTS = ("_extra_state", "inv_freq")
@@ -46,9 +48,21 @@ class _Place(NamedTuple):
     """Name in the weight table."""
     layer: int | None
     """None: the tensor contains all layers, or is outside of layers."""
+    expert: int | None = None
+    """None: the tensor contains all experts of its layer, or is none of an expert."""
     half: int | None = None
     """0 or 1: gate or up alone."""
     tp_rank: int = 0
+
+    @property
+    def has_all_layers(self) -> bool:
+        """Whether layers are stacked on a leading axis."""
+        return self.layer is None and "*" in self.name
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Whether experts are stacked on an axis, behind that of layers."""
+        return self.expert is None and "#" in self.name
 
 
 class StoredWeights:
@@ -94,17 +108,20 @@ class StoredWeights:
         return table
 
     def _check_tensor(self, key: str, place: _Place, stored: StoredTensor, table: Table) -> None:
-        if place.name not in table or (place.layer or 0) >= self._model.num_layers:
+        mapping = table.get(place.name)
+        layers = range(self._model.num_layers) if place.has_all_layers else [place.layer or 0]
+        if (
+            mapping is None
+            or not {*layers} <= {*mapping.layers}
+            or (place.expert or 0) >= mapping.num_experts
+        ):
             raise ConversionError(
                 f"{self.folder} holds {key} (shape {stored.shape}), which this model has no place for"
                 f"{nearest(place.name, list(table))}; expected what config.json describes (--hf-config)"
             )
-        mapping = table[place.name]
-        expected = (
-            mapping.shard_shape(self._tp_size) if place.half is None else mapping.hf[place.half].shape
-        )
-        if _is_stacked(place):
-            expected = (self._model.num_layers, *expected)
+        expected = mapping.shard_shape(self._tp_size) if place.half is None else mapping.hf[place.half].shape
+        expected = (mapping.num_experts, *expected) if place.has_all_experts else expected
+        expected = (self._model.num_layers, *expected) if place.has_all_layers else expected
         if stored.shape != expected:
             at = f" at TP {self._tp_size}" if self._tp_size > 1 else ""
             raise ConversionError(
@@ -112,7 +129,7 @@ class StoredWeights:
                 "give the folder of this model with --hf-config"
             )
         if stored.dtype not in SPELLINGS:
-            name = mapping.at_layer(place.layer or 0).hf[place.half or 0].name
+            name = mapping.at(place.layer or 0, place.expert or 0).hf[place.half or 0].name
             raise ConversionError(
                 f"{self.folder} stores the values of {name} as {stored.dtype}, expected one of "
                 f"{', '.join(map(str, SPELLINGS))}"
@@ -121,26 +138,28 @@ class StoredWeights:
     def _check_complete(self) -> None:
         """Check that each rank's part of every parameter is stored; missing values show when written."""
         found = {
-            (place.name, layer, place.tp_rank)
+            (place.name, *copy, place.tp_rank)
             for place in self._places.values()
-            for layer in self._layers(place)
+            for copy in self._copies(place)
         }
-        for name in self._table:
-            layers = range(self._model.num_layers if "*" in name else 1)
-            for layer, tp_rank in product(layers, range(self._tp_size)):
-                if (name, layer, tp_rank) not in found:
+        for name, mapping in self._table.items():
+            for (layer, expert), tp_rank in product(mapping.copies, range(self._tp_size)):
+                if (name, layer, expert, tp_rank) not in found:
                     where = f" of layer {layer}" if "*" in name else ""
+                    where += f", expert {expert}" if "#" in name else ""
                     where += f" at TP rank {tp_rank}" if self._tp_size > 1 else ""
                     raise ConversionError(
                         f"{self.folder} lacks {name}{where}; expected what config.json describes "
                         "(--hf-config)"
                     )
 
-    def _layers(self, place: _Place) -> range:
-        """The layers of which a stored tensor has values; outside of layers 0 alone."""
-        if _is_stacked(place):
-            return range(self._model.num_layers)
-        return range(place.layer or 0, (place.layer or 0) + 1)
+    def _copies(self, place: _Place) -> Iterator[tuple[int, int]]:
+        """The layers and experts of which a stored tensor has values; outside of them 0 alone."""
+        layers = range(self._model.num_layers) if place.has_all_layers else (place.layer or 0,)
+        experts = (
+            range(self._table[place.name].num_experts) if place.has_all_experts else (place.expert or 0,)
+        )
+        return product(layers, experts)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -148,8 +167,8 @@ class StoredWeights:
         return {
             tensor.name: self._stored[key].dtype
             for key, place in self._places.items()
-            for layer in self._layers(place)
-            for tensor in self._mapping(place, layer).hf
+            for copy in self._copies(place)
+            for tensor in self._table[place.name].at(*copy).hf
         }
 
     def blocks(self) -> Iterator[HFBlock]:
@@ -159,33 +178,24 @@ class StoredWeights:
             CheckpointError: a tensor cannot be read; the message names its file.
         """
         copies = {
-            key
-            for key, place in self._places.items()
-            if place.tp_rank and self._mapping(place, 0).replicated
+            key for key, place in self._places.items() if place.tp_rank and self._table[place.name].replicated
         }
         for key, offsets, values in self._reader.pieces(self._places.keys() - copies):
             place = self._places[key]
-            if _is_stacked(place):
-                for index, layer_values in enumerate(values):
-                    yield from self._blocks(place, offsets[0] + index, layer_values, offsets[1:])
-            else:
-                yield from self._blocks(place, place.layer or 0, values, offsets)
+            num_axes = place.has_all_layers + place.has_all_experts
+            for index in product(*map(range, values.shape[:num_axes])):
+                numbers = [offset + number for offset, number in zip(offsets, index, strict=False)]
+                layer = numbers.pop(0) if place.has_all_layers else place.layer or 0
+                expert = numbers.pop(0) if place.has_all_experts else place.expert or 0
+                mapping = self._table[place.name].at(layer, expert)
+                yield from self._blocks(place, mapping, values[index], offsets[num_axes:])
 
     def _blocks(
-        self, place: _Place, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
+        self, place: _Place, mapping: WeightMapping, values: torch.Tensor, offsets: tuple[int, ...]
     ) -> Iterator[HFBlock]:
-        mapping = self._mapping(place, layer)
         shard = TPShard(0, 1) if mapping.replicated else TPShard(place.tp_rank, self._tp_size)
         row = offsets[0] + (mapping.hf[0].shape[0] if place.half else 0)
         return mapping.megatron_to_hf_blocks(values, shard, row, offsets[1] if len(offsets) > 1 else 0)
-
-    def _mapping(self, place: _Place, layer: int) -> WeightMapping:
-        return self._table[place.name].at_layer(layer)
-
-
-def _is_stacked(place: _Place) -> bool:
-    """Whether the tensor has all layers, on a leading axis."""
-    return place.layer is None and "*" in place.name
 
 
 def _places(reader: TorchDistReader) -> Iterator[tuple[str, _Place]]:
@@ -207,9 +217,16 @@ def _places(reader: TorchDistReader) -> Iterator[tuple[str, _Place]]:
         if key.startswith(prefix) and name.startswith(_MODEL):
             match = _LAYER.search(name)
             name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
-            half = _HALVES.get(name)
-            name = table_name(name if half is None else GATE_AND_UP)
-            yield key, _Place(name, int(match[1]) if match else None, half)
+            half = next((half for ending, half in _HALVES.items() if name.endswith(ending)), None)
+            name, expert = _expert(name if half is None else name[:-2])
+            yield key, _Place(table_name(name), int(match[1]) if match else None, expert, half)
+
+
+def _expert(name: str) -> tuple[str, int | None]:
+    """A name with `#` for the number of the expert, and that number."""
+    match = _EXPERT.search(name)
+    number = int(match[1]) if match and match[1] else None
+    return _EXPERT.sub(".experts.local_experts.#.", name), number
 
 
 def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
@@ -231,7 +248,8 @@ def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
             layer = first + int(match[1]) if match else None
             if layer is not None:
                 first_layers[tp_rank] = max(first_layers[tp_rank], layer + 1)
-            yield key, _Place(table_name(_LAYER.sub("layers.*.", name)), layer, tp_rank=tp_rank)
+            name, expert = _expert(_LAYER.sub("layers.*.", name))
+            yield key, _Place(table_name(name), layer, expert, tp_rank=tp_rank)
 
 
 def _check_rank_files(reader: LegacyReader) -> int:

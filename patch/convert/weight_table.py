@@ -5,6 +5,8 @@ Building a table takes microseconds, so it is not cached.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import (
     ColumnParallelMapping,
@@ -15,15 +17,14 @@ from patch.convert.mappings import (
     VocabParallelMapping,
     WeightMapping,
 )
-from patch.families import Kind, WeightRow, weight_rows
+from patch.families import Kind, WeightRow, expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
 
 OUTPUT = "lm_head.weight"
 """The output layer in transformers; a folder with tied embeddings may also contain it."""
-GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
 Table = dict[str, WeightMapping]
-"""Parameter name -> mapping; `*` stands for the layer number, counted over the whole model."""
+"""Parameter name -> mapping; `*` stands for the layer's number over the whole model, `#` for the expert's."""
 
 _OTHER_NAMES = {
     f"{theirs}{kind}": f"decoder.{ours}.{kind}"
@@ -46,10 +47,37 @@ def table_name(name: str) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
-def checkpoint_key(name: str) -> str:
-    """The key of a parameter in a torch_dist checkpoint, where layers are stacked on a leading axis."""
-    fused = {plain: other for other, plain in _OTHER_NAMES.items() if "layers" in other}
-    return fused.get(name, name).replace("layers.*.", "layers.")
+class Place(NamedTuple):
+    """Where a torch_dist checkpoint has a parameter of one layer and one expert."""
+
+    key: str
+    numbers: tuple[int, ...]
+    """Its number on each leading axis of the stored tensor."""
+    sizes: tuple[int, ...]
+    """The sizes of these axes."""
+
+
+def checkpoint_place(name: str, layer: int, expert: int, model: ModelConfig) -> Place:
+    """Where upstream stores a parameter; `name` is the table's.
+
+    Layers are stacked on a leading axis if all are alike, and experts always (transformer_block.py:830,
+    moe/experts.py:935). The norm before experts is not fused with one of them.
+    """
+    has_experts = layer in expert_layers(model)
+    fused = {
+        plain: other
+        for other, plain in _OTHER_NAMES.items()
+        if "layers" in other and not (has_experts and "pre_mlp" in plain)
+    }
+    key, axes = fused.get(name, name), []
+    if "*" in key:
+        is_stacked = len(expert_layers(model)) in (0, model.num_layers)
+        key = key.replace("layers.*.", "layers." if is_stacked else f"layers.{layer}.")
+        axes += [(layer, model.num_layers)] if is_stacked else []
+    if "#" in key:
+        key = key.replace("local_experts.#.", "experts.")
+        axes.append((expert, model.num_experts or 1))
+    return Place(key, tuple(index for index, _ in axes), tuple(size for _, size in axes))
 
 
 def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
@@ -73,24 +101,26 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
 def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
     """The mapping for a row of the table."""
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
+    copies: dict[str, Any] = {"layers": row.layers, "num_experts": row.num_experts}
     match row.kind:
         case Kind.REPLICATED:
-            return ReplicatedMapping(hf)
+            return ReplicatedMapping(hf, **copies)
         case Kind.ROW_PARALLEL:
-            return RowParallelMapping(hf)
+            return RowParallelMapping(hf, **copies)
         case Kind.COLUMN_PARALLEL:
-            return ColumnParallelMapping(hf)
+            return ColumnParallelMapping(hf, **copies)
         case Kind.QKV:
-            return QKVMapping(hf, model.num_query_groups)
+            return QKVMapping(hf, model.num_query_groups, **copies)
         case Kind.VOCAB_PARALLEL:
             return VocabParallelMapping(hf, padded_vocab_size)
 
 
 def hf_tensors(model: ModelConfig) -> list[HFTensor]:
     """Every tensor that a Hugging Face folder of this model must contain."""
-    tensors: dict[str, HFTensor] = {}
-    for mapping in parameter_table(model, model.vocab_size).values():
-        per_layer = "*" in mapping.hf[0].name
-        for layer in range(model.num_layers if per_layer else 1):
-            tensors |= {tensor.name: tensor for tensor in mapping.at_layer(layer).hf}
-    return list(tensors.values())
+    tensors = [
+        tensor
+        for mapping in parameter_table(model, model.vocab_size).values()
+        for copy in mapping.copies
+        for tensor in mapping.at(*copy).hf
+    ]
+    return list({tensor.name: tensor for tensor in tensors}.values())

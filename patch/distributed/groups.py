@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from patch.compat.overhead import shared_devices
+from patch.config.experts import ExpertsConfig
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
 from patch.distributed.job import join
@@ -32,13 +33,7 @@ _OF_EXPERTS = ("ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp")
 """Groups that a run without experts does not have."""
 
 
-def initialize(
-    config: RunConfig,
-    context: DeviceContext,
-    *,
-    expert_model_parallel_size: int | None = None,
-    expert_tensor_parallel_size: int | None = None,
-) -> ProcessGroupCollection:
+def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
     """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups, seed the generators.
 
     Deterministic mode is switched on first, because NCCL reads NCCL_ALGO only once, when it starts. If
@@ -48,9 +43,6 @@ def initialize(
     Args:
         config: the run.
         context: the device of this rank.
-        expert_model_parallel_size: ranks over which the experts of a layer are distributed (EP); None: there
-            are no experts, and no groups of theirs.
-        expert_tensor_parallel_size: ranks over which each expert is cut (ETP); None: as other layers are.
     Raises:
         ConfigError: the number of processes differs from the one the configuration was resolved for, or does
             not suit the experts.
@@ -65,21 +57,22 @@ def initialize(
             f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
             "(--nnodes x --nproc-per-node): give the number that torchrun starts"
         )
-    return _build_groups(
-        config.parallel, config.training.seed, expert_model_parallel_size, expert_tensor_parallel_size
-    )
+    experts = config.experts if config.model.num_experts else None
+    return _build_groups(config.parallel, config.training.seed, experts)
 
 
 def _build_groups(
-    parallel: ParallelConfig, seed: int, ep_size: int | None = None, etp_size: int | None = None
+    parallel: ParallelConfig, seed: int, experts: ExpertsConfig | None = None
 ) -> ProcessGroupCollection:
-    has_experts, etp_size = ep_size is not None, etp_size or parallel.tensor_model_parallel_size
+    """Without experts there are no groups of theirs."""
+    etp_size = (experts and experts.expert_tensor_parallel_size) or parallel.tensor_model_parallel_size
     order = "-".join("cp-ep" if axis == "cp" else axis for axis in parallel.rank_axes)
-    if ep_size is None:
+    if experts is None:
         # Upstream builds groups of experts all the same, and refuses an order in which their pipelines differ
         # from the model's (parallel_state.py:808-817). Experts in the place of CP make them equal.
         ep_size = 1 if order.endswith("pp") else parallel.context_parallel_size
     else:
+        ep_size = experts.expert_model_parallel_size
         order = parallel.rank_order if "ep" in parallel.rank_order.split("-") else order
         _check_experts(parallel, order, ep_size, etp_size)
     with shared_devices():
@@ -95,32 +88,18 @@ def _build_groups(
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         split_instances(groups, parallel.num_distributed_optimizer_instances)
-    for name in () if has_experts else _OF_EXPERTS:
+    for name in _OF_EXPERTS if experts is None else ():
         delattr(groups, name)
     seed_generators(seed)
     return groups
 
 
 def _check_experts(parallel: ParallelConfig, order: str, ep_size: int, etp_size: int) -> None:
-    """Refuse experts that megatron-core cannot place (parallel_state.py:793-817), or would train wrongly.
-
-    At EP=1 it takes them for other weights (tensor_parallel/layers.py:886, 1209), whose gradients are summed
-    over data-parallel ranks. Where ETP is not TP, these hold other parts of an expert, or not all its copies.
-    """
+    """Refuse an order in which megatron-core cannot place experts (parallel_state.py:793-817)."""
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     world_size, cp_size = dist.get_world_size(), parallel.context_parallel_size
     sizes = f"EP={ep_size}, ETP={etp_size}, TP={tp_size}, PP={pp_size}, CP={cp_size}"
-    if ep_size == 1 and etp_size != tp_size:
-        raise ConfigError(
-            f"got {sizes}, expected ETP=TP at EP=1, otherwise experts would have wrong gradients: change "
-            "expert_tensor_parallel_size, or distribute experts (expert_model_parallel_size)"
-        )
-    edp_size, rest = divmod(world_size, etp_size * ep_size * pp_size)
-    if rest:
-        raise ConfigError(
-            f"got {sizes} and {world_size} processes, expected a multiple of EP x ETP x PP: change "
-            "expert_model_parallel_size or expert_tensor_parallel_size"
-        )
+    edp_size = world_size // (etp_size * ep_size * pp_size)
     dp_size = world_size // (tp_size * pp_size * cp_size)
     of_others = RankGenerator(tp_size, 1, dp_size, pp_size, cp_size, order)
     of_experts = RankGenerator(etp_size, ep_size, edp_size, pp_size, 1, order)
@@ -188,7 +167,7 @@ def alone(context: DeviceContext) -> Iterator[ProcessGroupCollection]:
             f"this job has {dist.get_world_size()} processes, expected one: start it without torchrun"
         )
     try:
-        yield _build_groups(ParallelConfig(nproc_per_node=1), seed=0)
+        yield _build_groups(ParallelConfig(nproc_per_node=1), 0, ExpertsConfig())
     finally:
         parallel_state.destroy_model_parallel()
         if is_own:

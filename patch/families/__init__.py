@@ -16,9 +16,12 @@ from patch.errors import ConfigError, shown
 from patch.families.bloom import BLOOM
 from patch.families.config_json import ConfigReader
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
+from patch.families.layers import expert_layers
 from patch.families.shape import (
     ALIBI_POSITIONS,
+    EXPERT_FIELDS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
     UNUSED_ROTARY_BASE,
@@ -28,12 +31,20 @@ from patch.families.shape import (
     Traits,
     TransformerImpl,
 )
-from patch.families.weights import Kind, Part, WeightRow
+from patch.families.weights import MLP_PARTS, Kind, Part, WeightRow
 
 FAMILIES: dict[str, Family] = {}
 """`model_type` -> family. A shape that names none belongs to the first that computes it."""
 PRESETS: dict[str, dict[str, Any]] = {}
 """MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
+
+
+_NOT_BUILT = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "latent attention and groups of experts are not built"),
+    "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not built",
+    "qwen3_next": "linear attention is not built",
+}
+"""Families with experts that are named by their reason."""
 
 
 def register_family(family: Family) -> None:
@@ -56,7 +67,8 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     """
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: no other is supported")
+        why = _NOT_BUILT.get(str(model_type), "no other is supported")
+        config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: {why}")
     return FAMILIES[model_type].read_config(config)
 
 
@@ -90,7 +102,8 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     """The family whose class in transformers computes this model; None if transformers has no such class.
 
     Args:
-        model: the model; its own family computes it, unless flags have changed its traits or its window.
+        model: the model; its own family computes it, unless flags have changed its traits, its window or its
+            experts.
         model_type: the preferred family if several compute the model: LLaMA, and Mistral without a window.
     """
     traits, slides = traits_of(model), model.window_size is not None
@@ -101,6 +114,26 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     }
     names = (model_type, model.model_type, *matching)
     return next((matching[name] for name in names if name is not None and name in matching), None)
+
+
+def no_class(model: ModelConfig) -> tuple[str, str]:
+    """Why no class of transformers computes a model (`family_of` is None), and what to change."""
+    if model.num_experts:
+        names = ", ".join(name for name, family in FAMILIES.items() if isinstance(family, ExpertsFamily))
+        return (
+            "no model of transformers has such experts between such attention",
+            f"experts and traits of one of {names}",
+        )
+    family = family_called(model.model_type)
+    if not family.computes(model):
+        return (
+            f"{family.architecture} of transformers has no others",
+            "as many key/value groups as heads, and the widths of its sizes",
+        )
+    return (
+        "no model of transformers has biases on q, k, v and norms of their heads",
+        "one of --add-qkv-bias and --qk-layernorm left out",
+    )
 
 
 def with_family(model: ModelConfig) -> ModelConfig:
@@ -135,8 +168,11 @@ def differences(model: ModelConfig, theirs: Mapping[str, Any]) -> Iterator[tuple
 
 @lru_cache(maxsize=64)  # a search of layouts asks for the same ones many times
 def layer_matrices(model: ModelConfig) -> tuple[WeightRow, ...]:
-    """The weight matrices of one layer, in the order of its products."""
-    return tuple(row for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
+    """The weight matrices of the last layer, which has experts if any has; in the order of its products."""
+    last = model.num_layers - 1
+    return tuple(
+        row for row in weight_rows(model) if row.is_per_layer and row.is_matrix and last in row.layers
+    )
 
 
 class Widths(NamedTuple):
@@ -150,10 +186,15 @@ class Widths(NamedTuple):
 
 @lru_cache(maxsize=256)
 def widths(model: ModelConfig, part: Part, tp_size: int) -> Widths:
-    """The widths of attention or MLP on one of `tp_size` ranks."""
-    rows = [(row, row.shard_shape(tp_size)) for row in layer_matrices(model) if row.part == part]
-    given = sum(shape[0] * row.active for row, shape in rows if row.kind is not Kind.ROW_PARALLEL)
-    return Widths(given, sum(shape[1] * row.active for row, shape in rows if row.kind is Kind.ROW_PARALLEL))
+    """The widths of attention or MLP on one of `tp_size` ranks; MLPs are also the experts of a token."""
+    parts = MLP_PARTS if part == "mlp" else (part,)
+    rows = [
+        (row.kind, row.shard_shape(tp_size), row.active * row.num_experts)
+        for row in layer_matrices(model)
+        if row.part in parts
+    ]
+    given = sum(shape[0] * times for kind, shape, times in rows if kind is not Kind.ROW_PARALLEL)
+    return Widths(given, sum(shape[1] * times for kind, shape, times in rows if kind is Kind.ROW_PARALLEL))
 
 
 def attended_channels(model: ModelConfig) -> int:
@@ -162,24 +203,24 @@ def attended_channels(model: ModelConfig) -> int:
 
 
 def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
-    """What TP has to divide, in words, and how many of each a model has."""
-    cut = [row for row in layer_matrices(model) if row.part == "mlp" and row.kind is Kind.ROW_PARALLEL]
+    """What TP has to divide, in words, and how many of each a model has; experts are not cut by TP."""
+    cut = [row for row in weight_rows(model) if row.part in MLP_PARTS[:2] and row.kind is Kind.ROW_PARALLEL]
+    channels = math.gcd(*(row.shard_shape(1)[1] for row in cut))
     return {
         "heads": model.num_attention_heads,
         "key/value groups": model.num_query_groups,
-        "MLP channels": math.gcd(*(row.shard_shape(1)[1] for row in cut)),
+        **({"MLP channels": channels} if channels else {}),
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE):
     register_family(_family)
 
 __all__ = [
-    "ALIBI_POSITIONS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS", "UNUSED_ROTARY_BASE",
-    "AttentionBackend",
-    "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig", "Traits", "TransformerImpl", "WeightRow",
-    "attended_channels",
-    "differences",
-    "family_called", "family_of", "layer_matrices", "own_traits", "read_config", "register_family",
+    "ALIBI_POSITIONS", "EXPERT_FIELDS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS",
+    "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig",
+    "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels", "differences",
+    "expert_layers", "family_called", "family_of", "layer_matrices", "no_class", "own_traits", "read_config",
+    "register_family", "stacked_part",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

@@ -66,6 +66,8 @@ class _Bloom(Family):
     def computes(self, model: ModelConfig) -> bool:
         """See Family: its class has no grouped heads, and no width but the hidden one and its fourfold."""
         hidden, heads = model.hidden_size, model.num_attention_heads
+        if model.num_experts is not None:
+            return False
         has_its_widths = model.ffn_hidden_size == 4 * hidden and model.kv_channels * heads == hidden
         return has_its_widths and model.num_query_groups == heads
 
@@ -78,9 +80,12 @@ def _rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
 
     def rows(ours: str, theirs: str, part: Part, kind: Kind, shape: tuple[int, ...]) -> Iterator[WeightRow]:
         """A weight and its bias, which TP cuts where it cuts the weight's rows."""
-        yield WeightRow(f"{ours}.weight", part, kind, {f"transformer.{theirs}.weight": shape})
+        layers = range(model.num_layers if "*" in ours else 1)
+        weight = {f"transformer.{theirs}.weight": shape}
+        yield WeightRow(f"{ours}.weight", part, kind, weight, layers=layers)
         kind = Kind.REPLICATED if kind is Kind.ROW_PARALLEL else kind
-        yield WeightRow(f"{ours}.bias", part, kind, {f"transformer.{theirs}.bias": shape[:1]})
+        bias = {f"transformer.{theirs}.bias": shape[:1]}
+        yield WeightRow(f"{ours}.bias", part, kind, bias, layers=layers)
 
     def norm(ours: str, theirs: str) -> Iterator[WeightRow]:
         return rows(ours, theirs, "norm", Kind.REPLICATED, (hidden,))

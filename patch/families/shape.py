@@ -16,6 +16,9 @@ HfAttention = Literal["eager", "sdpa"]
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 """The kernel of attention on CUDA: megatron-core's `AttnBackend`. See `patch.config.backends`."""
 
+RouterScore = Literal["softmax", "sigmoid"]
+"""What a router makes of its logits: megatron-core's `moe_router_score_function`."""
+
 TransformerImpl = Literal["transformer_engine", "local"]
 """Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""
 
@@ -30,6 +33,9 @@ ALIBI_POSITIONS = 2**16
 
 MOST_LAYERS = 10_000
 """The most layers of a model. The plan, the weight table and a pipeline have something for each layer."""
+
+MOST_EXPERTS = 1024
+"""The most experts of a layer; the weight table has something for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +94,40 @@ class ModelConfig:
         None,
         none="none",
     )
+    num_experts: int | None = flag(
+        "experts of a layer, in place of its MLP; 0: no layer has experts",
+        None,
+        none=0,
+        at_least=0,
+        at_most=MOST_EXPERTS,
+    )
+    moe_router_topk: int = flag("experts that a token visits", 2, at_least=1)
+    moe_ffn_hidden_size: int | None = flag(
+        "width of an expert; 0: --ffn-hidden-size", None, none=0, at_least=0
+    )
+    moe_layer_freq: str = flag(
+        "which layers have experts: 1 all, N every Nth from the first on, or such as [0]*1+[1]*26: the first "
+        "has none",
+        "1",
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        "width of all experts together that every token visits; 0: there are none", None, none=0, at_least=0
+    )
+    moe_shared_expert_gate: bool = flag("their result is multiplied by a sigmoid of the token", False)
+    moe_router_score_function: RouterScore = flag("what the router makes of its logits", "softmax")
+    moe_router_pre_softmax: bool = flag(
+        "softmax over all experts, not over those that a token visits: their weights do not sum to one", False
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        "factor of the weights of a token's experts; 0: none", None, none=0, at_least=0
+    )
+    moe_router_num_groups: int | None = flag(
+        "experts are in so many groups, of which a token visits some; 0: they are not",
+        None,
+        none=0,
+        at_least=0,
+    )
+    moe_router_group_topk: int | None = flag("groups that a token visits; 0: all", None, none=0, at_least=0)
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
     init_method_xavier_uniform: bool = flag(
@@ -118,6 +158,11 @@ class ModelConfig:
         """
         extends = self.use_rope_scaling and self.rope_scaling_type in ("linear", "dynamic")
         return int(self.max_position_embeddings * max(self.rope_scaling_factor if extends else 1.0, 1.0))
+
+    @property
+    def expert_width(self) -> int:
+        """The width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def padded_vocab_size(self, tp_size: int) -> int:
         """Rows of the embedding, padded so that this TP size divides them."""
@@ -176,6 +221,11 @@ SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelCon
     *("transformer_impl", "attention_backend", "precision_align", "init_method_xavier_uniform"),
 }
 """All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
+
+EXPERT_FIELDS: frozenset[str] = frozenset(
+    name for name in SHAPE_FIELDS if name == "num_experts" or name.startswith("moe_")
+)
+"""Fields of experts. Runs of earlier versions, which had none, lack them."""
 
 TRAIT_FIELDS: frozenset[str] = SHAPE_FIELDS & {field.name for field in fields(Traits)}
 """Traits that are flags; a family says what they are where no flag does."""

@@ -7,18 +7,21 @@ shapes and shares in use.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from patch.families.layers import expert_layers
 from patch.families.shape import ModelConfig, Traits
 
 EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 TIED_OUTPUT = "output_layer.weight"
 """With tied embeddings and PP > 1 this parameter of the last stage is a copy of the embedding."""
 
-Part = Literal["embedding", "attention", "norm", "mlp", "head"]
+Part = Literal["embedding", "attention", "norm", "mlp", "router", "shared expert", "expert", "head"]
 """The part of a model that a parameter belongs to."""
+MLP_PARTS: tuple[Part, ...] = ("mlp", "shared expert", "expert")
+"""Parts that are MLPs; a layer has an MLP or experts."""
 
 
 class Kind(Enum):
@@ -38,20 +41,24 @@ class Kind(Enum):
 
 
 class WeightRow(NamedTuple):
-    """One parameter of the model. In a layer's parameter, `*` stands for the layer's number."""
+    """One parameter of the model. `*` stands for the layer's number, and `#` for that of an expert in it."""
 
     name: str
-    """megatron-core's name, with layers numbered over the whole model."""
+    """megatron-core's name, with layers numbered over the whole model, and experts over their layer."""
     part: Part
     kind: Kind
     hf: Mapping[str, tuple[int, ...]]
     """The names and shapes of the Hugging Face tensors, in the order that `kind` states."""
     active: float = 1
     """Share of the parameter that a token uses: below 1 for experts of which a token visits some."""
+    layers: Sequence[int] = range(1)
+    """Numbers of the layers that have it; outside of layers 0 alone."""
+    num_experts: int = 1
+    """How many of it a layer has: one for each expert. `hf` has the tensors of one."""
 
     @property
     def is_per_layer(self) -> bool:
-        """Whether every layer has this parameter."""
+        """Whether layers have this parameter."""
         return "*" in self.name
 
     @property
@@ -66,11 +73,11 @@ class WeightRow(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full (unsharded) parameter in one layer, without vocabulary padding."""
-        return sum(math.prod(shape) for shape in self.hf.values())
+        """Elements of the full (unsharded) parameter, of all experts of one layer, without padding."""
+        return self.num_experts * sum(math.prod(shape) for shape in self.hf.values())
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of the part on one of `tp_size` TP ranks, without vocabulary padding.
+        """Shape of the part on one of `tp_size` TP ranks, without vocabulary padding; of one expert.
 
         Of a matrix: how many values its product gives for a token, and how many it takes.
         """
@@ -96,34 +103,86 @@ def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
     )
 
 
+class _LayerRow(NamedTuple):
+    """Makes the rows of some layers: names without what stands before the layer's own parts."""
+
+    layers: Sequence[int]
+
+    def __call__(
+        self, name: str, part: Part, kind: Kind, hf: Mapping[str, tuple[int, ...]], **own: Any
+    ) -> WeightRow:
+        named = {f"model.layers.*.{tensor}": shape for tensor, shape in hf.items()}
+        return WeightRow(f"decoder.layers.*.{name}", part, kind, named, layers=self.layers, **own)
+
+
 def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     """The parameters of a layer in the order of its computation; those that traits add come last."""
-    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    hidden, head = model.hidden_size, model.kv_channels
     query, key = model.num_attention_heads * head, model.num_query_groups * head
     qkv = {"q": query, "k": key, "v": key}
-
-    def row(name: str, part: Part, kind: Kind, hf: Mapping[str, tuple[int, ...]]) -> WeightRow:
-        named = {f"model.layers.*.{tensor}": shape for tensor, shape in hf.items()}
-        return WeightRow(f"decoder.layers.*.{name}", part, kind, named)
+    row = _LayerRow(range(model.num_layers))
 
     def norm(name: str, theirs: str, size: int) -> WeightRow:
         return row(f"{name}.weight", "norm", Kind.REPLICATED, {f"{theirs}.weight": (size,)})
 
     matrices = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in qkv.items()}
     output = {"self_attn.o_proj.weight": (hidden, query)}
-    given = ("gate", "up") if traits.gated_linear_unit else ("up",)
-    mlp = {f"mlp.{name}_proj.weight": (ffn, hidden) for name in given}
+    with_experts = expert_layers(model)
+    dense = _LayerRow([n for n in row.layers if n not in with_experts] if with_experts else row.layers)
     rows = [
         norm("input_layernorm", "input_layernorm", hidden),
         row("self_attention.linear_qkv.weight", "attention", Kind.QKV, matrices),
         row("self_attention.linear_proj.weight", "attention", Kind.ROW_PARALLEL, output),
         norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
-        row("mlp.linear_fc1.weight", "mlp", Kind.COLUMN_PARALLEL, mlp),
-        row("mlp.linear_fc2.weight", "mlp", Kind.ROW_PARALLEL, {"mlp.down_proj.weight": (hidden, ffn)}),
+        *(_mlp(dense, "mlp", "mlp", "mlp", model.ffn_hidden_size, model, traits) if dense.layers else ()),
+        *(_experts(_LayerRow(with_experts), model, traits) if with_experts else ()),
     ]
     if traits.add_qkv_bias:
         biases = {f"self_attn.{name}_proj.bias": (count,) for name, count in qkv.items()}
         rows.append(row("self_attention.linear_qkv.bias", "attention", Kind.QKV, biases))
     if traits.qk_layernorm:
         rows += [norm(f"self_attention.{n}_layernorm", f"self_attn.{n}_norm", head) for n in ("q", "k")]
+    return rows
+
+
+def _mlp(
+    row: _LayerRow,
+    name: str,
+    theirs: str,
+    part: Part,
+    width: int,
+    model: ModelConfig,
+    traits: Traits,
+    **own: Any,
+) -> list[WeightRow]:
+    """The two parameters of an MLP, of a shared expert, or of each expert."""
+    given = ("gate", "up") if traits.gated_linear_unit else ("up",)
+    first = {f"{theirs}.{each}_proj.weight": (width, model.hidden_size) for each in given}
+    second = {f"{theirs}.down_proj.weight": (model.hidden_size, width)}
+    return [
+        row(f"{name}.linear_fc1.weight", part, Kind.COLUMN_PARALLEL, first, **own),
+        row(f"{name}.linear_fc2.weight", part, Kind.ROW_PARALLEL, second, **own),
+    ]
+
+
+def _experts(row: _LayerRow, model: ModelConfig, traits: Traits) -> list[WeightRow]:
+    """The parameters of a layer with experts, with Qwen's names.
+
+    Under EP a rank has E / EP experts in a row, numbered from 0 on.
+    """
+    hidden, number, shared = model.hidden_size, model.num_experts, model.moe_shared_expert_intermediate_size
+    assert number is not None
+    own = {"num_experts": number, "active": model.moe_router_topk / number}
+    rows = [
+        row("mlp.router.weight", "router", Kind.REPLICATED, {"mlp.gate.weight": (number, hidden)}),
+        *_mlp(
+            row, "mlp.experts.local_experts.#", "mlp.experts.#", "expert", model.expert_width, model, traits,
+            **own,
+        ),
+    ]  # fmt: skip
+    if shared:
+        rows += _mlp(row, "mlp.shared_experts", "mlp.shared_expert", "shared expert", shared, model, traits)
+        if model.moe_shared_expert_gate:
+            gate = {"mlp.shared_expert_gate.weight": (1, hidden)}
+            rows.append(row("mlp.shared_experts.gate_weight", "router", Kind.REPLICATED, gate))
     return rows

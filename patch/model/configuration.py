@@ -12,7 +12,7 @@ from patch.compat.corrections import StageLayout
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
-from patch.families import traits_of
+from patch.families import expert_layers, traits_of
 from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.model.hf_order import batch_first_silu
 from patch.model.mlp import activation_called
@@ -36,7 +36,6 @@ def transformer_config(
         cuda: whether the weights are on a GPU.
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
     """
-    tp_size = groups.tp.size()
     dtype, traits = torch_dtype(execution.facts.kept_as), traits_of(model)
     activation = activation_called(traits.activation)
     if "swiglu" in aligned and traits.activation == "silu":
@@ -62,10 +61,10 @@ def transformer_config(
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=tp_size,
+        tensor_model_parallel_size=groups.tp.size(),
         context_parallel_size=groups.cp.size(),
         cp_comm_type=execution.cp_comm_type,
-        sequence_parallel=execution.sequence_parallel and tp_size > 1,
+        sequence_parallel=execution.sequence_parallel and groups.tp.size() > 1,
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
         use_cpu_initialization=not cuda,
@@ -75,10 +74,42 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_expert_settings(model, execution, groups),
         **_layer_settings(model, execution, dtype, aligned, cuda=cuda),
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _expert_settings(
+    model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
+) -> dict[str, Any]:
+    """The fields of upstream's configuration for experts; the divisor of their losses is Router's."""
+    layers = expert_layers(model)
+    if not layers:
+        return {}
+    settings, numbers = execution.experts, range(model.num_layers)
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+        "moe_layer_freq": 1 if len(layers) == len(numbers) else [int(n in layers) for n in numbers],
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": settings.moe_z_loss_coeff or None,
+        "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
+        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
+        "expert_model_parallel_size": groups.ep.size(),
+        "expert_tensor_parallel_size": groups.expt_tp.size(),
+    }
 
 
 def _layer_settings(

@@ -266,7 +266,10 @@ def sharded_weights(stages: Sequence[GPTModel], *, added: bool | None = None) ->
         stages: all pipeline stages of this rank.
         added: only those that are, or are not, `LlamaModel.added`; None: all.
     """
-    state = {f"stage{index}": stage.sharded_state_dict() for index, stage in enumerate(stages)}
+    state = {
+        f"stage{index}": stage.sharded_state_dict(metadata={"dp_cp_group": stage.pg_collection.dp_cp})
+        for index, stage in enumerate(stages)
+    }
     for own, stage in zip(state.values(), stages if added is not None else (), strict=False):
         for name in [name for name in own if (name in stage.added) != added]:
             del own[name]

@@ -41,15 +41,22 @@ class RecomputableMLP(MLP):
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S, B, H] in; [S, B, H] out, and the second layer's bias, which upstream adds with the residual."""
-        hidden, bias = self.linear_fc1(hidden_states)
-        if bias is not None:
-            hidden = hidden + bias
-        if not self._is_recomputed:
-            return self.linear_fc2(self._activate(hidden))
-        recomputed = CheckpointWithoutOutput()
-        output, bias = self.linear_fc2(recomputed.checkpoint(self._activate, hidden))
-        recomputed.discard_output_and_register_recompute(output)
-        return output, bias
+        return through_layers(self, hidden_states, self._activate, is_recomputed=self._is_recomputed)
+
+
+def through_layers(
+    mlp: MLP, hidden: torch.Tensor, activate: Activation, *, is_recomputed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """RecomputableMLP's forward with the two layers of any of upstream's MLPs."""
+    hidden, bias = mlp.linear_fc1(hidden)
+    if bias is not None:
+        hidden = hidden + bias
+    if not is_recomputed:
+        return mlp.linear_fc2(activate(hidden))
+    recomputed = CheckpointWithoutOutput()
+    output, bias = mlp.linear_fc2(recomputed.checkpoint(activate, hidden))
+    recomputed.discard_output_and_register_recompute(output)
+    return output, bias
 
 
 def mlp_spec(

@@ -31,13 +31,14 @@ from megatron.core.transformer.transformer_layer import (
 from patch.config.backends import Backends
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
-from patch.families import Traits, traits_of
+from patch.families import Traits, expert_layers, traits_of
 from patch.memory import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.alibi import AlibiAttention
 from patch.model.attention import CausalAttention
 from patch.model.context_parallel import ContextParallelAttention
 from patch.model.eight_bit_product import EightBits, StepWeights
+from patch.model.experts import experts_spec
 from patch.model.hf_order import (
     AlignedHeadRMSNorm,
     AlignedRMSNorm,
@@ -48,7 +49,7 @@ from patch.model.hf_order import (
     SeparateQKV,
 )
 from patch.model.linear import Column, Row
-from patch.model.mlp import activation_of, mlp_spec
+from patch.model.mlp import Activation, activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from patch.model.rotary_attention import RotaryAttention
 
@@ -58,6 +59,12 @@ NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]
     ("LayerNorm", False): (LayerNorm, HeadRMSNorm),
 }
 """Norm of tokens and norm of heads, by `Traits.normalization` and whether in Hugging Face's order."""
+
+_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Norms in a checkpoint: Transformer Engine's linear layers have one before them, experts have not."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class Blueprint:
             ),
         )
         fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
+        mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
+        has_experts = number - 1 in expert_layers(self.model)
+        if has_experts:
+            del keys["pre_mlp_layernorm."]
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
@@ -129,12 +140,9 @@ class Blueprint:
                 self_attention=attention,
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=norm,
-                mlp=self._mlp(MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+                mlp=self._experts(mlp) if has_experts else self._mlp(mlp),
                 mlp_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map={
-                    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-                },
+                sharded_state_dict_keys_map=keys,
             ),
         )
 
@@ -168,12 +176,21 @@ class Blueprint:
         return ModuleSpec(module=kind, params=params)
 
     def _mlp(self, submodules: MLPSubmodules) -> Any:
-        return mlp_spec(
-            submodules,
-            self.groups.tp,
-            activation_of(self.traits, self.upstream.activation_func, is_fused=self.backends.is_fused),
+        is_recomputed = self.upstream.recompute_granularity == "selective"
+        return mlp_spec(submodules, self.groups.tp, self._activation, is_recomputed=is_recomputed)
+
+    def _experts(self, shared: MLPSubmodules) -> ModuleSpec:
+        """Experts in the place of an MLP, which becomes their shared one."""
+        # The dispatcher has their messages.
+        own = MLPSubmodules(linear_fc1=ModuleSpec(module=Column), linear_fc2=ModuleSpec(module=Row))
+        return experts_spec(
+            own, shared, 1 / (self.execution.num_micro_batches * self.groups.dp.size()), self._activation,
             is_recomputed=self.upstream.recompute_granularity == "selective",
-        )
+        )  # fmt: skip
+
+    @property
+    def _activation(self) -> Activation:
+        return activation_of(self.traits, self.upstream.activation_func, is_fused=self.backends.is_fused)
 
     @property
     def norm(self) -> type[torch.nn.Module]:

@@ -57,15 +57,15 @@ def initialize_weights(
             # A norm before a linear layer has its bias under `layer_norm_bias`.
             shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)
             continue
-        layer = shard.global_offset[0] if shard.prepend_axis_num else 0
-        shape, offset = (
-            values[shard.prepend_axis_num :] for values in (shard.global_shape, shard.global_offset)
-        )
+        number = shard.prepend_axis_num
+        # Of a layer, and of an expert in it.
+        place = " ".join(map(str, shard.global_offset[:number])) or "0"
+        shape, offset = shard.global_shape[number:], shard.global_offset[number:]
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
         is_uniform = shard.key == EMBEDDING_PARAMETER and model.init_method_xavier_uniform
         std = math.sqrt(2 / sum(shape)) if is_uniform else _std(shard.key, model)
-        name, device = f"{seed} {shard.key} {layer}", shard.data.device
+        name, device = f"{seed} {shard.key} {place}", shard.data.device
         whole = _draw(name, shape, std, device, is_uniform=is_uniform)
         if num_padded:
             whole = F.pad(whole, (0, 0, 0, num_padded))

@@ -112,6 +112,12 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
     gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
     gradients += 2 * hidden if parallel.sequence_parallel else 0
+    if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
+        # On a CPU one expert after the other has them.
+        share = 1 if cuda else config.experts.expert_model_parallel_size / model.num_experts
+        again = model.expert_width // config.etp_size * (2 * size + _FP32) * share
+        gradients += int(dispatch_of(config).rows * (2 * model.hidden_size * size + again))
+        gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
     # What a norm gives is the input of the next operation, which counts it.
@@ -201,6 +207,33 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     return (tokens + rows) * hidden * size, logits + weight_sum
 
 
+class Dispatch(NamedTuple):
+    """How a micro-batch's tokens travel to the experts of a layer; their results travel back alike."""
+
+    rows: float
+    """Tokens that a rank's experts compute, each as often as it visits one of them; all experts alike."""
+    sent: float
+    """Bytes that a rank sends, one way."""
+    words: str
+    """What is done."""
+
+
+def dispatch_of(config: RunConfig) -> Dispatch:
+    """The way of tokens to experts. With SP each rank of a TP group sends its part, to all ETP ranks."""
+    model, experts, etp_size = config.model, config.experts, config.etp_size
+    parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    tokens, ep_size = config.micro_batch_tokens / parts, experts.expert_model_parallel_size
+    of_token = model.hidden_size * element_bytes(config.training.precision)
+    visits = tokens * model.moe_router_topk
+    if experts.moe_token_dispatcher_type == "allgather":
+        ranks = ep_size * etp_size
+        words = f"all-gather over EP {ep_size} x ETP {etp_size}"
+        return Dispatch(visits * etp_size, tokens * of_token * (ranks - 1), words)
+    sent = visits * of_token * ((ep_size - 1) / ep_size + etp_size - 1)
+    words = f"all-to-all over EP {ep_size}" + (f", all-gather over ETP {etp_size}" if etp_size > 1 else "")
+    return Dispatch(visits * etp_size, sent, words)
+
+
 def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None, int]:
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
@@ -216,19 +249,24 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
             which keep two more values for each element.
     """
     training = config.training
-    mlp = widths(config.model, "mlp", config.parallel.tensor_model_parallel_size)
+    tp_size = config.parallel.tensor_model_parallel_size
+    mlp = widths(config.model, "mlp", tp_size)
     size, hidden = element_bytes(training.precision), _own_hidden(config)
     norm = _norm_bytes(config, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
     attention = _attention_bytes(config)
     gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-    activation = size * mlp.taken  # the product of silu(gate) and up
+    # The product of silu(gate) and up; that of experts is computed again.
+    activation = size * (mlp.taken - widths(config.model, "expert", tp_size).taken)
+    inputs = 0.0  # of experts, kept beside the norm's output
+    if config.model.num_experts:
+        inputs = size * dispatch_of(config).rows * config.model.hidden_size / config.micro_batch_tokens
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
     narrowed = (size - PRECISIONS[training.precision].factor_bytes) * (2 * hidden + mlp.taken)
     per_token: dict[Recompute | None, float] = {
-        None: 2 * norm + attention + gate_up + activation - narrowed,
-        "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
+        None: 2 * norm + attention + inputs + gate_up + activation - narrowed,
+        "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + inputs + gate_up,
         "full": hidden * size / layers_of_block,
     }
     return {setting: int(config.micro_batch_tokens * num_bytes) for setting, num_bytes in per_token.items()}

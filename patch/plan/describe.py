@@ -10,10 +10,10 @@ from patch.config import RunConfig
 from patch.config.backends import backends_of
 from patch.config.choices import PRECISIONS, Recompute
 from patch.device import MachineFacts
-from patch.families import weight_rows
+from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
 from patch.numbers import counted, scaled, size_text
-from patch.plan.activations import activation_bytes
+from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.flops import attended_pairs, flops_per_step, output_in_layers
 from patch.plan.memory import (
@@ -57,6 +57,8 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
     papers = _papers(config)
     yield PlanRow([f"parameters  {size}"], [*_shapes(config), *papers.parameters])
+    if model.num_experts:
+        yield _experts(config)
     yield _state(config)
     yield _checkpoint(config)
     if model.precision_align is None:  # which keeps more
@@ -95,7 +97,33 @@ def processes_text(config: RunConfig) -> str:
         f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
         f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
         + (f", {stages} interleaved stages each" if stages > 1 else "")
+        + (f", experts over {_expert_axes(config)}" if config.model.num_experts else "")
     )
+
+
+def _expert_axes(config: RunConfig) -> str:
+    ep_size = config.experts.expert_model_parallel_size
+    return f"EP {ep_size} x ETP {config.etp_size} x EDP {config.num_expert_copies}"
+
+
+def _experts(config: RunConfig) -> PlanRow:
+    """The experts of a layer and of a rank, and the messages to them."""
+    model, ep_size, way = config.model, config.experts.expert_model_parallel_size, dispatch_of(config)
+    number, layers = model.num_experts or 0, len(expert_layers(model))
+    parts, visits = config.etp_size, model.moe_router_topk
+    shared = " and a shared one" if model.moe_shared_expert_intermediate_size else ""
+    line = (
+        f"experts     {number} in each of {counted(layers, 'layer')}, of which a token visits {visits}"
+        f"{shared}; {number // ep_size} on a rank, which sends {size_text(int(way.sent))} a layer and "
+        f"micro-batch, and as much back ({way.words})"
+    )
+    of_rank = parameters_of(config, None, of_experts=True)
+    return PlanRow([line], [
+        f"{of_rank} parameters of experts on the heaviest rank; {config.num_expert_copies} ranks have the "
+        "same, and share their states if these are sharded",
+        f"{way.rows:.0f} tokens of its own experts on a rank, if all are visited alike: {visits} x "
+        f"{config.micro_batch_tokens} tokens of a micro-batch" + (f", ETP {parts}" if parts > 1 else ""),
+    ])  # fmt: skip
 
 
 def _shapes(config: RunConfig) -> Iterator[str]:
@@ -104,7 +132,8 @@ def _shapes(config: RunConfig) -> Iterator[str]:
     for row in weight_rows(model):
         if row.name == TIED_OUTPUT and not model.untie_embeddings_and_output_weights:
             continue
-        times = f"{model.num_layers} layers x " if row.is_per_layer else ""
+        times = f"{len(row.layers)} layers x " if row.is_per_layer else ""
+        times += f"{row.num_experts} experts x " if row.num_experts > 1 else ""
         shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.hf.values())
         yield f"{row.name}: {times}({shapes})"
 
@@ -178,8 +207,11 @@ def _state(config: RunConfig) -> PlanRow:
         + f" (data-parallel sharding: {stage.name.lower()}"
         + (f" in {instances} instances)" if instances > 1 else ")")
     )
+    experts = parameters_of(config, None, of_experts=True)
+    of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     gradient_parts, state_parts = (
-        f" / {shares}" if shared else "" for shared in (stage.shares_gradients, stage.shares_states)
+        f" / {shares}{of_experts}" if shared else ""
+        for shared in (stage.shares_gradients, stage.shares_states)
     )
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "

@@ -81,7 +81,7 @@ def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[f
     """FLOPs of a forward through all layers: of the products with weights, and of attention."""
     heads = model.num_attention_heads * model.kv_channels
     scores_and_values = 2 * 2 * heads * pairs
-    return model.num_layers * 2 * active_elements(model) * tokens, model.num_layers * scores_and_values
+    return 2 * model.num_layers * active_elements(model) * tokens, model.num_layers * scores_and_values
 
 
 def _forward_of_output(model: ModelConfig, tokens: int, tp_size: int) -> int:

@@ -37,16 +37,21 @@ class RankBytes(NamedTuple):
 def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     """Weights, main gradients and optimizer states of a rank, without staging buffers.
 
-    Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2).
+    Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2); those of experts
+    over the ranks that have the same experts.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    gradients = parameters_of(config, pp_rank) * element_bytes(config.optimizer.main_grads_dtype)
     return RankBytes(
         weights=gathered_bytes(config, pp_rank),
-        gradients=gradients // config.num_gradient_parts,
+        gradients=_kept_bytes(
+            config,
+            pp_rank,
+            element_bytes(config.optimizer.main_grads_dtype),
+            is_shared=config.zero_stage.shares_gradients,
+        ),
         optimizer=_state_bytes(config, pp_rank) - offloaded_bytes(config, pp_rank),
     )
 
@@ -110,7 +115,7 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     is_wanted = cuda if is_fused is None else is_fused
     if not is_wanted or config.has_8_bits or model.precision_align is not None:
         return 0
-    largest = max(matrices_per_rank(config.model, config.parallel))
+    largest = max(matrices_per_rank(config))
     return largest * element_bytes(config.training.precision)
 
 
@@ -132,7 +137,7 @@ def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
 def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
     """Elements of the weights of a rank's 8-bit products; of the rank with the most parameters."""
     if pp_rank is None:
-        of_ranks = parameters_per_rank(config.model, config.parallel)
+        of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
         pp_rank = of_ranks.index(max(of_ranks))
     in_8_bits = config.training.fp8.layers(config.model.num_layers)
     ends = list(accumulate(config.stage_layers))
@@ -140,7 +145,7 @@ def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
     ][pp_rank :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * sum(matrices_per_rank(config.model, config.parallel))
+    return sum(map(len, own)) * sum(matrices_per_rank(config))
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -181,7 +186,27 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    states = parameters_of(config, pp_rank) * PRECISIONS[config.training.precision].state_bytes
+    extra = 0
     if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
-        states += _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
-    return states // config.num_state_parts
+        extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
+    of_element = PRECISIONS[config.training.precision].state_bytes
+    return _kept_bytes(config, pp_rank, of_element, is_shared=config.zero_stage.shares_states, extra=extra)
+
+
+def _kept_bytes(
+    config: RunConfig, pp_rank: int | None, of_element: int, *, is_shared: bool, extra: int = 0
+) -> int:
+    """Bytes of gradients or states, of which a rank keeps all or the parts that `kept_elements` counts.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+        of_element: bytes of one.
+        is_shared: whether ranks that have the same weights share them.
+        extra: further bytes of weights that are no experts.
+    """
+    count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
+    others = (count - experts) * of_element + extra
+    if not is_shared:
+        return others + experts * of_element
+    return others // config.num_state_shares + experts * of_element // config.num_expert_copies

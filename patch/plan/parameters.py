@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
+from patch.config.experts import ExpertsConfig
 from patch.families import Kind, WeightRow, layer_matrices, weight_rows
 
 
@@ -19,8 +22,11 @@ def element_bytes(precision: Precision) -> int:
 
 
 def active_elements(model: ModelConfig) -> float:
-    """Elements of one layer's weight matrices with which a token is multiplied."""
-    return sum(row.active * row.num_elements for row in layer_matrices(model))
+    """Elements of a layer's weight matrices with which a token is multiplied; the mean of all layers."""
+    rows = [row for row in weight_rows(model) if row.is_per_layer and row.is_matrix]
+    elements = sum(len(row.layers) * row.active * row.num_elements for row in rows)
+    mean, rest = divmod(elements, model.num_layers)
+    return mean if rest == 0 else elements / model.num_layers
 
 
 def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
@@ -33,33 +39,65 @@ def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
         active: only those that one token uses.
     """
     return sum(
-        (row.active if active else 1) * row.num_elements * (model.num_layers if row.is_per_layer else 1)
+        (row.active if active else 1) * row.num_elements * len(row.layers)
         for row in weight_rows(model)
         if row.part != "head" or model.untie_embeddings_and_output_weights
     )
 
 
-def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+class Cut(NamedTuple):
+    """In how many parts ranks divide what a model consists of."""
+
+    tp: int
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, experts: ExpertsConfig) -> Cut:
+        """The parts of a run."""
+        tp_size = parallel.tensor_model_parallel_size
+        return cls(
+            tp_size, experts.expert_model_parallel_size, experts.expert_tensor_parallel_size or tp_size
+        )
+
+
+def parameters_per_rank(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    experts: ExpertsConfig = ExpertsConfig(),  # noqa: B008 - it never changes
+    *,
+    of_experts: bool = False,
+) -> list[int]:
     """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
 
-    TP splits matrices, their biases and the vocabulary; every rank has whole norms. With several stages, a
-    tied embedding has a copy on the last one.
+    TP splits matrices, their biases and the vocabulary, EP and ETP experts; every rank has whole norms. With
+    several stages, a tied embedding has a copy on the last one.
+
+    Args:
+        model, parallel, experts: of the run.
+        of_experts: only those of experts.
     """
-    stage_layers = tuple(parallel.stage_layers(model.num_layers))
-    stages = parallel.pipeline_model_parallel_size
-    return list(_counts(model, parallel.tensor_model_parallel_size, stages, stage_layers))
+    stage_layers, stages = (
+        tuple(parallel.stage_layers(model.num_layers)),
+        parallel.pipeline_model_parallel_size,
+    )
+    return list(_counts(model, Cut.of(parallel, experts), stages, stage_layers, of_experts))
 
 
 @lru_cache(maxsize=256)
-def _counts(model: ModelConfig, tp_size: int, stages: int, stage_layers: tuple[int, ...]) -> tuple[int, ...]:
+def _counts(
+    model: ModelConfig, cut: Cut, stages: int, stage_layers: tuple[int, ...], of_experts: bool
+) -> tuple[int, ...]:
     """`parameters_per_rank`; a search of layouts asks for the same ones many times."""
     has_output = model.untie_embeddings_and_output_weights or stages > 1
-    counts = [0] * stages
+    counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
     for row in weight_rows(model):
-        elements = elements_per_rank(row, model, tp_size)
+        elements = elements_per_rank(row, model, cut)
+        if of_experts and row.part != "expert":
+            continue
         if row.is_per_layer:
-            for stage in range(stages):
-                counts[stage] += elements * sum(stage_layers[stage::stages])
+            for stage, (first, last) in enumerate(pairwise(ends)):
+                counts[stage % stages] += elements * sum(first <= layer < last for layer in row.layers)
         elif row.is_before_layers:
             counts[0] += elements
         elif row.part != "head" or has_output:
@@ -67,20 +105,41 @@ def _counts(model: ModelConfig, tp_size: int, stages: int, stage_layers: tuple[i
     return tuple(counts)
 
 
-def parameters_of(config: RunConfig, pp_rank: int | None) -> int:
-    """Parameters on a rank of one place in the pipeline; None: on the heaviest one."""
-    of_ranks = parameters_per_rank(config.model, config.parallel)
-    return max(of_ranks) if pp_rank is None else of_ranks[pp_rank]
+def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
+    """Parameters on a rank of one place in the pipeline, or those of experts; None: on the heaviest one."""
+    of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
+    pp_rank = of_ranks.index(max(of_ranks)) if pp_rank is None else pp_rank
+    if of_experts:
+        return parameters_per_rank(config.model, config.parallel, config.experts, of_experts=True)[pp_rank]
+    return of_ranks[pp_rank]
 
 
-def matrices_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
-    """Elements of each of a layer's weight matrices on a TP rank."""
-    tp_size = parallel.tensor_model_parallel_size
-    return [math.prod(row.shard_shape(tp_size)) for row in layer_matrices(model)]
+def kept_elements(config: RunConfig, pp_rank: int | None, *, is_shared: bool) -> float:
+    """Elements of states or gradients that a rank keeps, if replicas share them or do not.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+        is_shared: whether ranks that have the same weights share them.
+    """
+    count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
+    if not is_shared:
+        return count
+    return (count - experts) / config.num_state_shares + experts / config.num_expert_copies
 
 
-def elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
-    """Elements of one TP rank's part of a parameter, vocabulary padding included."""
+def matrices_per_rank(config: RunConfig) -> list[int]:
+    """Elements of each of a layer's weight matrices on a rank; of one expert."""
+    cut = Cut.of(config.parallel, config.experts)
+    return [_part_elements(row, cut) for row in layer_matrices(config.model)]
+
+
+def elements_per_rank(row: WeightRow, model: ModelConfig, cut: Cut) -> int:
+    """Elements of one rank's part of a parameter, vocabulary padding included; of all its experts."""
     if row.kind is Kind.VOCAB_PARALLEL:
-        return row.num_elements // model.vocab_size * model.padded_vocab_size(tp_size) // tp_size
-    return math.prod(row.shard_shape(tp_size))
+        return row.num_elements // model.vocab_size * model.padded_vocab_size(cut.tp) // cut.tp
+    return _part_elements(row, cut) * (row.num_experts // cut.ep if row.part == "expert" else 1)
+
+
+def _part_elements(row: WeightRow, cut: Cut) -> int:
+    return math.prod(row.shard_shape(cut.etp if row.part == "expert" else cut.tp))

@@ -160,7 +160,7 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
         "machine": machine.to_json(),
         "run": scalars_of(config),
         "parameters": total_parameters(config.model),
-        "parameters_per_rank": parameters_per_rank(config.model, config.parallel),
+        "parameters_per_rank": parameters_per_rank(config.model, config.parallel, config.experts),
         "state": [
             bytes_per_rank(config, rank)._asdict()
             for rank in range(config.parallel.pipeline_model_parallel_size)

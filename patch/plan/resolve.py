@@ -63,17 +63,31 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     inside each of them, and sum the shards of all of them once a step.
     """
     config = with_sharding(config, stage)
-    parameters = parameters_of(config, None)
-    shares, copies = config.num_state_shares, config.num_weight_copies
+    experts, copies = parameters_of(config, None, of_experts=True), config.num_expert_copies
+    of_experts = experts * element_bytes(config.training.precision)
+    sent = _sent(config, experts, of_experts, copies, copies)
+    others, weights = parameters_of(config, None) - experts, gathered_bytes(config) - of_experts
+    sent += _sent(config, others, weights, config.num_state_shares, config.num_weight_copies)
+    return StageCost(sent, bytes_per_rank(config).total)
+
+
+def _sent(config: RunConfig, parameters: int, weight_bytes: int, shares: int, copies: int) -> int:
+    """Bytes that a rank sends in a step for some of its parameters.
+
+    Args:
+        config: the run.
+        parameters: how many.
+        weight_bytes: of their new values.
+        shares: ranks that share their states, if these are sharded.
+        copies: ranks that have the same ones.
+    """
     instances = copies // shares
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
     if not config.zero_stage.shares_states:
-        sent = 2 * gradients * (copies - 1) // copies
-    else:
-        travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
-        sent = (travelling * config.reductions_per_step + gathered_bytes(config)) * (shares - 1) // shares
-        sent += 2 * gradients * (instances - 1) // copies
-    return StageCost(sent, bytes_per_rank(config).total)
+        return 2 * gradients * (copies - 1) // copies
+    travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
+    sent = (travelling * config.reductions_per_step + weight_bytes) * (shares - 1) // shares
+    return sent + 2 * gradients * (instances - 1) // copies
 
 
 def with_sharding(config: RunConfig, sharding: Sharding) -> RunConfig:

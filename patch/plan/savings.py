@@ -232,6 +232,9 @@ def _smaller_parts(config: RunConfig, limit: int) -> Iterator[Change]:
         yield _change("parallel", pipeline_model_parallel_size=pp_size)
         if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
             yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)
+        if config.model.num_experts:
+            ep_size = config.experts.expert_model_parallel_size * factor
+            yield _change("experts", expert_model_parallel_size=ep_size)
 
 
 SAVINGS = (

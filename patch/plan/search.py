@@ -1,7 +1,7 @@
 """The search of layouts: the fastest ways to train a model on a machine that fit its memory.
 
-All sizes of TP, PP, VPP, CP and micro-batches that the rules allow are looked at. Of each the cheapest way
-that fits is taken, of what the rows of `SAVINGS` have for a search: what is sharded, what is recomputed,
+All sizes of TP, PP, VPP, CP, EP and micro-batches that the rules allow are looked at. Of each the cheapest
+way that fits is taken, of what the rows of `SAVINGS` have for a search: what is sharded, what is recomputed,
 which share of the states is on the host. Those that could be the fastest are timed by `step_time`.
 """
 
@@ -38,6 +38,7 @@ class Layout(NamedTuple):
     vpp: int
     cp: int
     micro_batch: int
+    ep: int = 1
 
 
 class Found(NamedTuple):
@@ -60,9 +61,9 @@ def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Found
         num_best: at most so many.
     """
     candidates: list[tuple[float, Layout, RunConfig, RunConfig]] = []
-    fastest, too_large = math.inf, set[tuple[int, ...]]()
+    fastest, too_large = math.inf, set[Layout]()
     for layout in _layouts(config, machine):
-        sizes = layout[:-1]
+        sizes = layout._replace(micro_batch=0)
         if sizes in too_large:  # with a smaller micro-batch already
             continue
         run = _with_layout(config, machine, layout)
@@ -113,7 +114,8 @@ def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
                     for size in MICRO_BATCHES:
                         fits = config.training.global_batch_size % (size * replicas) == 0
                         if fits and layers % (pp * vpp) == 0:
-                            yield Layout(tp, pp, vpp, cp, size)
+                            for ep in _divisors(math.gcd(world // pp, model.num_experts or 1)):
+                                yield Layout(tp, pp, vpp, cp, size, ep)
 
 
 def _counted_layers(num_layers: int, pp_size: int) -> int:
@@ -144,7 +146,12 @@ def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConf
         nproc_per_node=machine.devices_per_node,
     )
     training = dataclasses.replace(config.training, micro_batch_size=layout.micro_batch)
-    return without_savings(dataclasses.replace(config, parallel=parallel, training=training))
+    experts = dataclasses.replace(
+        config.experts,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1 if layout.ep > 1 else None,
+    )
+    return without_savings(dataclasses.replace(config, parallel=parallel, training=training, experts=experts))
 
 
 def _searched(config: RunConfig, *, on_host: bool) -> Iterator[tuple[Change, ...]]:
@@ -198,5 +205,5 @@ def _bound(config: RunConfig, machine: Machine) -> float:
     )
     seconds = costs.travel.reduce.seconds(max(costs.parameters))
     reductions = (config.reductions_per_step - 1) * max(0.0, seconds - passes)
-    update = max(costs.parameters) / costs.shares * costs.update
+    update = costs.states * costs.update
     return config.num_micro_batches * passes * (1 + 0.9 * schedule.formula) + reductions + update

@@ -24,7 +24,14 @@ from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.families import PRESETS, SHAPE_FIELDS, TRAIT_FIELDS, UNUSED_ROTARY_BASE, family_called
+from patch.families import (
+    EXPERT_FIELDS,
+    PRESETS,
+    SHAPE_FIELDS,
+    TRAIT_FIELDS,
+    UNUSED_ROTARY_BASE,
+    family_called,
+)
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
@@ -142,7 +149,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
     """
     size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, (*PRESETS, "auto"), where("model_size"))
-    if merged.keys() >= SHAPE_FIELDS - {"model_type"}:
+    if merged.keys() >= SHAPE_FIELDS - EXPERT_FIELDS - {"model_type"}:
         return {}
     if size != "auto":
         return PRESETS[size]

@@ -23,6 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.model.experts import FURTHER_COUNTS, routers_of
 from patch.plan.flops import flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
 from patch.storage.names import LOSS_PLOT_FILE, METRICS_FILE, TENSORBOARD_FOLDER
@@ -34,6 +35,17 @@ from patch.training.step import StepResult
 _GIB = 2**30
 _MOST_BYTES = 4 * _GIB
 """The most bytes of a metrics.jsonl that is read: ten million steps."""
+_LOSS_TITLE = "loss (mean over learned tokens)"
+_OF_EXPERTS = {
+    "expert_load_max": "tokens of the busiest expert / mean",
+    "expert_load_min": "tokens of the idlest expert / mean",
+    "expert_dropped": "share of choices without a place",
+    "aux_loss": "auxiliary loss, without its factor",
+    "z_loss": "z loss, without its factor",
+}
+"""Metrics of a layer's experts, and what the plot says of them."""
+_MOST_NAMED = 20
+"""So many lines have their names beside them."""
 _logger = get_logger(__name__)
 
 
@@ -105,6 +117,31 @@ def make_record(
         "skipped": result.skipped,
         **worst,
     }
+
+
+def loads_of_experts(run: Run) -> dict[str, float]:
+    """Of each layer with experts, by its number from 1, in the last step; a collective over the job.
+
+    `expert_load_max` and `expert_load_min`: tokens of the busiest and of the idlest expert over the mean;
+    `expert_dropped`: share of the choices for which an expert had no place; `aux_loss` and `z_loss`: means,
+    without their factors.
+    """
+    model = run.config.model
+    if not model.num_experts:
+        return {}
+    counts = torch.zeros(
+        model.num_layers, model.num_experts + len(FURTHER_COUNTS), dtype=torch.float64, device=run.device
+    )
+    for router in routers_of(run.stages):
+        counts[router.layer_number - 1] = router.counts
+    torch.distributed.all_reduce(counts)
+    found: dict[str, float] = {}
+    for number, (*loads, dropped, aux_loss, z_loss) in enumerate(counts.tolist(), 1):
+        if chosen := sum(loads) + dropped:
+            mean = max(sum(loads), 1) / len(loads)
+            values = (max(loads) / mean, min(loads) / mean, dropped / chosen, aux_loss, z_loss)
+            found |= {f"{name}/{number}": value for name, value in zip(_OF_EXPERTS, values, strict=True)}
+    return found
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -232,21 +269,25 @@ class LossPlot(TrainerHook):
 
 
 def plot_losses(records: list[Record], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG file."""
+    """Draw training and validation loss over the steps into a PNG file; below, what experts of layers say."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5))
+    keys = dict.fromkeys(key for record in records for key in record if "/" in key)
+    of_sets = [(key, key.removeprefix("valid_loss/"), ".--") for key in keys if key.startswith("valid_loss/")]
+    panels = {_LOSS_TITLE: [("loss", "training", "-"), ("valid_loss", "validation", "o-"), *of_sets]}
+    for name, title in _OF_EXPERTS.items():
+        if lines := [(key, f"layer {key.split('/')[1]}", "-") for key in keys if key.startswith(f"{name}/")]:
+            panels[title] = lines
+    figure = Figure(figsize=(8, 5 * len(panels)))
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="iteration", ylabel="loss (mean over learned tokens)")
-    of_sets = dict.fromkeys(key for record in records for key in record if key.startswith("valid_loss/"))
-    lines = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
-    lines += [(key, key.removeprefix("valid_loss/"), ".--") for key in of_sets]
-    for key, label, style in lines:
-        points = [(record["iteration"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    for number, (title, lines) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, number, xlabel="iteration", ylabel=title)
+        for key, label, style in lines:
+            points = [(record["iteration"], record[key]) for record in records if key in record]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+        axes.grid(alpha=0.3)
+        if 0 < len(axes.lines) <= _MOST_NAMED:
+            axes.legend()
     figure.savefig(path, dpi=120)

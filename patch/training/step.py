@@ -23,6 +23,7 @@ from patch.data import Batch
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.context_group import Zigzag
 from patch.model import LlamaModel, PackedSequences, unchanged_weights
+from patch.model.experts import routers_of
 from patch.optimizer import ParamGroup, learning_rate
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
@@ -148,6 +149,8 @@ def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: 
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     divisor, scale = max(divisor, 1.0), loss_scale or 1.0
+    for router in routers_of(run.stages) if loss_scale is not None else ():
+        router.counts.zero_()
     are_sends_dropped = loss_scale is None and run.stages[0].config.overlap_p2p_comm_warmup_flush
     try:
         with last_sends_arrive() if are_sends_dropped else nullcontext(), unchanged_weights(run.stages):

@@ -20,7 +20,7 @@ from patch.training.guards.phases import Phase
 from patch.training.guards.spikes import SpikeWarnings
 from patch.training.guards.stop import StopRequests
 from patch.training.hooks import Record, TrainerHook
-from patch.training.metrics import make_record, measured
+from patch.training.metrics import loads_of_experts, make_record, measured
 from patch.training.saving import CheckpointSaver
 from patch.training.setup import Run
 from patch.training.step import StepResult, train_step
@@ -108,7 +108,7 @@ class Trainer:
         worst = self._share(own, is_last=is_last, is_due=bool(due))
         self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
-            record = make_record(self.run, done, result, worst)
+            record = make_record(self.run, done, result, worst) | loads_of_experts(self.run)
             for hook in self._hooks:
                 hook.on_log(record)
             self._saving.clear()

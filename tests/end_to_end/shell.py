@@ -20,10 +20,11 @@ import torch
 from distributed_runner import leave, rejoin, run_distributed
 from small_runs import small_run
 from started_programs import start_program
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from patch.device import MachineFacts
 from patch.distributed.launch import worker_environment
+from toolkits.quickstart.tasks import Example
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
@@ -192,3 +193,20 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
     first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (ours, theirs))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def loss_in_transformers(folder: Path, examples: list[Example]) -> float:
+    """The mean loss of the answers' tokens, by transformers' model of a Hugging Face folder."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for example in examples:
+        user = [{"role": "user", "content": example.question}]
+        text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        learned = tokenizer(example.answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        tokens = torch.tensor([prompt + learned])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(learned), reduction="sum").item()
+        count += len(learned)
+    return total / count

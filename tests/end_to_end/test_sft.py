@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import (
     assert_same_weights,
@@ -19,13 +18,13 @@ from end_to_end.shell import (
     command,
     cut_back,
     environment,
+    loss_in_transformers,
     losses,
     start,
     training_records,
     worker_of,
 )
 from launches import free_port
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkits.convert import main as convert
 
@@ -99,20 +98,8 @@ def test_loss_falls(unbroken: Path) -> None:
 
 
 def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, unbroken: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(unbroken / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(unbroken / "hf")
-    total, count = 0.0, 0
-    for example in office.held_out:
-        user = [{"role": "user", "content": example.question}]
-        text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        learned = tokenizer(example.answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        tokens = torch.tensor([prompt + learned])
-        with torch.no_grad():
-            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
-        total += torch.nn.functional.cross_entropy(logits, torch.tensor(learned), reduction="sum").item()
-        count += len(learned)
-    assert validation_losses(unbroken)[NUM_STEPS] == pytest.approx(total / count, abs=LOSS_TOLERANCE)
+    expected = loss_in_transformers(unbroken / "hf", office.held_out)
+    assert validation_losses(unbroken)[NUM_STEPS] == pytest.approx(expected, abs=LOSS_TOLERANCE)
 
 
 def test_checkpoint_converts_to_the_export_byte_for_byte(unbroken: Path, tmp_path: Path) -> None:

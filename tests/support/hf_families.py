@@ -66,6 +66,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 6, "hidden_size": 48, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "rope_parameters": _plain_rope(1e6)}),
+    "qwen-2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80, "rope_parameters": _plain_rope(1e6),
+        },
+    ),
+    "qwen-2-moe-mixed": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3,
+            "rope_parameters": _plain_rope(1e6),
+        },
+    ),
+    "qwen-3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32,
+            "norm_topk_prob": True, "rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
+"""Those with experts; in one of them the first layer has none."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not have, for the tests that register it."""
 
@@ -78,6 +104,8 @@ def spell_as_4(folder: Path) -> None:
         described["rope_theta"] = rope.pop("rope_theta")
         described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     described["torch_dtype"] = described.pop("dtype")
+    if described["model_type"] == "qwen3_moe":
+        described["num_experts"] = described.pop("num_local_experts")
     path.write_text(json.dumps(described, indent=2) + "\n")
 
 
@@ -92,7 +120,7 @@ def family_model(
     import torch
     import transformers
 
-    prefix, own = {**FAMILIES, **OTHERS}[name]
+    prefix, own = {**FAMILIES, **MIXTURES, **OTHERS}[name]
     max_shard_size = changes.pop("max_shard_size", "5GB")
     known = getattr(transformers, f"{prefix}Config")
     shape = {name: value for name, value in _SHAPE.items() if hasattr(known, name)}

@@ -5,6 +5,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, coerce
 from patch.config.schema import (
     CheckpointConfig,
@@ -31,6 +32,7 @@ _SECTIONS = {
     "optimizer": OptimizerConfig(lr=2e-3, min_lr=1e-4, lr_warmup_iters=4),
     "data": DataConfig(dataset_type="raw", train_data_path="none", max_padding_length=32),
     "checkpoint": CheckpointConfig(output_path="none"),
+    "experts": ExpertsConfig(),
 }  # fmt: skip
 
 

@@ -8,13 +8,14 @@ them. With one rank a node NCCL's trees take log2(P) steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ContextCommunication
 from patch.families import attended_channels
-from patch.plan.activations import boundary_bytes
+from patch.plan.activations import boundary_bytes, dispatch_of
 from patch.plan.memory import gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_of
 from patch.plan.timing.machine import Machine
@@ -35,17 +36,21 @@ class Group(NamedTuple):
         return -(-self.size // self.per_node)
 
 
-def group_of(config: RunConfig, *axes: str, instances: int = 1) -> Group:
+def group_of(config: RunConfig, *axes: str, instances: int = 1, of_experts: bool = False) -> Group:
     """The group of ranks that differ in their places along these axes only.
 
     Args:
         config: the run; its processes are numbered along `--rank-order`, node by node.
-        axes: of `tp`, `cp`, `dp` and `pp`.
+        axes: of `tp`, `cp`, `dp` and `pp`; of experts `tp`, `ep`, `dp` and `pp`.
         instances: equal parts in which the group is cut; neighbours stay together.
+        of_experts: whether these are the axes along which experts are distributed.
     """
     parallel, sizes = config.parallel, _sizes(config)
+    order: Sequence[str] = parallel.rank_axes
+    if of_experts:
+        sizes, order = _expert_sizes(config), _expert_axes(config)
     size, on_node, stride = 1, 1, 1
-    for axis in parallel.rank_axes:
+    for axis in order:
         if axis in axes:
             size *= sizes[axis]
             on_node *= min(sizes[axis], max(1, parallel.nproc_per_node // stride))
@@ -68,6 +73,23 @@ def _sizes(config: RunConfig) -> dict[str, int]:
         "dp": config.data_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
     }
+
+
+def _expert_sizes(config: RunConfig) -> dict[str, int]:
+    return {
+        "tp": config.etp_size,
+        "ep": config.experts.expert_model_parallel_size,
+        "dp": config.num_expert_copies,
+        "pp": config.parallel.pipeline_model_parallel_size,
+    }
+
+
+def _expert_axes(config: RunConfig) -> list[str]:
+    """The axes of experts in the order of ranks; EP is where `--rank-order` says, or in the place of CP."""
+    parallel = config.parallel
+    if "ep" in (named := parallel.rank_order.split("-")):
+        return [axis for axis in named if axis != "cp"]
+    return ["ep" if axis == "cp" else axis for axis in parallel.rank_axes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +173,21 @@ def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
     return 2 * size * exchanged * (cp_size - 1) // cp_size
 
 
+def dispatch_seconds(config: RunConfig, machine: Machine) -> float:
+    """Seconds of the messages to experts and back in one pass through one layer.
+
+    Args:
+        config: the run.
+        machine: its links.
+    """
+    if not config.model.num_experts:
+        return 0.0
+    ranks = group_of(config, "tp", "ep", of_experts=True)
+    # A ring of n bytes in all sends n (P - 1) / P from each rank, as an all-to-all of n bytes does.
+    whole = dispatch_of(config).sent * ranks.size / max(ranks.size - 1, 1)
+    return 2 * ring(machine, ranks, 1).seconds(whole)
+
+
 class GradientTravel(NamedTuple):
     """How the replicas exchange gradients and weights."""
 
@@ -162,8 +199,25 @@ class GradientTravel(NamedTuple):
     """With several instances of the distributed optimizer: of all shards' sums, once a step."""
 
 
+def expert_travel(config: RunConfig, machine: Machine) -> GradientTravel:
+    """How the ranks that have the same experts exchange their gradients and weights.
+
+    Args:
+        config: the run.
+        machine: its links.
+    """
+    optimizer, nothing = config.optimizer, Collective(0.0, 0.0, 0.0)
+    of_gradient = 2 if optimizer.grad_reduce_in_bf16 else element_bytes(optimizer.main_grads_dtype)
+    group = group_of(config, "dp", of_experts=True)
+    once = ring(machine, group, of_gradient)
+    if not config.zero_stage.shares_states:
+        twice = Collective(2 * once.latency, 2 * once.seconds_per_byte, of_gradient)
+        return GradientTravel(twice, nothing, nothing)
+    return GradientTravel(once, ring(machine, group, element_bytes(config.training.precision)), nothing)
+
+
 def gradient_travel(config: RunConfig, machine: Machine) -> GradientTravel:
-    """How the replicas of a run exchange gradients and weights.
+    """How the replicas of a run exchange gradients and weights, but those of experts.
 
     Args:
         config: the run.

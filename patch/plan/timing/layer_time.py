@@ -12,10 +12,11 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Precision, Recompute
 from patch.families import Kind, attended_channels, layer_matrices, widths
-from patch.plan.activations import activation_bytes
+from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
 from patch.plan.timing.communication import (
+    dispatch_seconds,
     group_of,
     neighbour_seconds,
     ring,
@@ -48,13 +49,16 @@ class LayerTime(NamedTuple):
     """Messages of TP that nothing hides."""
     context: float = 0.0
     """Those of CP."""
+    experts: float = 0.0
+    """Those to experts and back."""
     launches: float = 0.0
     """What the host needs to start all kernels, if that is longer than they take."""
 
     @property
     def total(self) -> float:
         """All together; the kernels, or the host that starts them."""
-        return max(self.products + self.attention + self.memory, self.launches) + self.tensor + self.context
+        messages = self.tensor + self.context + self.experts
+        return max(self.products + self.attention + self.memory, self.launches) + messages
 
 
 class LayerTimes(NamedTuple):
@@ -81,14 +85,14 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
     forward_bytes, backward_bytes, again = _traffic(config)
     bandwidth = machine.memory_rate
     forward_cp, backward_cp = _context(config, machine, attention)
-    host = machine.launch_seconds
+    host, to_experts = machine.launch_seconds, dispatch_seconds(config, machine)
     forward = LayerTime(
         products.forward, attention, forward_bytes / bandwidth,
-        _tensor(config, machine, products, is_forward=True), forward_cp, LAUNCHES[0] * host,
+        _tensor(config, machine, products, is_forward=True), forward_cp, to_experts, LAUNCHES[0] * host,
     )  # fmt: skip
     backward = LayerTime(
         products.backward, attention * _backward_factor(machine), backward_bytes / bandwidth,
-        _tensor(config, machine, products, is_forward=False), backward_cp, LAUNCHES[1] * host,
+        _tensor(config, machine, products, is_forward=False), backward_cp, to_experts, LAUNCHES[1] * host,
     )  # fmt: skip
     offload = _offload(config, machine, forward.total, backward.total)
     return LayerTimes(forward, backward, again / bandwidth, offload)
@@ -132,12 +136,18 @@ class _Products:
         main = element_bytes(config.optimizer.main_grads_dtype)
         added = 2 * main + (0 if fused else 2 * size)
         rows, tp_size = layer_matrices(config.model), config.parallel.tensor_model_parallel_size
-        sides = [(tokens * row.active, *row.shard_shape(tp_size)) for row in rows]
-        self.each = [product_seconds(machine, precision, (m, n, k), size) for m, n, k in sides]
-        self.inputs = [product_seconds(machine, precision, (m, k, n), size) for m, n, k in sides]
-        self.weights = [product_seconds(machine, precision, (n, k, m), added) for m, n, k in sides]
-        self.summed = [index for index, row in enumerate(rows) if row.kind is Kind.ROW_PARALLEL]
-        self.cut = [index for index in range(len(rows)) if index not in self.summed]
+        sides = [(1, tokens * row.active, *row.shard_shape(tp_size)) for row in rows]
+        for index, row in enumerate(rows):
+            if row.part == "expert":  # the loop of a rank over its own
+                number = row.num_experts // config.experts.expert_model_parallel_size
+                shape = row.shard_shape(config.etp_size)
+                sides[index] = (number, dispatch_of(config).rows / number, *shape)
+        self.each = [t * product_seconds(machine, precision, (m, n, k), size) for t, m, n, k in sides]
+        self.inputs = [t * product_seconds(machine, precision, (m, k, n), size) for t, m, n, k in sides]
+        self.weights = [t * product_seconds(machine, precision, (n, k, m), added) for t, m, n, k in sides]
+        over_tp = [index for index, row in enumerate(rows) if row.part not in ("expert", "router")]
+        self.summed = [index for index in over_tp if rows[index].kind is Kind.ROW_PARALLEL]
+        self.cut = [index for index in over_tp if index not in self.summed]
         self.forward, self.backward = sum(self.each), sum(self.inputs) + sum(self.weights)
 
 
@@ -193,13 +203,14 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
     inputs, weights = products.inputs, products.weights
     overlaps = parallel.tp_comm_overlap
     if not machine.is_gpu if overlaps is None else overlaps:
-        seconds = products.each if is_forward else inputs
+        every = products.each if is_forward else inputs
+        seconds = [every[index] for index in sorted(products.summed + products.cut)]
         if not parallel.sequence_parallel:
             once = 2 * once
-            seconds = [seconds[index] for index in (products.summed if is_forward else products.cut)]
+            seconds = [every[index] for index in (products.summed if is_forward else products.cut)]
         return sum(max(once / tp_size, once - product * (1 - 1 / tp_size)) for product in seconds)
     if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
-        return len(inputs) * once
+        return (len(products.summed) + len(products.cut)) * once
     if not parallel.sequence_parallel:
         return sum(max(0.0, 2 * once - weights[index]) for index in products.cut)
     gathers = sum(max(0.0, once - inputs[index]) for index in products.cut)

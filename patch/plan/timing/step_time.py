@@ -21,11 +21,12 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, usable_device_memory
-from patch.plan.parameters import element_bytes, parameters_per_rank
+from patch.plan.parameters import element_bytes, kept_elements, parameters_per_rank
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
     Collective,
     GradientTravel,
+    expert_travel,
     gradient_travel,
     neighbour_seconds,
     summing_seconds,
@@ -61,10 +62,14 @@ class StepCosts:
     """Stages compute while their messages travel (interleaved PP)."""
     travel: GradientTravel
     """Collectives of buckets of gradients and weights between replicas."""
+    of_experts: GradientTravel
+    """Those between ranks that have the same experts."""
     parameters: tuple[int, ...]
     """Elements on a rank of each pipeline rank."""
-    shares: int
-    """Ranks that share an optimizer state; 1 without sharding."""
+    experts: tuple[int, ...]
+    """Those of experts."""
+    states: float
+    """Elements whose states a rank updates, at most."""
     update: float
     """For each element that a rank updates on its device."""
 
@@ -92,8 +97,10 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         message=message,
         has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
         travel=gradient_travel(config, machine),
-        parameters=tuple(parameters_per_rank(config.model, parallel)),
-        shares=config.num_state_parts,
+        of_experts=expert_travel(config, machine),
+        parameters=tuple(parameters_per_rank(config.model, parallel, config.experts)),
+        experts=tuple(parameters_per_rank(config.model, parallel, config.experts, of_experts=True)),
+        states=kept_elements(config, None, is_shared=config.zero_stage.shares_states),
         update=PRECISIONS[config.training.precision].update_bytes / machine.memory_rate,
     )
 
@@ -198,6 +205,7 @@ def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[StepPar
     for name, title in (
         ("products", "products with weights"), ("attention", "attention"), ("memory", "norms, RoPE, SwiGLU"),
         ("tensor", "TP messages, exposed"), ("context", "CP messages, exposed"),
+        ("experts", "messages to experts and back"),
     ):  # fmt: skip
         first, second = getattr(forward, name), getattr(backward, name)
         text = f"{count} micro-batches x {layers} layers x ({timed(first)} + {timed(second)} backward)"
@@ -235,8 +243,8 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
         parts.append(_reduction(config, costs, timing, contention))
         parts.append(_gathering(config, costs, contention))
     fraction = offloaded_fraction(config, machine)
-    own = max(costs.parameters) / costs.shares
-    held = max(costs.parameters) / config.num_gradient_parts
+    own = costs.states
+    held = kept_elements(config, None, is_shared=config.zero_stage.shares_gradients)
     read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
@@ -275,17 +283,22 @@ class Travel(NamedTuple):
         return contention * times * (self.seconds - self.unhidden)
 
 
-def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> list[Travel]:
-    """Travel of each pipeline rank."""
+def _travels(
+    config: RunConfig, costs: StepCosts, collective: Collective, of_experts: Collective
+) -> list[Travel]:
+    """Travel of each pipeline rank; experts travel between other ranks."""
     size = config.optimizer.reduce_bucket_size
     smallest = smallest_bucket(size, config.num_state_shares)
     tp_size = config.parallel.tensor_model_parallel_size
     embedding = config.padded_vocab_size * config.model.hidden_size / tp_size
     found = []
-    for rank, elements in enumerate(costs.parameters):
+    for rank, (total, experts) in enumerate(zip(costs.parameters, costs.experts, strict=True)):
+        elements = total - experts
         # Whole buckets, and those that halve towards the end of backward.
         buckets = math.ceil(elements / size) + round(math.log2(max(size / smallest, 1)))
         seconds = collective.seconds(elements) + (buckets - 1) * collective.latency
+        if experts:
+            seconds += of_experts.seconds(experts) + math.ceil(experts / size) * of_experts.latency
         unhidden = collective.seconds(min(smallest if rank else embedding, elements))
         found.append(Travel(seconds, unhidden))
     return found
@@ -294,7 +307,7 @@ def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> lis
 def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> StepPart:
     """Gradients that are still on their way when the last process ends its last backward."""
     pp_size, times = config.parallel.pipeline_model_parallel_size, config.reductions_per_step
-    travels = _travels(config, costs, costs.travel.reduce)
+    travels = _travels(config, costs, costs.travel.reduce, costs.of_experts.reduce)
     latest = timing.step
     for rank, travel in enumerate(travels):
         backward = sum(costs.backward[rank::pp_size])
@@ -315,7 +328,7 @@ def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: 
 def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> StepPart:
     """Weights that the first forward waits for. A later stage's forward begins later."""
     pp_size = config.parallel.pipeline_model_parallel_size
-    travels = _travels(config, costs, costs.travel.gather)
+    travels = _travels(config, costs, costs.travel.gather, costs.of_experts.gather)
     worst, later = 0.0, 0.0
     for rank, travel in enumerate(travels):
         worst = max(worst, travel.exposed(sum(costs.forward[rank::pp_size])) - later)

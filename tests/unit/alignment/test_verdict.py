@@ -7,6 +7,7 @@ import pytest
 
 from patch.alignment.logits import LogitStats
 from patch.alignment.measure import LogitComparison, Measurement
+from patch.alignment.routes import RouteComparison
 from patch.alignment.stored import ConfigDifference
 from patch.alignment.verdict import judge
 from patch.alignment.weights import WeightComparison, WeightDifference
@@ -21,7 +22,7 @@ NORMAL = Measurement(
 
 def changed(**changes: Any) -> Measurement:
     """NORMAL with other values of its own or of its logits."""
-    logits = {name: changes.pop(name) for name in ("fast", "aligned") if name in changes}
+    logits = {name: changes.pop(name) for name in ("fast", "aligned", "routes") if name in changes}
     return NORMAL._replace(logits=NORMAL.logits._replace(**logits), **changes)
 
 
@@ -31,6 +32,7 @@ def changed(**changes: Any) -> Measurement:
         {"fast": EQUAL._replace(max=9e-5)},
         {"precision": "bf16", "fast": EQUAL._replace(max=0.5, cosine=0.9991, top1=0.9)},
         {"device": "cuda", "aligned": EQUAL._replace(max=9e-5)},
+        {"routes": RouteComparison(99, 1, 9e-5), "aligned": EQUAL._replace(max=9e-5)},
     ],
 )
 def test_what_another_order_explains_is_normal(changes: dict) -> None:
@@ -46,6 +48,8 @@ def test_what_another_order_explains_is_normal(changes: dict) -> None:
         ({"precision": "bf16", "fast": EQUAL._replace(cosine=0.998)}, "beyond the bound of bf16"),
         ({"precision": "bf16", "fast": EQUAL._replace(cosine=math.nan)}, "beyond the bound of bf16"),
         ({"aligned": EQUAL._replace(max=1e-8)}, "should be bit-equal"),
+        ({"routes": RouteComparison(99, 1, 2e-4)}, "the weight of a router is wrong"),
+        ({"routes": RouteComparison(99, 1, math.nan)}, "the weight of a router is wrong"),
         (
             {"device": "cuda", "aligned": EQUAL._replace(max=1e-3)},
             "With --precision-align the logits are beyond",

@@ -45,7 +45,7 @@ def test_name_that_no_file_has_names_the_position(command, position, path):
     ("name", "ours"),
     [
         ("--deepspeed", None), ("--sead", "--seed"), ("--global_batch", "--global-batch-size"),
-        ("--num-experts", None), ("--weightdecay", "--weight-decay"), ("--temperature", None),
+        ("--num-shards", None), ("--weightdecay", "--weight-decay"), ("--temperature", None),
         ("--dp", None), ("--" + "seed" * 10**4, None),
         ("--use-distributed-optimiser", "--use-distributed-optimizer"),
     ],

@@ -49,7 +49,7 @@ def old_source(tmp_path, source):
     return tmp_path / "old"
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_config_of_every_family_is_written_without_a_source(tmp_path, name, tiny_tokenizer):
     theirs = hf_families.family_model(name, tmp_path).config
     model = hf_families.family_run(tmp_path).model
@@ -61,12 +61,19 @@ def test_config_of_every_family_is_written_without_a_source(tmp_path, name, tiny
     }
     ours = AutoConfig.from_pretrained(tmp_path)
     assert ours.architectures == theirs.architectures
-    for key in ("sliding_window", "layer_types", "head_dim", "rope_parameters"):
+    for key in (
+        "sliding_window", "layer_types", "head_dim", "rope_parameters", "num_experts", "num_local_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob",
+        "mlp_only_layers", "decoder_sparse_step", "intermediate_size",
+    ):  # fmt: skip
         assert getattr(ours, key, None) == getattr(theirs, key, None) or (key, name) in _IMPLIED
 
 
-# Qwen2Config has no head_dim of its own: it follows from the others.
-_IMPLIED = {("head_dim", name) for name in ("qwen-2", "qwen-2-sliding", "qwen-2.5")}
+# These have no head_dim of their own: it follows from the others.
+_IMPLIED = {
+    ("head_dim", name)
+    for name in ("qwen-2", "qwen-2-sliding", "qwen-2.5", "mixtral", "qwen-2-moe", "qwen-2-moe-mixed")
+}
 
 
 def test_window_taken_from_a_mistral_leaves_a_mistral(tmp_path, tiny_tokenizer):
@@ -82,7 +89,7 @@ def test_model_that_transformers_has_not_is_refused():
         transformers_family(small_run(add_qkv_bias=True, qk_layernorm=True).model)
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_spelling_of_transformers_5_gets_the_older_one_beside_it(tmp_path, name, tiny_tokenizer, caplog):
     """vLLM and llama.cpp's converter of before December 2025 read these keys too, and no others."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -94,7 +101,8 @@ def test_spelling_of_transformers_5_gets_the_older_one_beside_it(tmp_path, name,
     if scaling := dict(getattr(theirs, "rope_parameters", {})):
         theta = scaling.pop("rope_theta")
         rope = {"rope_theta": theta, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
-    assert added == {**rope, "torch_dtype": "float32"}
+    number = {"num_experts": 8} if name == "qwen-3-moe" else {}
+    assert added == {**rope, "torch_dtype": "float32", **number}
     assert {key: described[key] for key in before} == before
     target.mkdir()
     logging.getLogger("transformers").addHandler(caplog.handler)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from hf_families import FAMILIES, family_model, family_run
+from hf_families import FAMILIES, MIXTURES, family_model, family_run
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from training_runs import build_stages
@@ -31,7 +31,7 @@ def root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("stream")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "WINDOW_BYTES", 5000)
-        for name in FAMILIES:
+        for name in (*FAMILIES, *MIXTURES):
             family_model(name, root / name, **({"max_shard_size": "60KB"} if name == SHARDED else {}))
             (root / name / "tokenizer.json").write_text('{"a": 1}')
             hf_to_mcore(root / name, root / f"{name}-mcore")
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
 def test_way_back_is_the_source_byte_for_byte(root, name):
     assert contents(root / f"{name}-back") == contents(root / name)
     assert len(list((root / name).glob("*.safetensors"))) == (7 if name == SHARDED else 1)
@@ -101,12 +101,12 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Logits by family and prompt length: ours as imported, upstream's after its strict load; fused norms."""
     replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
     found = {}
-    for name in FAMILIES:
+    for name in (*FAMILIES, *MIXTURES):
         config = family_run(root / name, make_vocab_size_divisible_by=128)
         groups, (ours,) = build_stages(config)
         import_hf([ours.eval()], root / name, config.model, groups)
         found[name] = {length: ours(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
-        if name != "bloom":  # whose norm of the embedding upstream has not
+        if name in FAMILIES and name != "bloom":  # whose norm of the embedding upstream has not
             found[f"{name} by upstream"] = _load_upstream(root / f"{name}-mcore", config, groups)
         if name in THEIR_NORMS:
             found[f"{name}'s norms"] = _import_with_fused_norms(ours, root / name, config.model, groups)
@@ -158,7 +158,7 @@ def found(root) -> dict[str, Any]:
     return run_distributed(_load, 1, root)[0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
 @torch.no_grad()
 def test_logits_of_ours_and_of_upstreams_plain_model_are_those_of_transformers(root, found, name):
     model, by_upstream = family_model(name), found.get(f"{name} by upstream")

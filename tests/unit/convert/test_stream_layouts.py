@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from hf_families import FAMILIES, family_model, family_run
+from hf_families import FAMILIES, MIXTURES, family_model, family_run
 from megatron.core import dist_checkpointing
 from refusals import Payload
 from safetensors.torch import load_file
@@ -47,8 +47,12 @@ FOREIGN = {
     "prefix, one-key-a-layer": ("module.language_model.", {"non_homogeneous_layers": True}),
 }
 """Name -> prefix of the keys and what upstream's sharded_state_dict is told."""
+EXPERTS = {
+    "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+}  # fmt: skip
+"""Ranks that share other layers have different experts."""
 FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
-SOURCES = (*FAMILIES, "source", "six layers")
+SOURCES = (*FAMILIES, *MIXTURES, "source", "six layers")
 """Folders: one of each family, and larger ones that go through all layouts."""
 
 
@@ -91,12 +95,13 @@ def _write_legacy(stages, folder: Path, groups) -> None:
 def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     """In each layout load what was converted as position 22 does, export and save it; also as others do."""
     for layout in JOBS[world_size]:
-        for source in (*FAMILIES, "source") if layout == (2, 2, 0) else (source_of(layout),):
+        for source in (*FAMILIES, *MIXTURES, "source") if layout == (2, 2, 0) else (source_of(layout),):
             new_job()
             (tp, pp, stage), cp = layout, CP.get(layout, 1)
             config = family_run(
                 root / source, tp, pp, world_size // (tp * pp * cp), cp=cp, cp_comm_type="p2p",
                 make_vocab_size_divisible_by=48, precision="bf16", **cut_of(stage),
+                **(EXPERTS if source in MIXTURES else {}),
             )  # fmt: skip
             groups, stages = build_stages(config)
             mcore, out = root / f"{source}-mcore", root / f"{source}-{name_of(layout)}"
@@ -120,7 +125,7 @@ def root(tmp_path_factory, tiny_tokenizer) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     family_model("qwen-3", root / "source", dtype=torch.bfloat16, **FAMILY)
     family_model("qwen-3", root / "six layers", dtype=torch.bfloat16, **FAMILY | {"num_hidden_layers": 6})
-    for name in FAMILIES:
+    for name in (*FAMILIES, *MIXTURES):
         family_model(name, root / name, dtype=torch.bfloat16)
     for name in SOURCES:
         hf_to_mcore(root / name, root / f"{name}-mcore")
@@ -149,7 +154,7 @@ def test_every_layout_exports_and_saves_what_was_converted(root, layout, tmp_pat
     ).read_bytes()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
 def test_every_family_passes_through_a_sharded_model(root, name, tmp_path):
     out = root / f"{name}-{name_of((2, 2, 0))}"
     check_equal(out, root, name)

@@ -6,6 +6,7 @@ import hf_families
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,7 +33,8 @@ def test_traits_are_those_of_the_layers_of_transformers(model_type):
     of_layer = dict(layer.named_modules())
     assert type(layer.input_layernorm).__name__.endswith(traits.normalization)
     assert getattr(theirs.config, "hidden_act", None) in (traits.activation, None)
-    assert ("mlp.up_proj" in of_layer) == traits.gated_linear_unit
+    has_gate = "mlp.up_proj" in of_layer or "mlp.experts" in of_layer
+    assert has_gate == traits.gated_linear_unit
     assert ("self_attn.q_norm" in of_layer) == traits.qk_layernorm
     linear = {name.split(".")[-1]: each for name, each in of_layer.items() if hasattr(each, "in_features")}
     with_bias = {name for name, each in linear.items() if each.bias is not None}
@@ -42,20 +44,22 @@ def test_traits_are_those_of_the_layers_of_transformers(model_type):
     assert hasattr(body, "word_embeddings_layernorm") == traits.embedding_norm
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_weights_have_the_names_and_shapes_of_transformers(tmp_path, name):
-    theirs = hf_families.family_model(name, tmp_path)
+    hf_families.family_model(name, tmp_path)
     model = hf_families.family_run(tmp_path).model
     ours = {
-        tensor.replace("*", str(layer)): shape
+        tensor.replace("*", str(layer)).replace("#", str(expert)): shape
         for row in weight_rows(model)
-        for layer in range(model.num_layers if row.is_per_layer else 1)
+        for layer in row.layers
+        for expert in range(row.num_experts)
         for tensor, shape in row.hf.items()
     }
-    assert ours == {key: tuple(tensor.shape) for key, tensor in theirs.named_parameters()}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert ours == {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_family_is_that_of_transformers_and_where_none_is_stored_the_first_that_computes_it(tmp_path, name):
     theirs = hf_families.family_model(name, tmp_path).config
     model = hf_families.family_run(tmp_path).model
@@ -71,6 +75,7 @@ PUBLIC_BILLIONS = {
     "bloom-176b": 176.247,
     "1B": 1.24, "3B": 3.21, "8B": 8.03, "70B": 70.6, "405B": 405.9, "llama2-7B": 6.74, "llama2-13B": 13.0,
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
+    "8x7B": 46.7, "A2.7B": 14.3, "57B-A14B": 57.4, "30B-A3B": 30.5, "235B-A22B": 235.1,
 }  # fmt: skip
 
 

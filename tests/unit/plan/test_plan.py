@@ -67,7 +67,7 @@ def test_parameters_are_those_of_transformers_and_of_the_model_that_trains(one_p
     assert sum(_parameters_per_rank(config)) == _built_parameters(config)
 
 
-@pytest.mark.parametrize("name", hf_families.FAMILIES)
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
 def test_parameters_of_every_family_are_those_of_transformers_and_of_the_model_that_trains(
     one_process, tmp_path, name
 ):
@@ -75,6 +75,18 @@ def test_parameters_of_every_family_are_those_of_transformers_and_of_the_model_t
     config = hf_families.family_run(tmp_path)
     assert total_parameters(config.model) == sum(p.numel() for p in model.parameters())
     assert sum(_parameters_per_rank(config)) == _built_parameters(config)
+
+
+# parameters that a token uses, as the models' cards and papers give them, in billions
+PUBLIC_ACTIVE = {"8x7B": 12.9, "A2.7B": 2.7, "57B-A14B": 14.2, "30B-A3B": 3.35, "235B-A22B": 22.2}
+
+
+@pytest.mark.parametrize(("size", "billions"), PUBLIC_ACTIVE.items())
+def test_active_parameters_are_those_that_are_published(size, billions):
+    model = _run(size).model
+    active = total_parameters(model, active=True)
+    of_embedding = model.vocab_size * model.hidden_size
+    assert any(found / 1e9 == pytest.approx(billions, rel=0.01) for found in (active, active - of_embedding))
 
 
 def test_biases_are_cut_and_head_norms_are_not():

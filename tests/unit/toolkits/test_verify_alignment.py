@@ -25,6 +25,8 @@ from toolkits.verify_alignment import main
 
 SOURCES = {"rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention"}
 TIED = "untie_embeddings_and_output_weights"
+ALIKE = "mixtral"
+"""A folder whose experts have nearly the same score."""
 
 
 def _swap_gate_and_up(model: Any) -> None:
@@ -44,6 +46,11 @@ def _nothing(model: Any) -> None:
     pass
 
 
+def _swap_experts_in_a_router(model: Any) -> None:
+    weight = model.decoder.layers[1].mlp.router.weight.data
+    weight.copy_(weight.roll(1, 0))
+
+
 Case = tuple[str, dict[str, Any], Callable[[Any], None], dict[str, Any], dict[str, str]]
 WHOLE = ("bf16", "theta")
 CASES: dict[str, Case] = {
@@ -54,6 +61,10 @@ CASES: dict[str, Case] = {
     "tied": ("llama-3.2", {"precision": "fp32"}, _nothing, {}, {}),
     "converted": ("mistral-0.1", {}, _convert, {}, {"attention": "eager"}),
     "head norms": ("qwen-3", {"precision": "bf16"}, _nothing, {}, {}),
+    "experts": ("qwen-2-moe-mixed", {"precision": "fp32"}, _nothing, {}, {}),
+    "experts, tied head": ("qwen-3-moe", {"precision": "fp32"}, _nothing, {}, {"attention": "eager"}),
+    "experts alike": (ALIKE, {"precision": "bf16"}, _nothing, {}, {}),
+    "router": ("qwen-2-moe-mixed", {"precision": "fp32"}, _swap_experts_in_a_router, {}, {}),
     "bloom in fp32": ("bloom", {"precision": "fp32"}, _nothing, {}, {}),
     "bloom in bf16": ("bloom", {}, _convert, {}, {"params-dtype": "bf16"}),
     "bloom's bias": ("bloom", {"precision": "fp32"}, _change_bias, {}, {}),
@@ -128,7 +139,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of random weights for each family; the cases' own folders come beside them."""
     root = tmp_path_factory.mktemp("verify")
     for family in sorted({case[0] for case in CASES.values()}):
-        family_model(family, root / family)
+        if family != ALIKE:
+            family_model(family, root / family)
+    model = family_model(ALIKE, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        rows = layer.mlp.gate.weight.data
+        rows[1:] = rows[:1]
+        rows[1:, 0] *= torch.tensor([1.01, 1.02, 1.03])
+    model.save_pretrained(root / ALIKE)
     return root
 
 
@@ -148,6 +166,26 @@ def test_a_right_checkpoint_is_normal(reports: dict, name: str) -> None:
     assert set(report["logits"]) == {"max", "mean", "cosine", "kl", "top1"}
     assert set(report["sources"]) == SOURCES
     assert max(report["prompt_lengths"]) > 64
+
+
+@pytest.mark.parametrize("name", ["experts", "experts, tied head", "experts alike"])
+def test_experts_are_compared_with_the_choices_of_transformers(reports: dict, name: str) -> None:
+    code, report = reports[name]
+    assert code == 0 and report["normal"] and report["weights_equal"]
+    assert report["routes"]["tokens"] == 2 * sum(report["prompt_lengths"])
+    if name == "experts alike":
+        assert report["routes"]["differing"] > 10 and report["routes"]["largest_gap"] < 0.02
+        assert report["logits"]["cosine"] > 0.999 and "would go to other experts" in report["verdict"]
+    else:
+        assert report["routes"]["differing"] == 0 and report["logits"]["max"] < 1e-5
+
+
+def test_a_wrong_router_is_no_tie(reports: dict) -> None:
+    code, report = reports["router"]
+    assert code == 4 and not report["normal"]
+    assert "layers.1.mlp.gate.weight" in report["verdict"]
+    assert "the weight of a router is wrong" in report["verdict"]
+    assert report["routes"]["largest_gap"] > 0.1
 
 
 def test_layers_without_an_aligned_form_are_within_their_bound(reports: dict) -> None:

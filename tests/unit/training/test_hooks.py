@@ -38,11 +38,12 @@ def test_file_that_cannot_be_written_does_not_end_the_run(
 def test_each_kind_of_loss_has_its_line_in_a_png(tmp_path: Path) -> None:
     losses = [{"iteration": step, "loss": 2.0, "valid_loss": 2.0} for step in (1, 2)]
     of_sets = [{**record, "valid_loss/chat": 1.5} for record in losses]
+    of_experts = [{**record, "expert_load_max/2": 1.5} for record in losses]
     plots = []
-    for number, records in enumerate(([], losses, of_sets)):
+    for number, records in enumerate(([], losses, of_sets, of_experts)):
         plot_losses(records, tmp_path / f"{number}.png")
         plots.append((tmp_path / f"{number}.png").read_bytes())
-    assert len(set(plots)) == 3 and all(plot.startswith(b"\x89PNG") for plot in plots)
+    assert len(set(plots)) == 4 and all(plot.startswith(b"\x89PNG") for plot in plots)
 
 
 def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from patch.training.step import run_schedule, train_step
 from toolkits.benchmarks._measure import peak_bytes
 
 EIGHT = {"num_layers": 8}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 96}
+"""Each expert has all tokens, so that ranks keep equally many."""
 CASES: dict[str, dict[str, Any]] = {
     "fewer micro-batches than stages": {"pp": 4, "global_batch_size": 4},
     "1F1B": {"pp": 4, "global_batch_size": 12, "num_layers": 6},
@@ -36,6 +38,17 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": {"pp": 2, "tp": 2, "sequence_parallel": True, "model_type": "bloom", "use_rope_scaling": False},
     "context parallel, ring": {"pp": 2, "cp": 2, "cp_comm_type": "p2p"},
     "context parallel, all-to-all": {"pp": 2, "cp": 2, "cp_comm_type": "a2a"},
+    "experts in stages": {
+        "pp": 2, "dp": 2, "global_batch_size": 12, **EXPERTS,
+    },
+    "experts over two of four replicas": {
+        "dp": 4, "global_batch_size": 8, "expert_model_parallel_size": 2,
+        "moe_shared_expert_intermediate_size": 64, "data_parallel_sharding": "optimizer", **EXPERTS,
+    },
+    "experts over TP and replicas": {
+        "tp": 2, "dp": 2, "sequence_parallel": True, "global_batch_size": 8, "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1, "data_parallel_sharding": "gradients", **EXPERTS,
+    },
 }  # fmt: skip
 # Many tokens for few weights: products in bf16 are slow where a CPU has no instructions for them.
 LONG = {"num_layers": 3, "max_padding_length": 512, "seq_length": 512, "global_batch_size": 2}
@@ -44,6 +57,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16, selective": {"precision": "bf16", "recompute_granularity": "selective"},
     "bloom": {"model_type": "bloom", "use_rope_scaling": False},
     "full": {"recompute_granularity": "full"},
+    "experts": EXPERTS,
+    "experts, bf16, selective": {"precision": "bf16", "recompute_granularity": "selective", **EXPERTS},
     "bf16, blocks of 3": {"precision": "bf16", "recompute_granularity": "full", "recompute_num_layers": 3},
     "2 of 3 layers": {
         "recompute_granularity": "full",
@@ -232,7 +247,8 @@ def test_the_plan_says_what_each_stage_holds(ranks: list, case: str) -> None:
     """Parameters exactly, bytes but for the padding of buckets."""
     config = config_of(case)
     for found in (observed[case] for observed, _ in ranks):
-        assert found.num_parameters == parameters_per_rank(config.model, config.parallel)[found.pp_rank]
+        planned = parameters_per_rank(config.model, config.parallel, config.experts)
+        assert found.num_parameters == planned[found.pp_rank]
         assert found.state == pytest.approx(bytes_per_rank(config, found.pp_rank), rel=0.05)
 
 
@@ -241,7 +257,9 @@ def test_the_plan_says_what_waits_for_backward(ranks: list, case: str) -> None:
     config = config_of(case)
     for found, _ in ranks:
         planned = activation_peak(config, found[case].pp_rank, cuda=False)
-        assert planned.layers + planned.ends == pytest.approx(found[case].peak, rel=0.01)
+        # The indices of a router are not planned: with these narrow layers 1.8 %.
+        bound = 0.02 if "num_experts" in CASES[case] else 0.01
+        assert planned.layers + planned.ends == pytest.approx(found[case].peak, rel=bound)
 
 
 @pytest.mark.parametrize("case", ALONE)

@@ -1,0 +1,73 @@
+"""The rules of experts: how they are distributed, and what a model that has them cannot do yet."""
+
+from __future__ import annotations
+
+from patch.checks.model import divisors
+from patch.config.positions import refuse, where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def experts_are_distributed(config: RunConfig, machine: MachineFacts) -> None:
+    """Processes share the experts of a layer, and the channels of an expert, evenly."""
+    model, ep_size, etp_size = config.model, config.experts.expert_model_parallel_size, config.etp_size
+    if not model.num_experts:
+        return
+    if model.moe_router_topk > model.num_experts:
+        why = f"a layer has {model.num_experts} experts"
+        refuse("moe_router_topk", model.moe_router_topk, f"at most {model.num_experts}", why)
+    if model.num_experts % ep_size:
+        why = f"a layer has {model.num_experts} experts"
+        refuse(_EP, ep_size, f"one of {divisors(model.num_experts)}", why)
+    tp_size, pp_size = (
+        getattr(config.parallel, f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline")
+    )
+    if ep_size == 1 and etp_size != tp_size:
+        # megatron-core takes them for other weights there (tensor_parallel/layers.py:886, 1209).
+        why = f"without {where(_EP)} experts would have wrong gradients: ranks of a TP group hold other parts"
+        refuse(_ETP, etp_size, f"0, or TP={tp_size}", why)
+    if model.expert_width % etp_size:
+        why = f"an expert has {model.expert_width} channels"
+        refuse(_ETP, etp_size, f"one of {divisors(model.expert_width)}", why)
+    if config.world_size % (ep_size * etp_size * pp_size):
+        sizes = f"EP x ETP x PP = {ep_size} x {etp_size} x {pp_size}"
+        why = f"the {config.world_size} processes are a multiple of {sizes}"
+        refuse(_EP, ep_size, "another size, or other processes", why)
+    if tp_size > 1 and not config.parallel.sequence_parallel:
+        why = "with experts each rank of a TP group chooses for its own tokens (megatron-core)"
+        refuse("sequence_parallel", "false", f"true at TP={tp_size}", why)
+    if ep_size > 1 and etp_size > 1 and not machine.cuda_devices:
+        if config.experts.moe_token_dispatcher_type == "alltoall":
+            why = f"at EP={ep_size} and ETP={etp_size} its parts differ in size, which gloo cannot gather"
+            refuse("moe_token_dispatcher_type", "alltoall", "allgather on CPUs", why)
+
+
+def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """What is not built for experts is not asked for."""
+    if not config.model.num_experts:
+        return
+    model = config.model
+    if model.moe_router_num_groups is not None:
+        why = "experts are chosen among all of a layer, groups are not built yet"
+        refuse("moe_router_num_groups", model.moe_router_num_groups, "0", why)
+    if (
+        model.moe_router_topk == 1
+        and model.moe_router_score_function == "softmax"
+        and not model.moe_router_pre_softmax
+    ):
+        why = "a softmax over the one expert of a token is 1, whatever the router says"
+        refuse("moe_router_pre_softmax", "false", f"true with {where('moe_router_topk')} 1", why)
+    if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
+        expected = f"false, or a width at {where('moe_shared_expert_intermediate_size')}"
+        refuse("moe_shared_expert_gate", "true", expected, "no expert has all tokens")
+    if config.has_8_bits:
+        refuse("precision", "fp8", "bf16, fp16 or fp32", "experts have no 8-bit products yet")
+    if model.precision_align is not None:
+        why = "experts are not computed in transformers' order of operations yet"
+        refuse("precision_align", model.precision_align, "none", why)
+    instances = config.parallel.num_distributed_optimizer_instances
+    if instances > 1 and config.experts.expert_model_parallel_size > 1:
+        why = "an instance holds all experts, which are distributed over more ranks"
+        refuse("num_distributed_optimizer_instances", instances, f"1 with {where(_EP)}", why)

@@ -1,0 +1,48 @@
+"""The fields of a run about experts (mixture of experts): a section of their own, `experts` in YAML.
+
+How many experts a layer has, and how tokens choose among them, is the model's (`patch/families/shape.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from patch.flag_field import flag
+
+TokenDispatcher = Literal["allgather", "alltoall"]
+"""How tokens reach the experts of other processes: megatron-core's names."""
+
+LoadBalancing = Literal["none", "aux_loss", "seq_aux_loss"]
+"""Over what the loss of the experts' load takes its means: megatron-core's names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """How the experts of a layer are distributed, and what keeps their load even."""
+
+    expert_model_parallel_size: int = flag("processes that share the experts of a layer (EP)", 1, at_least=1)
+    expert_tensor_parallel_size: int | None = flag(
+        "processes that share each expert (ETP); 0: as many as other layers (TP)", None, none=0, at_least=0
+    )
+    moe_token_dispatcher_type: TokenDispatcher = flag(
+        "how tokens reach experts of other processes: each where it is needed (alltoall), or all to all of "
+        "them (allgather)",
+        "alltoall",
+    )
+    moe_router_load_balancing_type: LoadBalancing = flag(
+        "the loss of uneven loads, over the tokens of a micro-batch (aux_loss) or of each of its rows "
+        "(seq_aux_loss)",
+        "aux_loss",
+    )
+    moe_aux_loss_coeff: float = flag("factor of that loss, summed over layers", 0.0, at_least=0)
+    moe_z_loss_coeff: float = flag(
+        "factor of the loss of large router logits, summed over layers", 0.0, at_least=0
+    )
+    moe_expert_capacity_factor: float | None = flag(
+        "an expert takes at most so many times its even share of a process's tokens, the likeliest first; "
+        "0: all, no token is dropped",
+        None,
+        none=0,
+        at_least=0,
+    )

@@ -1,0 +1,73 @@
+"""Which layers of a model have experts: Megatron-LM's `--moe-layer-freq`, read and written."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+
+from patch.errors import ConfigError, shown
+from patch.families.shape import MOST_LAYERS, ModelConfig
+from patch.numbers import to_int
+
+EVERY_LAYER = "1"
+
+
+def expert_layers(model: ModelConfig) -> Sequence[int]:
+    """Numbers of the layers that have experts in place of an MLP.
+
+    Raises:
+        ConfigError: `moe_layer_freq` cannot be read, or has another number of layers.
+    """
+    if not model.num_experts:
+        return ()
+    if model.moe_layer_freq == EVERY_LAYER:
+        return range(model.num_layers)
+    return _layers(model.moe_layer_freq, model.num_layers)
+
+
+@lru_cache(maxsize=16)
+def _layers(text: str, num_layers: int) -> tuple[int, ...]:
+    step, pattern = to_int(text), None
+    if step is not None and step >= 1:
+        return tuple(range(0, num_layers, step))
+    try:
+        pattern = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    if not isinstance(pattern, list) or len(pattern) != num_layers or not any(pattern):
+        raise ConfigError(
+            f"got {shown(text)}, expected a whole number of 1 or more, or 0 or 1 for each of {num_layers} "
+            f"layers, at least one 1, such as [0]*1+[1]*{num_layers - 1}",
+            field="moe_layer_freq",
+        )
+    return tuple(number for number, has_experts in enumerate(pattern) if has_experts)
+
+
+def _value(node: ast.expr) -> list[int] | int:
+    """The value of a list of 0 and 1, of its multiples and sums; none is longer than models are deep."""
+    match node:
+        case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
+            return int(number)
+        case ast.List(elts=elements):
+            flags = [_value(element) for element in elements]
+            if all(flag in (0, 1) for flag in flags):
+                return [flag for flag in flags if isinstance(flag, int)]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operation, right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(operation, ast.Add) and isinstance(first, list) and isinstance(second, list):
+                return first + second
+            is_multiple = isinstance(first, list) is not isinstance(second, list)
+            size, times = (len(each) if isinstance(each, list) else each for each in (first, second))
+            if isinstance(operation, ast.Mult) and is_multiple and size * times <= MOST_LAYERS:
+                return first * second  # type: ignore[operator]
+    raise ValueError(f"no list of layers: {ast.dump(node)}")
+
+
+def layers_text(layers: Sequence[int], num_layers: int) -> str:
+    """`moe_layer_freq` of a model in which these layers have experts."""
+    if len(layers) == num_layers:
+        return EVERY_LAYER
+    flags = groupby(range(num_layers), key=lambda number: int(number in layers))
+    return "+".join(f"[{flag}]*{len(list(numbers))}" for flag, numbers in flags)

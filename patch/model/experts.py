@@ -1,0 +1,244 @@
+"""Experts: upstream's MoELayer with our products and activation, and a router that counts.
+
+    router          scores and choices are upstream's, in float32; its losses have this project's divisor
+    dispatcher      upstream's: which tokens go to which rank, and back
+    experts         upstream's SequentialMLP; all experts of a rank are one operation
+    shared expert   upstream's, whose activation is that of our MLP
+
+A rank's tokens are [S, B, H]. An expert's weights, names and places in a checkpoint are upstream's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from patch.model.mlp import Activation, through_layers
+from patch.model.weight_gradient import weight_gradient
+
+FURTHER_COUNTS = ("dropped", "aux_loss", "z_loss")
+"""What a router notes beside the load of each expert."""
+
+
+class Router(TopKRouter):
+    """Upstream's router; the losses of a step are means over its tokens, added to the mean loss of tokens.
+
+    Upstream makes these losses larger by the number of tokens, for a division after backward
+    (router.py:456-466, 488-498). Here a loss is divided before backward. Micro-batches, and ranks' parts of
+    them, are of equal size. So the mean of the loss of a token, or of a row, does not depend on how a batch
+    is divided; that of `aux_loss`, a product of two means over a micro-batch, does.
+
+    Args:
+        config: upstream's. pg_collection: the process groups.
+        share: of a micro-batch in its step: 1 / (micro-batches of the step over all replicas).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, share: float
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self._share = share
+        counts = torch.zeros(config.num_moe_experts + len(FURTHER_COUNTS), dtype=torch.float64)
+        self.register_buffer("counts", counts, persistent=False)
+        """In a step: tokens that this rank sent to each expert, and then FURTHER_COUNTS: choices without
+        a place at an expert, and this rank's parts of the losses, without their factors."""
+
+    def routing(self, logits: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and choices, both [tokens, experts], of logits [S, B, experts]."""
+        weights, choices = super().routing(logits, padding_mask)
+        if self.training and torch.is_grad_enabled():  # recomputed layers compute twice, once with gradients
+            loads = choices.sum(0)
+            self.counts[: len(loads)] += loads
+            self._note("dropped", len(choices) * self.topk - loads.sum())
+        return weights, choices
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        *unused: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """The activation, whose backward also begins that of the loss, which has its factor already."""
+        self._note("aux_loss", aux_loss / aux_loss_coeff)
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * self._share)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: None = None) -> torch.Tensor:
+        """The logits [tokens, experts], whose backward also begins that of their loss."""
+        factor = self.config.moe_z_loss_coeff
+        if factor is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        loss = logits.logsumexp(-1).square().mean() / self.tp_cp_group.size()
+        self._note("z_loss", loss)
+        return MoEAuxLossAutoScaler.apply(logits, loss * (factor * self._share))
+
+    def _note(self, name: str, value: torch.Tensor) -> None:
+        scale = 1 if name == "dropped" else self._share
+        self.counts[FURTHER_COUNTS.index(name) - len(FURTHER_COUNTS)] += value.detach() * scale
+
+
+def routers_of(stages: Sequence[torch.nn.Module]) -> Iterator[Router]:
+    """The routers of a rank's stages, layer by layer."""
+    return (module for stage in stages for module in stage.modules() if isinstance(module, Router))
+
+
+class LocalExperts(SequentialMLP):
+    """The experts of a layer that a rank holds; backward keeps tokens, and what the first layers give.
+
+    Args:
+        arguments, named: those of SequentialMLP.
+        activate: see RecomputableMLP.
+    """
+
+    def __init__(self, *arguments: Any, activate: Activation, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._activate = activate
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """The experts' results, each multiplied by its weight.
+
+        Args:
+            tokens: [T, H], sorted by expert.
+            tokens_per_expert: [experts], on the CPU.
+            weights: [T], by the router.
+        Returns:
+            [T, H], and no bias.
+        """
+        first = [expert.linear_fc1.weight for expert in self.local_experts]
+        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        sizes = tokens_per_expert.tolist()
+        return _Experts.apply(tokens, weights, sizes, self._activate, *first, *second), None
+
+
+class _Experts(torch.autograd.Function):
+    """(activate(tokens @ first.T) * weight) @ second.T for each expert, with the bits of single products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        sizes: list[int],
+        activate: Activation,
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden, output = tokens.new_empty(len(tokens), len(matrices[0])), torch.empty_like(tokens)
+        for rows, experts, of_experts in _parts(sizes, tokens.is_cuda):
+            first, second = matrices[: len(sizes)][experts], matrices[len(sizes) :][experts]
+            _multiply(tokens[rows], [each.t() for each in first], of_experts, hidden[rows])
+            active = activate(hidden[rows]).mul_(weights[rows].unsqueeze(-1))
+            _multiply(active, [each.t() for each in second], of_experts, output[rows])
+        ctx.sizes, ctx.activate, ctx.matrices = sizes, activate, matrices
+        ctx.save_for_backward(tokens, weights, hidden, *matrices)
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        tokens, weights, hidden, *matrices = ctx.saved_tensors
+        number, of_matrices = len(ctx.sizes), list[Any]([None] * len(matrices))
+        of_tokens, of_weights = torch.empty_like(tokens), torch.empty_like(weights)
+        for rows, experts, sizes in _parts(ctx.sizes, tokens.is_cuda):
+            weight, second = weights[rows].unsqueeze(-1), matrices[number:][experts]
+            with torch.enable_grad():
+                gate_up = hidden[rows].detach().requires_grad_()
+                active = ctx.activate(gate_up)
+            of_active = torch.empty_like(active)
+            _multiply(gradient[rows], second, sizes, of_active)
+            torch.sum(of_active * active.detach().to(weight.dtype), -1, out=of_weights[rows])
+            (of_hidden,) = torch.autograd.grad(active, gate_up, of_active.mul_(weight))
+            _multiply(of_hidden, matrices[:number][experts], sizes, of_tokens[rows])
+            places = range(number)[experts]
+            pairs = (
+                (places, of_hidden, tokens[rows]),
+                ([number + place for place in places], gradient[rows], active.detach().mul_(weight)),
+            )
+            for indices, of_output, input in pairs:
+                each = zip(indices, of_output.split(sizes), input.split(sizes), strict=True)
+                for index, own, its_input in each:
+                    if ctx.needs_input_grad[4 + index]:
+                        of_matrices[index] = weight_gradient(ctx.matrices[index], own, its_input)
+        return of_tokens, of_weights, None, None, *of_matrices
+
+
+def _parts(sizes: list[int], is_cuda: bool) -> Iterator[tuple[slice, slice, list[int]]]:
+    """Rows, experts, and their numbers of rows: on a CPU one expert after the other, whose rows are in its
+    cache; on a GPU all, because each operation has a price."""
+    if is_cuda:
+        yield slice(None), slice(None), sizes
+        return
+    end = 0
+    for index, size in enumerate(sizes):
+        begin, end = end, end + size
+        yield slice(begin, end), slice(index, index + 1), [size]
+
+
+def _multiply(
+    rows: torch.Tensor, matrices: Sequence[torch.Tensor], sizes: list[int], output: torch.Tensor
+) -> None:
+    """Write each expert's rows times its matrix into the output."""
+    for own, matrix, result in zip(rows.split(sizes), matrices, output.split(sizes), strict=True):
+        torch.mm(own, matrix, out=result)
+
+
+class SharedExpert(SharedExpertMLP):
+    """Upstream's expert of all tokens; a gate weighs its result for each token, if the model has one.
+
+    Args:
+        arguments, named: those of SharedExpertMLP.
+        activate, is_recomputed: see RecomputableMLP.
+    """
+
+    def __init__(self, *arguments: Any, activate: Activation, is_recomputed: bool, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._activate, self._is_recomputed = activate, is_recomputed
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[S, B, H] in and out."""
+        output, _ = through_layers(self, hidden_states, self._activate, is_recomputed=self._is_recomputed)
+        if self.gate_weight is not None:
+            output = output * linear(hidden_states, self.gate_weight).sigmoid()
+        return output
+
+
+def experts_spec(
+    experts: MLPSubmodules,
+    shared: MLPSubmodules,
+    share: float,
+    activate: Activation,
+    *,
+    is_recomputed: bool,
+) -> ModuleSpec:
+    """What upstream's layer builds its MoELayer from.
+
+    Args:
+        experts: the two linear layers of an expert.
+        shared: those of the shared expert, if the model has one.
+        share: see Router.
+        activate, is_recomputed: see RecomputableMLP.
+    """
+    params: dict[str, Any] = {"activate": activate}
+    of_shared = {**params, "is_recomputed": is_recomputed}
+    parts = MoESubmodules(
+        experts=ModuleSpec(module=LocalExperts, submodules=experts, params=params),
+        shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=of_shared),
+        router=partial(Router, share=share),
+    )
+    return ModuleSpec(module=MoELayer, submodules=parts)

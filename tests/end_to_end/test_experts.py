@@ -1,0 +1,96 @@
+"""A small Qwen 2 MoE through the shell: experts distributed, stopped, gone on with, exported, moved."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from end_to_end.conftest import Office
+from end_to_end.shell import (
+    assert_same_weights,
+    call,
+    call_workers,
+    command,
+    cut_back,
+    loss_in_transformers,
+    losses,
+    training_records,
+)
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+from toolkits.convert import main as convert
+
+pytestmark = pytest.mark.long
+
+STEPS = 6
+LOSS_TOLERANCE = 1e-4
+"""Sums of float32 in another order, of two layouts or of two frameworks."""
+
+
+@pytest.fixture(scope="module")
+def mixture(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Office:
+    """The tokenizer of the small model with random experts; its first layer has none."""
+    folder = shutil.copytree(office.model, tmp_path_factory.mktemp("mixture") / "model")
+    torch.manual_seed(7)
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = Qwen2MoeConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=48, shared_expert_intermediate_size=80, mlp_only_layers=[0],
+        max_position_embeddings=128,
+    )  # fmt: skip
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return office._replace(model=folder)
+
+
+def arguments(mixture: Office, output: Path, **changes: object) -> list[str]:
+    steps = {"SAVE_INTERVAL": 2, "TRAIN_TOKENS_OR_ITERS": STEPS, "WARMUP_TOKENS_OR_ITERS": 1, "DO": "true"}
+    flags = ["--moe-aux-loss-coeff=0.01", "--moe-z-loss-coeff=1e-3", "--overlapped-distributed-optimizer"]
+    return [*command(**{**mixture.positions(output), **steps, **changes}), *flags, "--export-hf"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(mixture: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "unbroken"
+    result = call(arguments(mixture, output), MP_EP=2)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr, result.stderr
+    return output
+
+
+def test_loads_and_losses_of_layers_are_written_and_the_loss_falls(unbroken: Path) -> None:
+    assert losses(unbroken)[-1] < losses(unbroken)[0] - 0.5
+    for record in training_records(unbroken):
+        names = ("expert_load_max", "expert_load_min", "expert_dropped", "aux_loss", "z_loss")
+        assert {key for key in record if "/" in key} == {f"{name}/{n}" for name in names for n in (2, 3)}
+
+
+def test_validation_loss_is_that_of_the_export_in_transformers(mixture: Office, unbroken: Path) -> None:
+    assert json.loads((unbroken / "hf" / "config.json").read_text())["model_type"] == "qwen2_moe"
+    lines = map(json.loads, (unbroken / "log" / "metrics.jsonl").read_text().splitlines())
+    *_, valid_loss = (line["valid_loss"] for line in lines if "valid_loss" in line)
+    expected = loss_in_transformers(unbroken / "hf", mixture.held_out)
+    assert valid_loss == pytest.approx(expected, abs=LOSS_TOLERANCE)
+
+
+def test_run_goes_on_with_the_same_bits_and_at_another_layout_within_the_bound(
+    mixture: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    output = shutil.copytree(unbroken, tmp_path / "same", symlinks=True)
+    cut_back(output, 2)
+    assert call_workers(2, arguments(mixture, output), MP_EP=2).returncode == 0
+    assert losses(output) == losses(unbroken)
+    assert_same_weights(output / "hf", unbroken / "hf")
+    other = shutil.copytree(unbroken, tmp_path / "other", symlinks=True)
+    cut_back(other, 2)
+    layout = {"TP": 2, "SP": "true", "PP": 2}
+    etp = "--expert-tensor-parallel-size=1"
+    result = call_workers(4, [*arguments(mixture, other, **layout), etp], MP_EP=2)
+    assert result.returncode == 0, result.stderr
+    assert losses(other) == pytest.approx(losses(unbroken), abs=LOSS_TOLERANCE)
+    load = other / "checkpoint" / f"iter_{STEPS:07d}"
+    assert convert(["mcore2hf", f"--load={load}", f"--save={tmp_path / 'hf'}"]) == 0
+    assert_same_weights(tmp_path / "hf", other / "hf")

@@ -1,0 +1,99 @@
+"""Measures the experts of a rank against a dense MLP of as many FLOPs, and upstream's SequentialMLP.
+
+    python -m toolkits.benchmarks.experts [--experts N] [--tokens N] [--width N] [--quick] [--json FILE]
+
+Forward and backward of one layer, without router and dispatch; each expert has as many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from patch.device import DeviceContext
+from patch.distributed.groups import initialize
+from patch.model import build_llama_model, initialize_weights
+from toolkits.benchmarks._contenders import run_config
+from toolkits.benchmarks._measure import Rounds, take_turns, time_call
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
+from toolkits.benchmarks._runner import job
+
+_MOST_TIME = 1.15
+DENSE, UPSTREAM, OURS = "dense", "upstream's experts", "experts"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and report."""
+    options: dict[str, dict[str, Any]] = {
+        "--experts": {"type": int, "default": 8, "help": "of the rank"},
+        "--tokens": {"type": int, "default": 256, "help": "of each expert"},
+        "--width": {"type": int, "default": 512, "help": "of tokens; an expert's is twice as large"},
+    }
+    return run_benchmark(_run, argv, rounds=(15, 3), options=options)
+
+
+def _run(arguments: argparse.Namespace) -> Report:
+    context = DeviceContext.select(0)
+    with job(context):
+        contenders = _contenders(arguments, context)
+        rounds = take_turns(
+            {name: partial(time_call, run, context) for name, run in contenders.items()}, arguments.rounds
+        )
+    kind = "wall" if context.is_cuda else "cpu"
+    found = Rounds({name: [getattr(one, kind) for one in times] for name, times in rounds.items()})
+    aims = [
+        Aim(f"{kind} time of experts / of a dense MLP", found.ratio(OURS, DENSE), _MOST_TIME),
+    ]
+    head = f"{arguments.experts} experts, {arguments.tokens} tokens each, width {arguments.width}\n"
+    panel = Panel(f"{kind} seconds, forward and backward", found.values)
+    return Report(f"{head}\n{found.table(f'{kind} time', DENSE)}", aims, [panel], {"rounds": rounds})
+
+
+def _contenders(arguments: argparse.Namespace, context: DeviceContext) -> dict[str, Callable[[], None]]:
+    """Forward and backward of the same rows."""
+    width, rows = arguments.width, arguments.experts * arguments.tokens
+    shape = {
+        "num_layers": 1, "hidden_size": width, "ffn_hidden_size": 2 * width, "vocab_size": 64,
+        "num_attention_heads": width // 64, "num_query_groups": width // 64, "kv_channels": 64,
+    }  # fmt: skip
+    dense, mixed = (run_config(rows, **shape, **own) for own in ({}, {"num_experts": arguments.experts}))
+    groups, layers = initialize(mixed, context), []
+    for config in (dense, mixed):
+        stages = build_llama_model(config.model, groups, context.device, config.execution)
+        initialize_weights(stages, config.model, seed=1)
+        layers.append(stages[0].decoder.layers[0].mlp)
+    mlp, ours = layers[0], layers[1].experts
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    upstream = SequentialMLP(arguments.experts, layers[1].config, parts, groups).to(context.device)
+    upstream.load_state_dict(ours.state_dict())
+    torch.manual_seed(0)
+    hidden, gradient = (torch.randn(rows, 1, width, device=context.device) for _ in range(2))
+    hidden.requires_grad_()
+    weights = torch.rand(rows, device=context.device, requires_grad=True)
+    sizes = torch.full((arguments.experts,), arguments.tokens)
+
+    def both_ways(compute: Callable[[], torch.Tensor], module: torch.nn.Module) -> None:
+        compute().backward(gradient)
+        hidden.grad = weights.grad = None
+        module.zero_grad()
+
+    def mixed_by(experts: SequentialMLP) -> torch.Tensor:
+        return experts(hidden[:, 0], sizes, weights)[0].unsqueeze(1)
+
+    return {
+        DENSE: partial(both_ways, lambda: mlp(hidden)[0], mlp),
+        UPSTREAM: partial(both_ways, partial(mixed_by, upstream), upstream),
+        OURS: partial(both_ways, partial(mixed_by, ours), ours),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
