@@ -86,7 +86,7 @@ class ModelConfig:
     yarn_attention_factor: float | None = flag(
         "YaRN: factor of RoPE's cosines and sines; 0: 0.1 ln(factor) + 1", None, none=0, at_least=0
     )
-    norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5, above=0)
+    norm_epsilon: float = flag("epsilon inside the norms", 1e-5, above=0)
     add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
     qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
     window_size: Window = flag(

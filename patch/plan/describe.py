@@ -158,14 +158,13 @@ def _papers(config: RunConfig) -> _Papers:
     if sum(row.num_elements for row in weight_rows(model) if row.is_per_layer) != 12 * h**2 + 13 * h:
         return _Papers([], [], [])
     s //= parallel.context_parallel_size
-    kept = {
-        f"s b h (34 + 5 a s / h){' / t' if t > 1 else ''}": s * b * h * (34 + 5 * a * s / h) / t,
-        "2 s b h": 2 * s * b * h,
-    }
-    words = "s b h (10 + 24 / t + 5 a s / (h t))"
+    kept, cut = {"2 s b h": 2.0 * s * b * h}, ""
     if t > 1 and not parallel.sequence_parallel:
-        kept = {words: s * b * h * (10 + 24 / t + 5 * a * s / (h * t)), "2 s b h": 2 * s * b * h}
-    whole, partly = (f"{formula} = {size_text(int(size))}" for formula, size in kept.items())
+        kept["s b h (10 + 24 / t + 5 a s / (h t))"] = s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
+    else:
+        kept, cut = {"2 s b h": 2 * s * b * h / t}, " / t" * (t > 1)
+        kept["s b h (34 + 5 a s / h)"] = s * b * h * (34 + 5 * a * s / h) / t
+    partly, whole = (f"{formula}{cut} = {size_text(int(size))}" for formula, size in kept.items())
     s, samples = config.sample_length, config.training.global_batch_size
     layer = samples * (24 * s * h**2 + 4 * s**2 * h)
     step = 3 * (num_layers * layer + 2 * samples * s * h * config.padded_vocab_size)

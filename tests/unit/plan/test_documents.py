@@ -11,6 +11,7 @@ import pytest
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.families import weight_rows
+from patch.plan.describe import plan_rows
 from patch.plan.flops import flops_per_step, layer_flops, output_in_layers
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.pipeline import Schedule, simulate
@@ -169,6 +170,25 @@ def test_sizes_of_bloom() -> None:
     assert BLOOM.stage_layers == [5, *[6] * 10, 5]
     first, *between, last = _parameters_per_rank(BLOOM)
     assert {*between} == {between[0]} and max(first, last) / between[0] == pytest.approx(1.08, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "formula", "size"),
+    [
+        ((), "s b h (34 + 5 a s / h) = ", 34 + 80),
+        (("--tensor-model-parallel-size=8",), "s b h (10 + 24 / t + 5 a s / (h t)) = ", 10 + 3 + 10),
+        (("--tensor-model-parallel-size=8", "--sequence-parallel"), " / t = ", (34 + 80) / 8),
+    ],
+)
+def test_formulas_of_papers_for_gpt_3(flags: tuple[str, ...], formula: str, size: float) -> None:
+    """Of Korthikanti: 5 a s / h is 80 for 96 layers of 12,288 with 96 heads at 2048 tokens."""
+    own = ("--hidden-size=12288", "--ffn-hidden-size=49152", "--num-layers=96", "--num-attention-heads=96")
+    config = _llama("bloom-176b", 2048, *own, "--num-query-groups=96", *flags)
+    lines = [text for row in plan_rows(config, MachineFacts(8, 16)) for text in row.formulas]
+    (kept,) = (text for text in lines if "papers, with all scores" in text)
+    assert f"{formula}{size * 2048 * 12288 / 2**30:.2f} GiB" in kept
+    ours = flops_per_step(config).model + 3 * 64 * 96 * 2 * 2048 * 2047 * 12288  # the hidden half of scores
+    assert any(text.endswith(f" = {ours:.4g} a step") for text in lines)
 
 
 def test_bloom_on_384_gpus() -> None:
