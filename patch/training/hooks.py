@@ -48,7 +48,8 @@ class TrainerHook:
     def evaluate(self, iteration: int) -> Record:
         """Numbers by name, for the record of this step's evaluation (`on_evaluate`) on this rank.
 
-        Called in the context `evaluating`, where all ranks wait until it has ended; no step's time has it.
+        metrics.jsonl is of rank 0, and nothing is reduced here: a hook spreads its numbers, and agrees on
+        errors (`on_all_ranks`). With pipeline stages the last one alone has losses. Called in the context `evaluating`, where all ranks wait until it has ended; no step's time has it.
         """
         return {}
 

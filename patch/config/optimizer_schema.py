@@ -1,0 +1,76 @@
+"""The fields of a run about the optimizer and its schedule: a section of their own, `optimizer` in YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from patch.config.choices import GradientType, OffloadPolicy
+from patch.flag_field import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = flag("highest learning rate", above=0)
+    min_lr: float = flag("learning rate at the end of the cosine", 0.0, at_least=0)
+    decoupled_lr: float | None = flag(
+        "highest learning rate of embedding and output layer; none: as --lr", None, none="none", above=0
+    )
+    decoupled_min_lr: float | None = flag(
+        "their learning rate at the end of the cosine; none: as --min-lr", None, none="none", at_least=0
+    )
+    lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0, at_least=0)
+    weight_decay: float = flag("weight decay; never on norms and biases", 0.1, at_least=0)
+    decoupled_weight_decay: bool = flag("decay weights (AdamW), not their gradients (Adam)", True)
+    adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)
+    adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
+    adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
+    initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
+    loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
+    min_loss_scale: float = flag("fp16: the scale is never halved below this", 1.0, above=0)
+    hysteresis: int = flag(
+        "fp16: overflows until the scale is halved, counted since it last doubled", 1, at_least=1
+    )
+    loss_scale: float | None = flag(
+        "fp16: a constant scale of the loss; 0: one that follows overflows", None, none=0, above=0
+    )
+    reduce_bucket_size: int = flag(
+        "elements of a bucket, the unit in which gradients are reduced and weights gathered",
+        500_000_000,
+        at_least=1,
+    )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(
+        "buckets are padded to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
+    )
+    grad_reduce_in_bf16: bool = flag(
+        "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
+    )
+    main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
+    gradient_accumulation_fusion: bool | None = flag(
+        "linear layers' backward adds the weights' gradients to the main gradients itself, without rounding "
+        "each micro-batch's to the weights' type; auto, the default: on GPUs",
+        None,
+        none="auto",
+    )
+    clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
+    optimizer_offload_policy: OffloadPolicy | None = flag(
+        "optimizer states in host memory: false (none), static (a fraction) or auto (what does not fit)",
+        None,
+        none="false",
+    )
+    optimizer_offload_fraction: float = flag(
+        "static: share of a process's states in host memory", 1.0, at_least=0, at_most=1
+    )
+    optimizer_offload_auto_threshold: int = flag(
+        "auto: bytes of the GPU kept free in addition to the largest peak seen", 2 * 2**30, at_least=0
+    )
+    optimizer_offload_chunk_size: int | None = flag(
+        "elements of a chunk, the unit in which states are placed and moved; 0: searched",
+        None,
+        none=0,
+        at_least=0,
+    )
+    simulated_device_memory: int | None = flag(
+        "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
+    )
