@@ -156,6 +156,14 @@ def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+def await_file(file: Path, launcher: subprocess.Popen) -> None:
+    """Wait until it is there, as the first checkpoint's, which is written in the background."""
+    deadline = time.monotonic() + 120
+    while not file.is_file():
+        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
+        time.sleep(0.02)
+
+
 def worker_of(launcher: int, local_rank: str) -> int:
     """The process id of a launcher's worker."""
     variable = f"LOCAL_RANK={local_rank}".encode()

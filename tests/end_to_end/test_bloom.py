@@ -13,7 +13,7 @@ import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import (
     assert_same_weights,
-    await_steps,
+    await_file,
     call_workers,
     command,
     environment,
@@ -94,9 +94,7 @@ def test_run_that_is_killed_goes_on_to_the_same_bits_and_transformers_has_its_lo
     assert len(unbroken) == STEPS and unbroken[-1] < unbroken[0] - 0.2
 
     launcher = start(bloom_command(model, sets, broken), environment(**variables))
-    await_steps(broken, SAVED, launcher)
-    while not (broken / "checkpoint" / TRACKER).is_file():  # it is written in the background
-        assert launcher.poll() is None, launcher.communicate()[1]
+    await_file(broken / "checkpoint" / TRACKER, launcher)
     os.kill(worker_of(launcher.pid, "5"), signal.SIGKILL)
     _, messages = launcher.communicate(timeout=120)
     assert launcher.returncode != 0 and "local rank 5 ended: killed by SIGKILL" in messages, messages

@@ -1,7 +1,9 @@
-"""A small Qwen 2 MoE through the shell: experts distributed, stopped, gone on with, exported, moved."""
+"""A small Qwen 2 MoE through the shell: experts distributed, killed, gone on with, exported, moved."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,21 +11,25 @@ import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import (
     assert_same_weights,
+    await_file,
     call,
     call_workers,
     command,
-    cut_back,
+    environment,
     loss_in_transformers,
     losses,
+    start,
     training_records,
+    worker_of,
 )
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
+from patch.storage.names import TRACKER
 from toolkits.convert import main as convert
 
 pytestmark = pytest.mark.long
 
-STEPS = 6
+STEPS = 12
 LOSS_TOLERANCE = 1e-4
 """Sums of float32 in another order, of two layouts or of two frameworks."""
 
@@ -76,20 +82,24 @@ def test_validation_loss_is_that_of_the_export_in_transformers(mixture: Office, 
     assert valid_loss == pytest.approx(expected, abs=LOSS_TOLERANCE)
 
 
-def test_run_goes_on_with_the_same_bits_and_at_another_layout_within_the_bound(
+def test_run_that_is_killed_goes_on_with_the_same_bits_and_at_another_layout_within_the_bound(
     mixture: Office, unbroken: Path, tmp_path: Path
 ) -> None:
-    output = shutil.copytree(unbroken, tmp_path / "same", symlinks=True)
-    cut_back(output, 2)
-    assert call_workers(2, arguments(mixture, output), MP_EP=2).returncode == 0
-    assert losses(output) == losses(unbroken)
-    assert_same_weights(output / "hf", unbroken / "hf")
-    other = shutil.copytree(unbroken, tmp_path / "other", symlinks=True)
-    cut_back(other, 2)
+    broken, other = tmp_path / "broken", tmp_path / "other"
+    launcher = start(arguments(mixture, broken), environment(MP_EP=2))
+    await_file(broken / "checkpoint" / TRACKER, launcher)
+    os.kill(worker_of(launcher.pid, "1"), signal.SIGKILL)
+    _, messages = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0 and "local rank 1 ended: killed by SIGKILL" in messages, messages
+    shutil.copytree(broken, other, symlinks=True)
+    resumed = call_workers(2, arguments(mixture, broken), MP_EP=2)
+    assert resumed.returncode == 0 and "resumed after step" in resumed.stderr, resumed.stderr
+    assert losses(broken) == losses(unbroken)
+    assert_same_weights(broken / "hf", unbroken / "hf")
     layout = {"TP": 2, "SP": "true", "PP": 2}
     etp = "--expert-tensor-parallel-size=1"
     result = call_workers(4, [*arguments(mixture, other, **layout), etp], MP_EP=2)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and "resumed after step" in result.stderr, result.stderr
     assert losses(other) == pytest.approx(losses(unbroken), abs=LOSS_TOLERANCE)
     load = other / "checkpoint" / f"iter_{STEPS:07d}"
     assert convert(["mcore2hf", f"--load={load}", f"--save={tmp_path / 'hf'}"]) == 0

@@ -61,14 +61,23 @@ def further_rows(columns: Columns, rules: Sequence[Rule], missing: set[Pair]) ->
 
 
 def _is_possible(cells: Row, columns: Columns, rules: Sequence[Rule]) -> bool:
-    """Whether a legal row contains these cells."""
-    for rule in rules:
-        if all(column in cells for column in rule.columns) and not is_legal(cells, [rule]):
-            return False
-    for column in columns:
-        if column not in cells and any(column in rule.columns for rule in rules):
-            return any(_is_possible(cells | {column: value}, columns, rules) for value in columns[column])
-    return True
+    """Whether a legal row contains these cells: what has the fewest values left is tried first."""
+    unknown = [[column for column in rule.columns if column not in cells] for rule in rules]
+    if not is_legal(cells, [rule for rule, left in zip(rules, unknown, strict=True) if not left]):
+        return False
+    if not any(unknown):
+        return True
+    decided = {left[0] for left in unknown if len(left) == 1} or {min(filter(None, unknown), key=len)[0]}
+    following = [_further_cells(cells, column, columns[column], rules) for column in decided]
+    return any(_is_possible(row, columns, rules) for row in min(following, key=len))
+
+
+def _further_cells(cells: Row, column: str, values: Sequence[str], rules: Sequence[Rule]) -> list[Row]:
+    """The cells with one more, which no rule forbids of which all columns are known then."""
+    known = {*cells, column}
+    of_column = [rule for rule in rules if column in rule.columns and known >= {*rule.columns}]
+    rows = [cells | {column: value} for value in values]
+    return [row for row in rows if is_legal(row, of_column)]
 
 
 def _row_with(

@@ -1,6 +1,7 @@
-"""The guide of ready lines: each line fits its machine by plan, and the figures beside it are the plan's.
+"""The guides of ready lines and of experts: by plan each line fits its machine, with the
+figures beside it.
 
-`RENEW_GOLDEN=1` writes the plan's figures into both pages.
+`RENEW_GOLDEN=1` writes the plan's figures into the pages of both languages.
 """
 
 import os
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from string import Template
 
+import pytest
 from guides import KINDS
 from planned_runs import H100
 
@@ -18,7 +20,8 @@ from patch.plan.planned_run import plan_run
 from patch.plan.timing.step_time import step_time
 
 GUIDES = Path(__file__).parents[3] / "examples/llama3_1/guides"
-PAGE, CHINESE = GUIDES / "ready_lines.md", GUIDES / "ready_lines_zh.md"
+PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "experts.md": 3}
+"""With a number of figures of which each has more."""
 FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
 LABEL = re.compile(r"# (.*?)[:：]")
 SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
@@ -81,24 +84,31 @@ def with_plan(text: str) -> tuple[str, int]:
     return "\n".join(lines), sum(len(FIGURES.findall(line)) for line in lines)
 
 
-def test_figures_of_ready_lines_are_the_plans() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+def chinese_of(page: Path) -> Path:
+    return page.with_stem(f"{page.stem}_zh")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_of_ready_lines_are_the_plans(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     planned, number = with_plan(text)
     if os.environ.get("RENEW_GOLDEN"):
-        PAGE.write_text(planned, encoding="utf-8")
-        figures = iter(FIGURES.findall(planned))
-        chinese = FIGURES.sub(lambda _: next(figures), CHINESE.read_text(encoding="utf-8"))
-        CHINESE.write_text(chinese, encoding="utf-8")
+        page.write_text(planned, encoding="utf-8")
+        figures, chinese = iter(FIGURES.findall(planned)), chinese_of(page)
+        of_plan = FIGURES.sub(lambda _: next(figures), chinese.read_text(encoding="utf-8"))
+        chinese.write_text(of_plan, encoding="utf-8")
         return
-    assert number > 60
+    assert number > PAGES[page]
     for ours, plan in zip(text.split("\n"), planned.split("\n"), strict=True):
         assert ours == plan
 
 
 def test_both_languages_have_the_same_figures() -> None:
-    english, chinese = (FIGURES.findall(page.read_text(encoding="utf-8")) for page in (PAGE, CHINESE))
-    assert english == chinese
-    planned = re.findall(r"SFT: ([\d.]+ GiB)", PAGE.read_text(encoding="utf-8"))
+    for page in PAGES:
+        both = (page, chinese_of(page))
+        english, chinese = (FIGURES.findall(each.read_text(encoding="utf-8")) for each in both)
+        assert english == chinese
+    planned = re.findall(r"SFT: ([\d.]+ GiB)", next(iter(PAGES)).read_text(encoding="utf-8"))
     for front in ("README.md", "README_zh.md"):  # a cell for each SFT line, in the same order
         text = (GUIDES.parents[2] / front).read_text(encoding="utf-8")
         assert re.findall(r"\| ([\d.]+ GiB)", text) == planned

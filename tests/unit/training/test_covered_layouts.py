@@ -32,7 +32,7 @@ from patch.plan.flops import attended_pairs
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test trains all rows
 
 TABLE = Path(__file__).parents[2] / "covered_layouts.md"
 STEPS, PROCESSES = 5, 8
@@ -86,9 +86,21 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
             "model_type": "bloom", "use_rope_scaling": False, "untie_embeddings_and_output_weights": False,
             "rotary_base": 1e4,
         },
+        "mixtral": {"model_type": "mixtral", "num_experts": 4},
+        "qwen-moe": {
+            "model_type": "qwen2_moe", "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_layer_freq": "2",
+            "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True, "add_qkv_bias": True,
+            "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01,
+        },
     },
+    "EP": {"1": {}, "2": {"expert_model_parallel_size": 2}},
+    "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
+    "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
 }  # fmt: skip
-CHANGE_SUMS = {"TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model"}
+WITH_EXPERTS = ("mixtral", "qwen-moe")
+CHANGE_SUMS = {
+    *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens")
+}
 """Columns whose values are tested to 5e-6 in pairs; those of others change no bit, which other tests show."""
 VALUES = {column: list(values) for column, values in COLUMNS.items()}
 FIRST = {column: values[0] for column, values in VALUES.items()}
@@ -107,6 +119,21 @@ RULES_OF_ROWS = [
         ("TP", "PP", "instances"),
         lambda tp, pp, instances: int(tp) * int(pp) * int(instances) * 2 <= PROCESSES,
     ),
+    Rule(("model", "EP"), lambda model, ep: model in WITH_EXPERTS or ep == "1"),
+    Rule(("model", "ETP"), lambda model, etp: (model in WITH_EXPERTS) == (etp != "-")),
+    Rule(("TP", "ETP"), lambda tp, etp: tp == "2" or etp != "2"),
+    Rule(("TP", "EP", "ETP"), lambda tp, ep, etp: ep == "2" or etp in ("-", tp)),
+    Rule(("EP", "tokens"), lambda ep, way: ep == "2" or way == "alltoall"),
+    Rule(("EP", "ETP", "tokens"), lambda ep, etp, way: (ep, etp) != ("2", "2") or way == "allgather"),
+    Rule(  # experts have the pipelines of the layers around them
+        ("TP", "PP", "CP", "ranks", "EP", "ETP"),
+        lambda tp, pp, cp, ranks, ep, etp: (
+            "1" == pp or etp == "-" or ranks.endswith("pp") or int(ep) * int(etp) == int(cp) * int(tp)
+        ),
+    ),
+    Rule(("EP", "instances"), lambda ep, instances: ep == "1" or instances == "1"),
+    Rule(("TP", "SP", "model"), lambda tp, sp, model: tp == "1" or sp == "yes" or model not in WITH_EXPERTS),
+    Rule(("PR", "model"), lambda precision, model: "fp8" not in precision or model not in WITH_EXPERTS),
     Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
     Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
     Rule(
@@ -149,12 +176,15 @@ def run_of(row: Row) -> RunConfig:
 
 
 def one_process_of(row: Row) -> RunConfig:
-    """One process with the same model, precision and conversations, and nothing else."""
-    plain = {
-        column: row[column] if column in ("PR", "model") else values[0] for column, values in VALUES.items()
-    }
-    changes = changes_of(plain) | {"num_layers": changes_of(row)["num_layers"]}
-    return small_run(**changes, micro_batch_size=changes["global_batch_size"])
+    """One process with the same model, precision and conversations, and nothing else.
+
+    But for the losses of routers, which are means over a micro-batch: it has the same ones, one by one.
+    """
+    ours = run_of(row)
+    kept = ("PR", "model", "packing") if ours.experts.moe_aux_loss_coeff else ("PR", "model")
+    changes = changes_of(FIRST | {column: row[column] for column in kept})
+    size = ours.training.micro_batch_size if "packing" in kept else changes["global_batch_size"]
+    return small_run(**changes | {"num_layers": ours.model.num_layers}, micro_batch_size=size)
 
 
 def changes_of(row: Row) -> dict[str, Any]:
@@ -213,7 +243,7 @@ def of_one() -> dict[RunConfig, Trained]:
 @pytest.fixture(scope="module")
 def of_eight() -> list[tuple[Trained, ...]]:
     """By row, of each rank."""
-    ranks = run_distributed(train_all, PROCESSES, [run_of(row) for row in ROWS], timeout_s=280)
+    ranks = run_distributed(train_all, PROCESSES, [run_of(row) for row in ROWS], timeout_s=500)
     return list(zip(*ranks, strict=True))
 
 
@@ -269,8 +299,9 @@ def told(row: Row) -> str:
 
 
 def test_what_no_row_has_is_refused_or_has_no_effect() -> None:
-    """But for CP without a way, which takes one of the two: `--cp-comm-type auto`."""
+    """But for CP without a way, which takes one of the two: `--cp-comm-type auto`, and ETP without a size."""
     for pair in all_pairs(VALUES) - legal_pairs(VALUES, RULES_OF_ROWS):
         row = FIRST | {"PP": "2"} | dict(pair)
-        assert told(row) or (row["CP"] != "1" and row["by"] == "-"), pair
+        is_default = (row["CP"] != "1" and row["by"] == "-") or dict(pair).keys() == {"model", "ETP"}
+        assert told(row) or is_default, pair
     assert {told(row) for row in ROWS} == {""}
