@@ -32,7 +32,7 @@ from patch.plan.flops import attended_pairs
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test trains all rows
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # the first test trains all rows
 
 TABLE = Path(__file__).parents[2] / "covered_layouts.md"
 STEPS, PROCESSES = 5, 8
@@ -243,7 +243,7 @@ def of_one() -> dict[RunConfig, Trained]:
 @pytest.fixture(scope="module")
 def of_eight() -> list[tuple[Trained, ...]]:
     """By row, of each rank."""
-    ranks = run_distributed(train_all, PROCESSES, [run_of(row) for row in ROWS], timeout_s=500)
+    ranks = run_distributed(train_all, PROCESSES, [run_of(row) for row in ROWS], timeout_s=1000)
     return list(zip(*ranks, strict=True))
 
 
