@@ -80,15 +80,13 @@ def latent_attention_is_possible(config: RunConfig, machine: MachineFacts) -> No
     if not traits.is_llama_like:
         why = f"{model.model_type}'s layers have no RoPE that could be a part of a head"
         refuse("kv_lora_rank", model.kv_lora_rank, "0", why)
-    for field, without in (
-        ("add_qkv_bias", False),
-        ("qk_layernorm", False),
-        ("window_size", None),
-        ("precision_align", None),
-    ):
-        if getattr(model, field) != without:
-            why = f"it is not built for latent attention ({_LATENT})"
-            refuse(field, scalar_of(config, field), "false" if without is False else "none", why)
+    why = f"it is not built for latent attention ({_LATENT})"
+    for field in ("add_qkv_bias", "qk_layernorm"):
+        if getattr(model, field):
+            refuse(field, "true", "false", why)
+    for field in ("window_size", "precision_align"):
+        if getattr(model, field) is not None:
+            refuse(field, scalar_of(config, field), "none", why)
     if config.has_8_bits:
         refuse("precision", "fp8", "bf16, fp16 or fp32", "latent attention has no 8-bit products yet")
 
