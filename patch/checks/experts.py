@@ -79,11 +79,11 @@ def _groups_are_possible(config: RunConfig) -> None:
         config.model.moe_router_group_topk,
     )
     of_groups = where("moe_router_num_groups")
-    if groups is None or chosen is None:
-        for field, value in (("moe_router_num_groups", groups), ("moe_router_group_topk", chosen)):
-            if value is not None:
-                refuse(field, value, "0, or the other beside it", "a token visits some groups of all")
+    if groups is None and chosen is None:
         return
+    if not groups or not chosen:
+        field = "moe_router_num_groups" if groups else "moe_router_group_topk"
+        refuse(field, groups or chosen, "0, or the other beside it", "a token visits some groups of all")
     number = model.num_experts or 1
     if number % groups:
         why = f"a layer has {number} experts"

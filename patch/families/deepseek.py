@@ -52,27 +52,11 @@ class _DeepSeek(ExpertsFamily):
             **fields,
             **sizes,
             **_mscales(config, fields),
-            **self._groups(config, fields),
+            **_groups(config),
             "q_lora_rank": query,
             "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"],
             "moe_router_topk_scaling_factor": None if factor == 1 else factor,
         }
-
-    def _groups(self, config: ConfigReader, fields: dict[str, Any]) -> dict[str, int]:
-        method = config.values["topk_method"]
-        if method not in _METHODS.values():
-            config.refuse("topk_method", method, " or ".join(_METHODS.values()))
-        if method == _METHODS[False]:
-            return {}
-        groups, chosen = (config.integer(key) for key in _GROUPS.values())
-        number = fields["num_experts"]
-        if groups < 1 or number % groups:
-            config.refuse("n_group", groups, f"a divisor of {number} experts")
-        fewest = -(-fields["moe_router_topk"] * groups // number)
-        if not fewest <= chosen <= groups:
-            why = f"a token visits {fields['moe_router_topk']} experts"
-            config.refuse("topk_group", chosen, f"{fewest} to {groups}: {why}")
-        return dict(zip(_GROUPS, (groups, chosen), strict=True))
 
     def _expert_layers(self, config: ConfigReader, num_layers: int) -> list[int]:
         first = config.integer("first_k_dense_replace")
@@ -117,6 +101,14 @@ class _DeepSeek(ExpertsFamily):
 
     def _write_layers(self, described: dict[str, Any], dense: list[int]) -> None:
         described["first_k_dense_replace"] = len(dense)
+
+
+def _groups(config: ConfigReader) -> dict[str, int]:
+    """Fields of groups of experts; a rule says which numbers are possible."""
+    method = config.values["topk_method"]
+    if method not in _METHODS.values():
+        config.refuse("topk_method", method, " or ".join(_METHODS.values()))
+    return {} if method == _METHODS[False] else {name: config.integer(key) for name, key in _GROUPS.items()}
 
 
 def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | None]:

@@ -272,8 +272,7 @@ EXPERT_FIELDS: frozenset[str] = frozenset(
 """Fields of experts. Runs of earlier versions, which had none, lack them."""
 
 LATENT_FIELDS: frozenset[str] = frozenset(
-    {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
-    | {"mscale", "mscale_all_dim"}
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim".split()
 )
 """Fields of latent attention, which runs of earlier versions lack too."""
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -31,8 +30,6 @@ from patch.model.kernels import layer_kernels
 from patch.model.linear import PLAIN
 from patch.model.rotary_attention import Turn
 
-__all__ = ["LatentAttention", "LatentCoreAttention", "WholeLinear"]
-
 LATENT_EPSILON = 1e-6
 """Of the latents' norms, whatever the others have (DeepSeek's modeling_deepseek.py; transformers)."""
 
@@ -42,7 +39,7 @@ class LatentAttention(MLASelfAttention):
 
     Args:
         is_fused: whether RoPE is a Triton kernel.
-        arguments, named: those of MLASelfAttention; both down projections are a `WholeLinear`.
+        arguments, named: those of MLASelfAttention; both down projections are upstream's uncut `Linear`.
     """
 
     def __init__(self, *arguments: Any, is_fused: bool, **named: Any) -> None:

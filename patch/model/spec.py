@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -49,7 +50,7 @@ from patch.model.hf_order import (
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.latent_attention import LatentAttention, LatentCoreAttention, WholeLinear
+from patch.model.latent_attention import LatentAttention, LatentCoreAttention
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
