@@ -49,9 +49,7 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     if not config.model.num_experts:
         return
     model = config.model
-    if model.moe_router_num_groups is not None:
-        why = "experts are chosen among all of a layer, groups are not built yet"
-        refuse("moe_router_num_groups", model.moe_router_num_groups, "0", why)
+    _groups_are_possible(config)
     if (
         model.moe_router_topk == 1
         and model.moe_router_score_function == "softmax"
@@ -71,3 +69,32 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     if instances > 1 and config.experts.expert_model_parallel_size > 1:
         why = "an instance holds all experts, which are distributed over more ranks"
         refuse("num_distributed_optimizer_instances", instances, f"1 with {where(_EP)}", why)
+
+
+def _groups_are_possible(config: RunConfig) -> None:
+    """Groups of experts are even, and the chosen ones have enough experts; the rule is DeepSeek-V2's."""
+    model, groups, chosen = (
+        config.model,
+        config.model.moe_router_num_groups,
+        config.model.moe_router_group_topk,
+    )
+    of_groups = where("moe_router_num_groups")
+    if groups is None and chosen is None:
+        return
+    if not groups or not chosen:
+        field = "moe_router_num_groups" if groups else "moe_router_group_topk"
+        refuse(field, groups or chosen, "0, or the other beside it", "a token visits some groups of all")
+    number = model.num_experts or 1
+    if number % groups:
+        why = f"a layer has {number} experts"
+        refuse("moe_router_num_groups", groups, f"one of {divisors(number)}", why)
+    fewest = -(-model.moe_router_topk * groups // number)
+    if not fewest <= chosen <= groups:
+        why = f"a token visits {model.moe_router_topk} of {number} experts in {groups} groups"
+        refuse("moe_router_group_topk", chosen, f"{fewest} to {groups}", why)
+    if model.moe_router_score_function != "softmax":
+        why = f"DeepSeek-V3's rule of groups ({of_groups}) is not built"
+        refuse("moe_router_score_function", model.moe_router_score_function, "softmax", why)
+    if config.experts.moe_aux_loss_coeff:
+        why = f"megatron-core's loss counts the experts that a token would visit without groups ({of_groups})"
+        refuse("moe_aux_loss_coeff", config.experts.moe_aux_loss_coeff, "0", why)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 
+from patch.config.fields import scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, family_of, no_class, traits_of
+from patch.families import (
+    ALIBI_POSITIONS,
+    LATENT_FIELDS,
+    UNUSED_ROTARY_BASE,
+    family_of,
+    no_class,
+    traits_of,
+)
 
 
 def divisors(*numbers: int) -> str:
@@ -25,6 +33,62 @@ def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
         legal = divisors(model.num_attention_heads)
         why = f"{model.num_attention_heads} heads share the groups evenly"
         refuse("num_query_groups", model.num_query_groups, f"one of {legal}", why)
+
+
+_HEADS = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
+    """Latent attention has all of its sizes, and each head a key and a value; another has none of them."""
+    model = config.model
+    if model.kv_lora_rank is None:
+        for field in sorted(LATENT_FIELDS):
+            if getattr(model, field) is not None:
+                refuse(field, getattr(model, field), "0", f"only latent attention ({_LATENT}) has it")
+        return
+    for field in _HEADS:
+        if getattr(model, field) is None:
+            refuse(field, 0, "at least 1", f"latent attention ({_LATENT}) has it")
+    parts = (model.qk_head_dim or 0) + (model.qk_pos_emb_head_dim or 0)
+    if model.kv_channels != parts:
+        why = f"a head of latent attention has {model.qk_head_dim} + {model.qk_pos_emb_head_dim} channels"
+        refuse("kv_channels", model.kv_channels, f"{parts}", why)
+    if model.value_channels > parts:
+        refuse("v_head_dim", model.v_head_dim, f"at most {parts}", "a value is no wider than a key")
+    if model.num_query_groups != model.num_attention_heads:
+        why = "each head of latent attention has a key and a value"
+        refuse("num_query_groups", model.num_query_groups, f"{model.num_attention_heads}", why)
+    is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
+    if model.use_rope_scaling and not is_yarn:
+        why = "latent attention has no other scaling of RoPE yet"
+        refuse("rope_scaling_type", model.rope_scaling_type, "yarn", why)
+    for field in ("mscale", "mscale_all_dim"):
+        if getattr(model, field) is not None and not is_yarn:
+            refuse(
+                field, getattr(model, field), f"yarn at {where('rope_scaling_type')}", "it is a part of YaRN"
+            )
+
+
+_LATENT = where("kv_lora_rank")
+
+
+def latent_attention_is_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """What is not built for latent attention is not asked for."""
+    model, traits = config.model, traits_of(config.model)
+    if model.kv_lora_rank is None:
+        return
+    if not traits.is_llama_like:
+        why = f"{model.model_type}'s layers have no RoPE that could be a part of a head"
+        refuse("kv_lora_rank", model.kv_lora_rank, "0", why)
+    why = f"it is not built for latent attention ({_LATENT})"
+    for field in ("add_qkv_bias", "qk_layernorm"):
+        if getattr(model, field):
+            refuse(field, "true", "false", why)
+    for field in ("window_size", "precision_align"):
+        if getattr(model, field) is not None:
+            refuse(field, scalar_of(config, field), "none", why)
+    if config.has_8_bits:
+        refuse("precision", "fp8", "bf16, fp16 or fp32", "latent attention has no 8-bit products yet")
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:

@@ -50,6 +50,8 @@ RULES: tuple[Rule, ...] = (
     numbers_are_in_range,
     activations.offload_is_possible,
     model.heads_fit,
+    model.latent_attention_is_whole,
+    model.latent_attention_is_possible,
     model.export_has_a_class,
     model.flags_are_of_the_layers,
     model.rope_scaling_is_asked_for,

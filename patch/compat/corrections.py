@@ -32,6 +32,10 @@ Experts without Transformer Engine: transformer/moe/moe_utils.py:25-38 imports i
 whose `except` leaves their names undefined, and the router's product reads one of them (1192, 1225). Delete
 the line in `apply` when upstream defines it.
 
+Latent attention without Transformer Engine: transformer/multi_latent_attention.py:57-66 takes a stand-in of
+its extension module for Transformer Engine, and asks (185) whether a layer is of a class that is none. Delete
+the line in `apply` when upstream asks the module for its own HAVE_TE.
+
 Warnings: dist_checkpointing/strategies/torch.py:138 uses torch's deprecated ShardedTensor, which would warn
 at every save; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed. A user cannot change
 that. Delete `_OLD_NAMES` when megatron-core uses the new names.
@@ -45,8 +49,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import mappings, random
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -58,7 +64,8 @@ _upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 
 def apply() -> None:
-    """Correct the reduction, the recomputation, the router and the warnings in this process."""
+    """Correct the reduction, the recomputation, router, latent attention and the warnings in this process."""
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
     vars(moe_utils).setdefault("te_general_gemm", None)
     mappings._reduce = _reduce
     random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)

@@ -61,13 +61,15 @@ def checkpoint_place(name: str, layer: int, expert: int, model: ModelConfig) -> 
     """Where upstream stores a parameter; `name` is the table's.
 
     Layers are stacked on a leading axis if all are alike, and experts always (transformer_block.py:830,
-    moe/experts.py:935). The norm before experts is not fused with one of them.
+    moe/experts.py:935). A norm before experts or latent attention is not fused with one of their layers.
     """
     has_experts = layer in expert_layers(model)
     fused = {
         plain: other
         for other, plain in _OTHER_NAMES.items()
-        if "layers" in other and not (has_experts and "pre_mlp" in plain)
+        if "layers" in other
+        and not (has_experts and "pre_mlp" in plain)
+        and not (model.kv_lora_rank and "input" in plain)
     }
     key, axes = fused.get(name, name), []
     if "*" in key:

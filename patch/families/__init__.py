@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from patch.errors import ConfigError, shown
 from patch.families.bloom import BLOOM
 from patch.families.config_json import ConfigReader
+from patch.families.deepseek import DEEPSEEK_V2
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
@@ -22,6 +23,7 @@ from patch.families.layers import expert_layers
 from patch.families.shape import (
     ALIBI_POSITIONS,
     EXPERT_FIELDS,
+    LATENT_FIELDS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
     UNUSED_ROTARY_BASE,
@@ -40,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {}
 
 
 _NOT_BUILT = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "latent attention and groups of experts are not built"),
+    "deepseek_v3": "its groups of experts, its router's bias and its weights in 8 bits are not built",
     "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not built",
     "qwen3_next": "linear attention is not built",
 }
@@ -118,7 +120,7 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
 
 def no_class(model: ModelConfig) -> tuple[str, str]:
     """Why no class of transformers computes a model (`family_of` is None), and what to change."""
-    if model.num_experts:
+    if model.num_experts or model.kv_lora_rank:
         names = ", ".join(name for name, family in FAMILIES.items() if isinstance(family, ExpertsFamily))
         return (
             "no model of transformers has such experts between such attention",
@@ -213,14 +215,14 @@ def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
     }
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2):
     register_family(_family)
 
 __all__ = [
-    "ALIBI_POSITIONS", "EXPERT_FIELDS", "FAMILIES", "PRESETS", "SHAPE_FIELDS", "TRAIT_FIELDS",
-    "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind", "ModelConfig",
-    "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels", "differences",
-    "expert_layers", "family_called", "family_of", "layer_matrices", "no_class", "own_traits", "read_config",
-    "register_family", "stacked_part",
+    "ALIBI_POSITIONS", "EXPERT_FIELDS", "FAMILIES", "LATENT_FIELDS", "PRESETS", "SHAPE_FIELDS",
+    "TRAIT_FIELDS", "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind",
+    "ModelConfig", "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels",
+    "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "no_class", "own_traits",
+    "read_config", "register_family", "stacked_part",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

@@ -66,7 +66,7 @@ class _Bloom(Family):
     def computes(self, model: ModelConfig) -> bool:
         """See Family: its class has no grouped heads, and no width but the hidden one and its fourfold."""
         hidden, heads = model.hidden_size, model.num_attention_heads
-        if model.num_experts is not None:
+        if not super().computes(model):
             return False
         has_its_widths = model.ffn_hidden_size == 4 * hidden and model.kv_channels * heads == hidden
         return has_its_widths and model.num_query_groups == heads

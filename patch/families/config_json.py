@@ -98,6 +98,8 @@ _YARN: dict[str, str] = {
     "beta_slow": "yarn_beta_slow",
     "truncate": "yarn_correction_range_round_to_int",
     "attention_factor": "yarn_attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }
 _TYPES: dict[str, dict[str, str]] = {"llama3": _LLAMA3, "linear": {}, "dynamic": {}, "yarn": _YARN}
 """`rope_type` -> key -> ModelConfig's field, besides the factor that all have."""
@@ -113,6 +115,8 @@ _IMPLIED: dict[str, Any] = {
     "yarn_beta_slow": 1.0,
     "yarn_correction_range_round_to_int": True,
     "yarn_attention_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
 }
 """Fields whose keys are left out where transformers means the same without them."""
 

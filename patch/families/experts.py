@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from patch.families.config_json import ConfigReader
@@ -87,6 +88,7 @@ class ExpertsFamily(Family):
         is_plain = model.moe_layer_freq == EVERY_LAYER and not model.moe_router_pre_softmax
         return bool(
             model.num_experts
+            and model.kv_lora_rank is None
             and (has_shared and is_gated if shared else not has_shared)
             and has_own_width
             and (self.has_layer_choice or is_plain)
@@ -112,10 +114,13 @@ class ExpertsFamily(Family):
             described |= {_NUMBER_OF_5: model.num_experts, self.expert_keys["num_experts"]: model.num_experts}
         if self.has_layer_choice and "moe_layer_freq" in fields:
             with_experts = expert_layers(model)
-            dense = [n for n in range(model.num_layers) if n not in with_experts]
-            described |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+            self._write_layers(described, [n for n in range(model.num_layers) if n not in with_experts])
         if self.has_layer_choice and "moe_router_pre_softmax" in fields:
             described["norm_topk_prob"] = not model.moe_router_pre_softmax
+
+    def _write_layers(self, described: dict[str, Any], dense: list[int]) -> None:
+        """Set the keys that say which layers have no experts."""
+        described |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 _MIXTRAL_NAMES = {
@@ -127,11 +132,11 @@ _MIXTRAL_NAMES = {
 """Qwen's name in a layer -> Mixtral's."""
 
 
-def _mixtral_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """The weight table with Mixtral's names."""
+def rows_named(names: Mapping[str, str], model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
+    """The weight table with other names of tensors, by a part of Qwen's that they have in its place."""
 
     def renamed(name: str) -> str:
-        found = [(theirs, ours) for theirs, ours in _MIXTRAL_NAMES.items() if theirs in name]
+        found = [(theirs, ours) for theirs, ours in names.items() if theirs in name]
         return name.replace(*found[0]) if found else name
 
     rows = dense_rows(model, traits)
@@ -191,7 +196,7 @@ MIXTRAL = ExpertsFamily(
     },
     slides=MISTRAL.slides,
     type_keys=MISTRAL.type_keys,
-    rows=_mixtral_rows,
+    rows=partial(rows_named, _MIXTRAL_NAMES),
     expert_keys={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
     supported={"router_jitter_noise": 0.0},
     has_layer_choice=False,

@@ -84,7 +84,7 @@ class Family:
 
     def computes(self, model: ModelConfig) -> bool:
         """Whether the family's class in transformers has these widths and experts, if it has their traits."""
-        return model.num_experts is None
+        return model.num_experts is None and model.kv_lora_rank is None
 
     def _window(self, config: ConfigReader) -> Window:
         """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""

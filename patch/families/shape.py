@@ -86,6 +86,18 @@ class ModelConfig:
     yarn_attention_factor: float | None = flag(
         "YaRN: factor of RoPE's cosines and sines; 0: 0.1 ln(factor) + 1", None, none=0, at_least=0
     )
+    mscale: float | None = flag(
+        "YaRN: cosines and sines get (0.1 mscale ln(factor) + 1) over the same of --mscale-all-dim; 0: none",
+        None,
+        none=0,
+        at_least=0,
+    )
+    mscale_all_dim: float | None = flag(
+        "YaRN, latent attention: scores get (0.1 mscale-all-dim ln(factor) + 1) squared; 0: none",
+        None,
+        none=0,
+        at_least=0,
+    )
     norm_epsilon: float = flag("epsilon inside the norms", 1e-5, above=0)
     add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
     qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
@@ -93,6 +105,28 @@ class ModelConfig:
         "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
         None,
         none="none",
+    )
+    kv_lora_rank: int | None = flag(
+        "multi-latent attention (DeepSeek): width of what keys and values are made from; 0: others",
+        None,
+        none=0,
+        at_least=0,
+    )
+    q_lora_rank: int | None = flag(
+        "latent attention: width of what queries are made from; 0: the hidden width", None, none=0, at_least=0
+    )
+    qk_head_dim: int | None = flag(
+        "latent attention: channels of a query's and key's head without RoPE", None, none=0, at_least=0
+    )
+    qk_pos_emb_head_dim: int | None = flag(
+        "latent attention: channels of a query's head with RoPE; a key's are those of all heads",
+        None,
+        none=0,
+        at_least=0,
+        multiple_of=2,
+    )
+    v_head_dim: int | None = flag(
+        "latent attention: channels of a value's head", None, none=0, at_least=0, multiple_of=2
     )
     num_experts: int | None = flag(
         "experts of a layer, in place of its MLP; 0: no layer has experts",
@@ -158,6 +192,16 @@ class ModelConfig:
         """
         extends = self.use_rope_scaling and self.rope_scaling_type in ("linear", "dynamic")
         return int(self.max_position_embeddings * max(self.rope_scaling_factor if extends else 1.0, 1.0))
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return self.qk_pos_emb_head_dim or self.kv_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a value's head, and of its result."""
+        return self.v_head_dim or self.kv_channels
 
     @property
     def expert_width(self) -> int:
@@ -226,6 +270,11 @@ EXPERT_FIELDS: frozenset[str] = frozenset(
     name for name in SHAPE_FIELDS if name == "num_experts" or name.startswith("moe_")
 )
 """Fields of experts. Runs of earlier versions, which had none, lack them."""
+
+LATENT_FIELDS: frozenset[str] = frozenset(
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim".split()
+)
+"""Fields of latent attention, which runs of earlier versions lack too."""
 
 TRAIT_FIELDS: frozenset[str] = SHAPE_FIELDS & {field.name for field in fields(Traits)}
 """Traits that are flags; a family says what they are where no flag does."""

@@ -114,6 +114,9 @@ class _LayerRow(NamedTuple):
         named = {f"model.layers.*.{tensor}": shape for tensor, shape in hf.items()}
         return WeightRow(f"decoder.layers.*.{name}", part, kind, named, layers=self.layers, **own)
 
+    def norm(self, name: str, theirs: str, size: int) -> WeightRow:
+        return self(f"{name}.weight", "norm", Kind.REPLICATED, {f"{theirs}.weight": (size,)})
+
 
 def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     """The parameters of a layer in the order of its computation; those that traits add come last."""
@@ -121,17 +124,15 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     query, key = model.num_attention_heads * head, model.num_query_groups * head
     qkv = {"q": query, "k": key, "v": key}
     row = _LayerRow(range(model.num_layers))
-
-    def norm(name: str, theirs: str, size: int) -> WeightRow:
-        return row(f"{name}.weight", "norm", Kind.REPLICATED, {f"{theirs}.weight": (size,)})
-
+    norm = row.norm
     matrices = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in qkv.items()}
-    output = {"self_attn.o_proj.weight": (hidden, query)}
+    merged = row("self_attention.linear_qkv.weight", "attention", Kind.QKV, matrices)
+    output = {"self_attn.o_proj.weight": (hidden, model.num_attention_heads * model.value_channels)}
     with_experts = expert_layers(model)
     dense = _LayerRow([n for n in row.layers if n not in with_experts] if with_experts else row.layers)
     rows = [
         norm("input_layernorm", "input_layernorm", hidden),
-        row("self_attention.linear_qkv.weight", "attention", Kind.QKV, matrices),
+        *([merged] if model.kv_lora_rank is None else _latents(row, model)),
         row("self_attention.linear_proj.weight", "attention", Kind.ROW_PARALLEL, output),
         norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
         *(_mlp(dense, "mlp", "mlp", "mlp", model.ffn_hidden_size, model, traits) if dense.layers else ()),
@@ -143,6 +144,32 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     if traits.qk_layernorm:
         rows += [norm(f"self_attention.{n}_layernorm", f"self_attn.{n}_norm", head) for n in ("q", "k")]
     return rows
+
+
+def _latents(row: _LayerRow, model: ModelConfig) -> list[WeightRow]:
+    """What makes queries, keys and values of latent attention. Every rank makes whole latents (model)."""
+    rank, rope, heads = model.kv_lora_rank, model.qk_pos_emb_head_dim, model.num_attention_heads
+    assert rank and rope and model.qk_head_dim
+
+    def matrix(ours: str, theirs: str, kind: Kind, *shape: int) -> WeightRow:
+        name = f"self_attention.linear_{ours}_proj.weight"
+        return row(name, "attention", kind, {f"self_attn.{theirs}.weight": shape})
+
+    whole, cut, hidden = Kind.REPLICATED, Kind.COLUMN_PARALLEL, model.hidden_size
+    query, key_value = (heads * (model.qk_head_dim + more) for more in (rope, model.value_channels))
+    of_queries = [matrix("q", "q_proj", cut, query, hidden)]
+    if model.q_lora_rank is not None:
+        of_queries = [
+            matrix("q_down", "q_a_proj", whole, model.q_lora_rank, hidden),
+            row.norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", model.q_lora_rank),
+            matrix("q_up", "q_b_proj", cut, query, model.q_lora_rank),
+        ]
+    return [
+        *of_queries,
+        matrix("kv_down", "kv_a_proj_with_mqa", whole, rank + rope, hidden),
+        row.norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", rank),
+        matrix("kv_up", "kv_b_proj", cut, key_value, rank),
+    ]
 
 
 def _mlp(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from patch.compat.corrections import StageLayout
 from patch.config.execution import Execution
@@ -40,13 +40,11 @@ def transformer_config(
     activation = activation_called(traits.activation)
     if "swiglu" in aligned and traits.activation == "silu":
         activation = batch_first_silu
-    return TransformerConfig(
+    kind = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
         layernorm_epsilon=model.norm_epsilon,
         normalization=traits.normalization,
         gated_linear_unit=traits.gated_linear_unit,
@@ -54,8 +52,6 @@ def transformer_config(
         add_bias_linear=traits.add_bias_linear,
         add_qkv_bias=traits.add_qkv_bias,
         qk_layernorm=traits.qk_layernorm,
-        window_size=model.window_size,
-        attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
         fp16=dtype == torch.float16,
@@ -74,11 +70,38 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_attention_settings(model),
         **_expert_settings(model, execution, groups),
         **_layer_settings(model, execution, dtype, aligned, cuda=cuda),
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _attention_settings(model: ModelConfig) -> dict[str, Any]:
+    """The fields of upstream's configuration for attention, with the scale of latent attention's scores."""
+    settings: dict[str, Any] = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "window_size": model.window_size,
+        "attention_dropout": 0.0,
+    }
+    if model.kv_lora_rank is None:
+        return settings
+    is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
+    return settings | {
+        # So that GPTModel gives RoPE's table to this attention as to any other (gpt_model.py:159, 334).
+        "multi_latent_attention": False,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": "rope",
+        "rotary_scaling_factor": model.rope_scaling_factor if is_yarn else 1.0,
+        "mscale_all_dim": model.mscale_all_dim or 0.0,
+    }
 
 
 def _expert_settings(

@@ -34,6 +34,23 @@ FURTHER_COUNTS = ("dropped", "aux_loss", "z_loss")
 """What a router notes beside the load of each expert."""
 
 
+class _LikeliestGroups:
+    """Groups of experts by DeepSeek-V2's rule (arXiv:2405.04434, 2.2.3), where upstream asks for a replay.
+
+    A token visits experts of the groups whose largest scores are the largest. Upstream's own rule, that of
+    DeepSeek-V3, is another: the sum of the largest scores (moe_utils.py:515-560).
+    """
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, *unused: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest scores [tokens, topk] of [tokens, experts], and their experts."""
+        of_groups = scores.unflatten(1, (num_groups, -1))
+        chosen = of_groups.amax(-1).topk(group_topk).indices
+        others = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
+        return of_groups.masked_fill(others[..., None], float("-inf")).flatten(1).topk(topk)
+
+
 class Router(TopKRouter):
     """Upstream's router; the losses of a step are means over its tokens, added to the mean loss of tokens.
 
@@ -52,6 +69,8 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config, pg_collection)
         self._share = share
+        if config.moe_router_group_topk:
+            self.router_replay = _LikeliestGroups()
         counts = torch.zeros(config.num_moe_experts + len(FURTHER_COUNTS), dtype=torch.float64)
         self.register_buffer("counts", counts, persistent=False)
         """In a step: tokens that this rank sent to each expert, and then FURTHER_COUNTS: choices without

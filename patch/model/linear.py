@@ -8,9 +8,9 @@
 The spec chooses them: `ModuleSpec(module=Column, params={"product": ..., "in_pieces": ...})`. Parameters,
 names and checkpoints are upstream's. Transformer Engine's layers stay its own (te_spec.py).
 
-Where upstream builds a layer itself, or takes exact classes of its own only, `give_product` serves the
-finished layer: GPTModel's output layer, and the down projections of its multi-latent attention, which
-compares the classes in its spec with upstream's (multi_latent_attention.py:405-417, 450-462).
+Where upstream builds a layer itself `give_product` serves the finished layer: GPTModel's output layer. The
+down projections of its multi-latent attention, of which it takes exact classes of its own only
+(multi_latent_attention.py:405-417, 450-462), give their weights to `PLAIN` (latent_attention.py).
 
 Shapes: S sequence (with SP a rank has S / TP of it), B micro-batch, M tokens, I inputs and O outputs of this
 rank.

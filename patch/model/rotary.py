@@ -68,7 +68,7 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
     pack of a run, also for shorter ones.
 
     Returns:
-        (kv_channels // 2,) float32 on the CPU.
+        (rotary_channels // 2,) float32 on the CPU.
     Sources: Su et al., arXiv:2104.09864; llama3 scaling as in Meta's llama-models (apply_scaling); YaRN, Peng
     et al., arXiv:2309.00071, which also describes the other two.
     """
@@ -91,12 +91,15 @@ def attention_factor(model: ModelConfig) -> float:
         return 1.0
     if model.yarn_attention_factor is not None:
         return model.yarn_attention_factor
-    return 0.1 * math.log(max(model.rope_scaling_factor, 1.0)) + 1.0
+    scale = math.log(max(model.rope_scaling_factor, 1.0))
+    if model.mscale and model.mscale_all_dim:
+        return (0.1 * model.mscale * scale + 1.0) / (0.1 * model.mscale_all_dim * scale + 1.0)
+    return 0.1 * scale + 1.0
 
 
 def _periods(model: ModelConfig, base: float | torch.Tensor) -> torch.Tensor:
     """Positions in which each pair of channels turns by one radian."""
-    exponents = torch.arange(0, model.kv_channels, 2, dtype=torch.int64).float() / model.kv_channels
+    exponents = torch.arange(0, model.rotary_channels, 2, dtype=torch.int64).float() / model.rotary_channels
     return base**exponents
 
 
@@ -105,7 +108,7 @@ def _dynamic_base(model: ModelConfig) -> float | torch.Tensor:
 
     In float32 beyond it, because transformers computes it from positions, which are a tensor.
     """
-    head, factor, longest = model.kv_channels, model.rope_scaling_factor, model.max_position_embeddings
+    head, factor, longest = model.rotary_channels, model.rope_scaling_factor, model.max_position_embeddings
     if model.seq_length <= longest:
         return model.rotary_base
     length = torch.tensor(model.seq_length)
@@ -129,9 +132,9 @@ def _scale_yarn(periods: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     first, last = (_channel(model, turns) for turns in (model.yarn_beta_fast, model.yarn_beta_slow))
     if model.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, model.kv_channels - 1)
+    first, last = max(first, 0), min(last, model.rotary_channels - 1)
     width = last - first if last != first else 0.001
-    channels = torch.arange(model.kv_channels // 2, dtype=torch.float32)
+    channels = torch.arange(model.rotary_channels // 2, dtype=torch.float32)
     kept = 1 - ((channels - first) / width).clamp(0, 1)
     return 1.0 / (model.rope_scaling_factor * periods) * (1 - kept) + 1.0 / periods * kept
 
@@ -139,4 +142,4 @@ def _scale_yarn(periods: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 def _channel(model: ModelConfig, turns: float) -> float:
     """The pair of channels that makes so many turns within the original context; between two in general."""
     period = model.rope_original_max_position / (turns * 2 * math.pi)
-    return (model.kv_channels * math.log(period)) / (2 * math.log(model.rotary_base))
+    return (model.rotary_channels * math.log(period)) / (2 * math.log(model.rotary_base))

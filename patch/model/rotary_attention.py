@@ -49,17 +49,18 @@ class RotaryAttention(SelfAttention):
         kernels = layer_kernels(self._is_fused)
         if self._has_head_norms:  # they are between the split and the turn
             query, key, value = super().get_query_key_value_tensors(hidden_states)
-            query, key = (_Turn.apply(heads, self._table, kernels) for heads in (query, key))
+            query, key = (Turn.apply(heads, self._table, kernels) for heads in (query, key))
             return query, key, value
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         return _SplitAndTurn.apply(mixed, self._table, kernels)
 
 
-class _Turn(torch.autograd.Function):
-    """Heads [S, B, heads, D]."""
+class Turn(torch.autograd.Function):
+    """Heads [S, B, heads, D], turned by a table."""
 
     @staticmethod
     def forward(ctx: Any, heads: torch.Tensor, table: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+        """See LayerKernels."""
         ctx.save_for_backward(table)
         ctx.kernels = kernels
         return kernels.rotate(heads, table, back=False)
@@ -67,6 +68,7 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient, turned back."""
         (table,) = ctx.saved_tensors
         return ctx.kernels.rotate(gradient, table, back=True), None, None
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,6 +50,7 @@ from patch.model.hf_order import (
     SeparateGateUp,
     SeparateQKV,
 )
+from patch.model.latent_attention import LatentAttention, LatentCoreAttention
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
@@ -110,13 +113,34 @@ class Blueprint:
 
     def _layer(self, number: int) -> ModuleSpec:
         """The parts of a layer, by its number from 1: norm, attention, norm, MLP."""
-        norm, head_norm = self._norms
-        head_norm = head_norm if self.traits.qk_layernorm else IdentityOp
         is_separate = "gate_up" in self.aligned and self.traits.gated_linear_unit
         gate_up = SeparateGateUp() if is_separate else BatchFirst()
+        fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
+        mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
+        has_experts, is_latent = number - 1 in expert_layers(self.model), self.model.kv_lora_rank is not None
+        if has_experts:
+            del keys["pre_mlp_layernorm."]
+        if is_latent:
+            del keys["input_layernorm."]
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=self.norm,
+                self_attention=self._latent_attention(number) if is_latent else self._self_attention(number),
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=self.norm,
+                mlp=self._experts(mlp) if has_experts else self._mlp(mlp),
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=keys,
+            ),
+        )
+
+    def _self_attention(self, number: int) -> ModuleSpec:
+        """Attention with a merged projection to q, k and v."""
+        head_norm = self._norms[1] if self.traits.qk_layernorm else IdentityOp
         qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else BatchFirst()
         of_rope = {"is_fused": self.backends.is_fused} if self.traits.has_rope else {}
-        attention = ModuleSpec(
+        return ModuleSpec(
             module=RotaryAttention if self.traits.has_rope else SelfAttention,
             params={"attn_mask_type": AttnMaskType.causal, **of_rope},
             submodules=SelfAttentionSubmodules(
@@ -128,21 +152,23 @@ class Blueprint:
                 k_layernorm=head_norm,
             ),
         )
-        fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
-        mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
-        has_experts = number - 1 in expert_layers(self.model)
-        if has_experts:
-            del keys["pre_mlp_layernorm."]
+
+    def _latent_attention(self, number: int) -> ModuleSpec:
+        """Attention whose q, k and v are made from latents."""
+        column = self._linear(Column, number)
         return ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=norm,
-                self_attention=attention,
-                self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=norm,
-                mlp=self._experts(mlp) if has_experts else self._mlp(mlp),
-                mlp_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map=keys,
+            module=LatentAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "is_fused": self.backends.is_fused},
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=column,
+                linear_q_down_proj=WholeLinear,
+                linear_q_up_proj=column,
+                linear_kv_down_proj=WholeLinear,
+                linear_kv_up_proj=column,
+                core_attention=self._core_attention(),
+                linear_proj=self._linear(Row, number, is_input_kept=True),
+                q_layernorm=self.norm,
+                kv_layernorm=self.norm,
             ),
         )
 
@@ -213,6 +239,8 @@ class Blueprint:
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
         params: dict[str, Any] = {"kernels": self.backends.sdpa}
+        if self.model.kv_lora_rank is not None:
+            return ModuleSpec(module=LatentCoreAttention, params={**params, "attention": attention})
         if self.traits.has_rope:
             return ModuleSpec(module=attention, params=params)
         params |= {"attention": attention, "num_channels": self.traits.position_channels}

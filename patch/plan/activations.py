@@ -254,7 +254,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
     size, hidden = element_bytes(training.precision), _own_hidden(config)
     norm = _norm_bytes(config, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
-    attention = _attention_bytes(config)
+    attention = _attention_bytes(config, cuda=cuda)
     gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     # The product of silu(gate) and up; that of experts is computed again.
@@ -278,7 +278,7 @@ def _rope_table_bytes(config: RunConfig) -> int:
         return 0
     rows = config.training.micro_batch_size if config.data.packing else 1
     length = config.sample_length // config.parallel.context_parallel_size
-    return _FP32 * rows * length * config.model.kv_channels
+    return _FP32 * rows * length * config.model.rotary_channels
 
 
 def boundary_bytes(config: RunConfig) -> int:
@@ -301,10 +301,11 @@ def _norm_bytes(config: RunConfig, *, cuda: bool) -> int:
     return _own_hidden(config) * (2 * size if cuda else 2 * _FP32 + size) + _FP32
 
 
-def _attention_bytes(config: RunConfig) -> int:
+def _attention_bytes(config: RunConfig, *, cuda: bool) -> float:
     """Bytes of one token: q and k after RoPE, v, the result and its fp32 sum.
 
-    ALiBi widens all of them, and keeps the result without its channels too. Norms of heads keep more. A ring
+    ALiBi widens all of them, latent attention v and the result, and both keep the result without these
+    channels too. Norms of heads keep more. A ring
     keeps k and v as one message; all-to-all keeps what was exchanged: q, k, v of whole sequences, the result,
     and the result of all heads.
     """
@@ -315,6 +316,19 @@ def _attention_bytes(config: RunConfig) -> int:
     if cp_size > 1 and parallel.cp_comm_type != "p2p":
         kept = 3 * heads + 2 * math.lcm(groups, cp_size)
     values = attended_channels(model) * kept
-    if not traits_of(model).has_rope:
-        values += model.kv_channels * heads
-    return element_bytes(config.training.precision) * values + _FP32 * heads
+    if attended_channels(model) != model.value_channels:
+        values += model.value_channels * heads
+    return (
+        element_bytes(config.training.precision) * values + _FP32 * heads + _latent_bytes(config, cuda=cuda)
+    )
+
+
+def _latent_bytes(config: RunConfig, *, cuda: bool) -> float:
+    """Bytes of one token: the latents of queries, and of keys and values, before and after their norms."""
+    model, parallel = config.model, config.parallel
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    size, found = element_bytes(config.training.precision), 0.0
+    for rank, beside in ((model.q_lora_rank, 0), (model.kv_lora_rank, model.rotary_channels)):
+        if rank is not None:
+            found += rank * (2 * size if cuda else 2 * _FP32 + size) + beside * size + _FP32
+    return found / shares

@@ -15,7 +15,7 @@ from patch.families.weights import TIED_OUTPUT
 from patch.numbers import counted, scaled, size_text
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.flops import attended_pairs, flops_per_step, output_in_layers
+from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step, output_in_layers
 from patch.plan.memory import (
     bytes_per_rank,
     device_memory,
@@ -314,7 +314,7 @@ def _step(config: RunConfig, papers: Sequence[str]) -> PlanRow:
         f"step        {samples} samples x {length} tokens = {tokens} tokens, "
         f"{counted(config.num_micro_batches, 'micro-batch')} a replica, {scaled(flops.model)}FLOP{again}"
     )
-    heads = model.num_attention_heads * model.kv_channels
+    heads = channels_of_heads(model)
     pairs = attended_pairs([length], model.window_size)
     return PlanRow([line], [
         f"3 x (2 x {tokens} tokens x ({model.num_layers} layers x {active_elements(model)} + output "

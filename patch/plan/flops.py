@@ -79,9 +79,13 @@ def _recomputed_layers(config: RunConfig) -> int:
 
 def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:
     """FLOPs of a forward through all layers: of the products with weights, and of attention."""
-    heads = model.num_attention_heads * model.kv_channels
-    scores_and_values = 2 * 2 * heads * pairs
+    scores_and_values = 2 * 2 * channels_of_heads(model) * pairs
     return 2 * model.num_layers * active_elements(model) * tokens, model.num_layers * scores_and_values
+
+
+def channels_of_heads(model: ModelConfig) -> int:
+    """Channels of all heads, the mean of scores' and values', which differ in latent attention."""
+    return model.num_attention_heads * (model.kv_channels + model.value_channels) // 2
 
 
 def _forward_of_output(model: ModelConfig, tokens: int, tp_size: int) -> int:

@@ -26,6 +26,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import (
     EXPERT_FIELDS,
+    LATENT_FIELDS,
     PRESETS,
     SHAPE_FIELDS,
     TRAIT_FIELDS,
@@ -149,7 +150,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
     """
     size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, (*PRESETS, "auto"), where("model_size"))
-    if merged.keys() >= SHAPE_FIELDS - EXPERT_FIELDS - {"model_type"}:
+    if merged.keys() >= SHAPE_FIELDS - EXPERT_FIELDS - LATENT_FIELDS - {"model_type"}:
         return {}
     if size != "auto":
         return PRESETS[size]
@@ -182,6 +183,9 @@ def _derive(merged: dict[str, Any]) -> None:
     heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
     if heads > 0:
         merged.setdefault("num_query_groups", heads)
+        if merged.get("kv_lora_rank"):
+            parts = (merged.get(name) or 0 for name in ("qk_head_dim", "qk_pos_emb_head_dim"))
+            merged.setdefault("kv_channels", sum(parts))
         if "kv_channels" not in merged and hidden % heads:
             raise ConfigError(f"--kv-channels is needed: {heads} heads do not divide --hidden-size {hidden}")
         merged.setdefault("kv_channels", hidden // heads)

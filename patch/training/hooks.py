@@ -49,7 +49,8 @@ class TrainerHook:
         """Numbers by name, for the record of this step's evaluation (`on_evaluate`) on this rank.
 
         metrics.jsonl is of rank 0, and nothing is reduced here: a hook spreads its numbers, and agrees on
-        errors (`on_all_ranks`). With pipeline stages the last one alone has losses. Called in the context `evaluating`, where all ranks wait until it has ended; no step's time has it.
+        errors (`on_all_ranks`). With pipeline stages the last one alone has losses. Called in the context
+        `evaluating`, where all ranks wait until it has ended; no step's time has it.
         """
         return {}
 

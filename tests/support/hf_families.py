@@ -33,6 +33,17 @@ def _plain_rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        "mscale": 1.0, "mscale_all_dim": 0.7,
+    },
+}  # fmt: skip
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1": (
         "Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_parameters": _plain_rope(1e4)}
@@ -90,8 +101,19 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True, "rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True,
         },
     ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {**_DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **_DEEPSEEK, "q_lora_rank": 40, "topk_method": "group_limited_greedy", "n_group": 4,
+            "topk_group": 2, "routed_scaling_factor": 4.0,
+        },
+    ),
 }  # fmt: skip
-"""Those with experts; in one of them the first layer has none."""
+"""Those with experts; in two of them the first layer has none."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
 """A family that the project does not have, for the tests that register it."""
 

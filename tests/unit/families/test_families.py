@@ -76,6 +76,7 @@ PUBLIC_BILLIONS = {
     "1B": 1.24, "3B": 3.21, "8B": 8.03, "70B": 70.6, "405B": 405.9, "llama2-7B": 6.74, "llama2-13B": 13.0,
     "llama2-70B": 68.98, "llama1-7B": 6.74, "llama1-13B": 13.0, "llama1-30B": 32.5, "llama1-65B": 65.2,
     "8x7B": 46.7, "A2.7B": 14.3, "57B-A14B": 57.4, "30B-A3B": 30.5, "235B-A22B": 235.1,
+    "deepseek-v2-lite": 15.7, "deepseek-v2": 235.7,
 }  # fmt: skip
 
 

@@ -1,0 +1,129 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): q, k and v are made from narrow latents.
+
+    latents     whole on every rank of a TP group: upstream's local spec cuts them, then gathers them, and the
+                gradient of the keys' part with RoPE, which all heads share, is that of one rank's heads
+                (multi_latent_attention.py:605-611). With SP a rank has latents of its part of the tokens.
+    heads       cut over TP, as in any attention
+    values      padded to the width of queries and keys, so that every kernel takes them
+
+The layers, their names and the scale of scores are upstream's.
+
+Shapes: S sequence, with SP a rank has S / TP of it, B micro-batch, N query heads of this TP rank, D channels
+of a query's and a key's head, R those that RoPE turns, V those of a value's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from patch.model.attention import CausalAttention
+from patch.model.kernels import layer_kernels
+from patch.model.linear import PLAIN
+from patch.model.rotary_attention import Turn
+
+LATENT_EPSILON = 1e-6
+"""Of the latents' norms, whatever the others have (DeepSeek's modeling_deepseek.py; transformers)."""
+
+
+class LatentAttention(MLASelfAttention):
+    """MLASelfAttention whose `rotary_pos_emb` is a table of `RotaryTable`, [2, S, B or 1, 1, R / 2].
+
+    Args:
+        is_fused: whether RoPE is a Triton kernel.
+        arguments, named: those of MLASelfAttention; both down projections are upstream's uncut `Linear`.
+    """
+
+    def __init__(self, *arguments: Any, is_fused: bool, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        del self.rotary_pos_emb
+        self._kernels = layer_kernels(is_fused)
+        self._table: torch.Tensor | None = None
+        self.kv_layernorm.eps = LATENT_EPSILON
+        if self.config.q_lora_rank is not None:
+            self.q_layernorm.eps = LATENT_EPSILON
+
+    def forward(
+        self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """MLASelfAttention's forward."""
+        self._table = rotary_pos_emb
+        try:
+            return super().forward(hidden_states, *arguments, **named)
+        finally:
+            self._table = None
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, *arguments: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        """Turned q and k [S, B, N, D], and v [S, B, N, V], from hidden states [S, B, H]; no latents."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            latent = PLAIN(hidden_states, self.linear_q_down_proj.weight)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
+        query = query.unflatten(-1, (heads, -1))
+        latent, rotary_key = PLAIN(hidden_states, self.linear_kv_down_proj.weight).split(
+            (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
+        )
+        # Each rank's heads have a part of its gradient.
+        if config.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp_group)
+        key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        key, value = key_value.unflatten(-1, (heads, -1)).split((config.qk_head_dim, config.v_head_dim), -1)
+        query, rotary_query = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), dim=-1)
+        turned = self._turn(rotary_key[:, :, None]).expand(-1, -1, heads, -1)
+        return (
+            torch.cat((query, self._turn(rotary_query)), dim=-1),
+            torch.cat((key, turned), dim=-1),
+            value,
+            None,
+            None,
+        )
+
+    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads [S, B, heads, R], in which neighbours are a pair; first halves of pairs come out first."""
+        assert self._table is not None, "called by forward only"
+        halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return Turn.apply(halves, self._table, self._kernels)
+
+
+class LatentCoreAttention(torch.nn.Module):
+    """Another core attention, for values that have fewer channels than queries and keys.
+
+    Args:
+        config: upstream's.
+        attention: the class of the other one.
+        arguments: those of the other one.
+    """
+
+    def __init__(
+        self, *, config: TransformerConfig, attention: type[CausalAttention], **arguments: Any
+    ) -> None:
+        super().__init__()
+        self.attention = attention(config=config, **arguments)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *arguments: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """See CausalAttention; [S, B, N * V] comes out."""
+        num_heads, width = value.shape[2:]
+        wide = F.pad(value, (0, query.shape[3] - width))
+        context = self.attention(query, key, wide, *arguments, **named)
+        return context.unflatten(2, (num_heads, -1))[..., :width].flatten(2)
