@@ -7,7 +7,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
-from packed_runs import build_untrained
+from packed_runs import PACKED, PADDED, Talks, batches_of, build_untrained
 from training_runs import build_seeded_run, hf_gradients, seeded_batches, token_mean, train_run
 
 from patch.config.schema import RunConfig
@@ -138,3 +138,20 @@ def test_a_layout_trains_as_one_process_does(in_layouts: dict[str, list[Any]], n
     for (loss, norm), (expected, expected_norm) in zip(in_layouts[name], alone, strict=True):
         assert loss == pytest.approx(expected, abs=2e-6)
         assert norm == pytest.approx(expected_norm, rel=2e-6)
+
+
+def losses_of_forms(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Of the same conversations, packed and padded."""
+    found = []
+    for form in (PACKED, PADDED):
+        run = build_untrained(family_run(folder, **form), folder)
+        batches = batches_of(run.config, Talks(0))
+        learned = float(sum(batch.loss_mask.sum() for batch in batches))
+        found.append(sum(float(each["loss"]) for each in run_schedule(run, batches, learned, loss_scale=1.0)))
+        new_job()
+    return found
+
+
+def test_packed_rows_are_sequences_of_their_own(folders: dict[str, Path]) -> None:
+    ((packed, padded),) = run_distributed(losses_of_forms, 1, folders["deepseek-v2"])
+    assert packed == pytest.approx(padded, abs=2e-6)
