@@ -26,7 +26,7 @@ from patch.errors import PatchError
 from patch.model import sharded_weights
 from patch.training.run_state import load_weights
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # the first test converts all models
 
 JOBS = {
     4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1), (2, 2, "E|tt|tt|L")],
@@ -130,7 +130,7 @@ def root(tmp_path_factory, tiny_tokenizer) -> Path:
     for name in SOURCES:
         hf_to_mcore(root / name, root / f"{name}-mcore")
     for processes in JOBS:
-        run_distributed(_pass_through, processes, root, tiny_tokenizer(), timeout_s=240)
+        run_distributed(_pass_through, processes, root, tiny_tokenizer(), timeout_s=600)
     return root
 
 
