@@ -15,6 +15,7 @@ from typing import Any
 from patch.checkpoint.folder import unverified_weights
 from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
+from patch.config.fields import FIELDS, coerce
 from patch.errors import CheckpointError, ConfigError
 from patch.families import ModelConfig, tensor_parallel_units
 from patch.families.weights import EMBEDDING_PARAMETER
@@ -288,9 +289,11 @@ def _loads_into(
 def _model_of(config: dict[str, Any]) -> ModelConfig | None:
     """The model that a file describes; None where it says something else, as a file may."""
     stored = config.get("model", {}).items()
-    known = {"seq_length": 1} | {name: value for name, value in stored if name in _FIELDS}
     try:
-        model = ModelConfig(**known)
+        # A run writes words for what is off, a converted folder leaves it out or has null.
+        given = [(name, value) for name, value in stored if name in _FIELDS and value is not None]
+        known = {name: coerce(FIELDS[name], value, name) for name, value in given}
+        model = ModelConfig(**{"seq_length": 1} | known)
         return model if math.gcd(*tensor_parallel_units(model).values()) else None
     except (TypeError, ConfigError):
         return None
