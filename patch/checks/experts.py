@@ -21,9 +21,8 @@ def experts_are_distributed(config: RunConfig, machine: MachineFacts) -> None:
     if model.num_experts % ep_size:
         why = f"a layer has {model.num_experts} experts"
         refuse(_EP, ep_size, f"one of {divisors(model.num_experts)}", why)
-    tp_size, pp_size = (
-        getattr(config.parallel, f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline")
-    )
+    tp_size = config.parallel.tensor_model_parallel_size
+    pp_size = config.parallel.pipeline_model_parallel_size
     if ep_size == 1 and etp_size != tp_size:
         # megatron-core takes them for other weights there (tensor_parallel/layers.py:886, 1209).
         why = f"without {where(_EP)} experts would have wrong gradients: ranks of a TP group hold other parts"
@@ -73,11 +72,8 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
 
 def _groups_are_possible(config: RunConfig) -> None:
     """Groups of experts are even, and the chosen ones have enough experts; the rule is DeepSeek-V2's."""
-    model, groups, chosen = (
-        config.model,
-        config.model.moe_router_num_groups,
-        config.model.moe_router_group_topk,
-    )
+    model = config.model
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     of_groups = where("moe_router_num_groups")
     if groups is None and chosen is None:
         return

@@ -26,40 +26,25 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from patch.model.attention import CausalAttention
-from patch.model.kernels import layer_kernels
 from patch.model.linear import PLAIN
-from patch.model.rotary_attention import Turn
+from patch.model.rotary_attention import TableAttention, Turn
 
 LATENT_EPSILON = 1e-6
 """Of the latents' norms, whatever the others have (DeepSeek's modeling_deepseek.py; transformers)."""
 
 
-class LatentAttention(MLASelfAttention):
-    """MLASelfAttention whose `rotary_pos_emb` is a table of `RotaryTable`, [2, S, B or 1, 1, R / 2].
+class LatentAttention(TableAttention, MLASelfAttention):
+    """MLASelfAttention of whole latents; arguments are TableAttention's.
 
-    Args:
-        is_fused: whether RoPE is a Triton kernel.
-        arguments, named: those of MLASelfAttention; both down projections are upstream's uncut `Linear`.
+    Both down projections are upstream's uncut `Linear`.
     """
 
-    def __init__(self, *arguments: Any, is_fused: bool, **named: Any) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         del self.rotary_pos_emb
-        self._kernels = layer_kernels(is_fused)
-        self._table: torch.Tensor | None = None
         self.kv_layernorm.eps = LATENT_EPSILON
         if self.config.q_lora_rank is not None:
             self.q_layernorm.eps = LATENT_EPSILON
-
-    def forward(
-        self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor, **named: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """MLASelfAttention's forward."""
-        self._table = rotary_pos_emb
-        try:
-            return super().forward(hidden_states, *arguments, **named)
-        finally:
-            self._table = None
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *arguments: Any, **named: Any

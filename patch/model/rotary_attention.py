@@ -10,49 +10,56 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch.autograd.function import once_differentiable
 
 from patch.model.kernels import LayerKernels, layer_kernels
 
 
-class RotaryAttention(SelfAttention):
-    """SelfAttention whose `rotary_pos_emb` is a table of `RotaryTable`, [2, S, B or 1, 1, D / 2].
+class TableAttention(Attention):
+    """Before one of upstream's attentions: its `rotary_pos_emb` is a table of `RotaryTable`.
 
     Args:
         is_fused: whether RoPE is a Triton kernel.
-        arguments: those of SelfAttention.
+        arguments, named: those of upstream's.
     """
 
     def __init__(self, *arguments: Any, is_fused: bool, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._is_fused = is_fused
-        self._has_head_norms = not isinstance(self.q_layernorm, IdentityOp | None)
+        self._kernels = layer_kernels(is_fused)
         self._table: torch.Tensor | None = None
+        """[2, S, B or 1, 1, D / 2], during forward; D are the channels that turn."""
 
     def forward(
         self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """SelfAttention's forward; upstream's own RoPE is skipped."""
+        """Upstream's forward, whose own RoPE is skipped."""
         self._table = rotary_pos_emb
         try:
             return super().forward(hidden_states, *arguments, **named)
         finally:
             self._table = None
 
+
+class RotaryAttention(TableAttention, SelfAttention):
+    """SelfAttention whose q and k are split off and turned in one step; arguments are TableAttention's."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._has_head_norms = not isinstance(self.q_layernorm, IdentityOp | None)
+
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Turned q [S, B, N, D] and k [S, B, G, D], and v [S, B, G, D], from hidden states [S, B, H]."""
         assert self._table is not None, "called by forward only"
-        kernels = layer_kernels(self._is_fused)
         if self._has_head_norms:  # they are between the split and the turn
             query, key, value = super().get_query_key_value_tensors(hidden_states)
-            query, key = (Turn.apply(heads, self._table, kernels) for heads in (query, key))
+            query, key = (Turn.apply(heads, self._table, self._kernels) for heads in (query, key))
             return query, key, value
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
-        return _SplitAndTurn.apply(mixed, self._table, kernels)
+        return _SplitAndTurn.apply(mixed, self._table, self._kernels)
 
 
 class Turn(torch.autograd.Function):

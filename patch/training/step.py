@@ -149,7 +149,8 @@ def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: 
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     divisor, scale = max(divisor, 1.0), loss_scale or 1.0
-    for router in routers_of(run.stages) if loss_scale is not None else ():
+    counts_experts = bool(run.config.model.num_experts) and loss_scale is not None
+    for router in routers_of(run.stages) if counts_experts else ():
         router.counts.zero_()
     are_sends_dropped = loss_scale is None and run.stages[0].config.overlap_p2p_comm_warmup_flush
     try:
