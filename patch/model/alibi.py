@@ -89,10 +89,7 @@ class AlibiAttention(torch.nn.Module):
             torch.cat((heads, channels.to(heads.dtype).expand(*heads.shape[:3], -1)), dim=-1)
             for heads, channels in ((query, self._of_heads(query)), (key, self._of_positions(positions)))
         )
-        value_and_zeros = F.pad(value, (0, self._num_channels))
-        named["packed_seq_params"] = packed_seq_params
-        context = self.attention(*wide, value_and_zeros, *arguments, **named)
-        return context.unflatten(2, query.shape[2:3] + (-1,))[..., : query.shape[3]].flatten(2)
+        return self.attention(*wide, value, *arguments, packed_seq_params=packed_seq_params, **named)
 
     def _of_heads(self, query: torch.Tensor) -> torch.Tensor:
         """[N, channels]: of each slope, before the scale of scores, three parts twice, and zeros."""

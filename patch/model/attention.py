@@ -82,14 +82,27 @@ class CausalAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attend causally.
 
+        Values with fewer channels are padded to the width of queries and keys, for every kernel to take them.
+
         Args:
-            query: [S, B, N, D]; key, value: [S, B, G, D] with G dividing N.
+            query: [S, B, N, D]; key: [S, B, G, D] with G dividing N; value: [S, B, G, V] with V at most D.
             attention_mask, attention_bias: None; upstream's protocol passes them.
             packed_seq_params: the sequences of which the rows consist; None: each row is one.
         Returns:
-            [S, B, N * D].
+            [S, B, N * V].
         """
         assert attention_mask is None and attention_bias is None
+        width = value.shape[3]
+        if width == query.shape[3]:
+            return self._attend_tokens(query, key, value, packed_seq_params)
+        wide = F.pad(value, (0, query.shape[3] - width))
+        context = self._attend_tokens(query, key, wide, packed_seq_params)
+        return context.unflatten(2, (query.shape[2], -1))[..., :width].flatten(2)
+
+    def _attend_tokens(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: Any
+    ) -> torch.Tensor:
+        """Attend as `forward` does: [S, B, N or G, D] in, [S, B, N * D] out."""
         with sdpa_kernel(self.backends, set_priority=True) if self.backends else nullcontext():
             if packed_seq_params is not None:
                 return self._attend_packed(query, key, value, packed_seq_params)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
 
 from patch.distributed.context_group import ContextGroup, join_parts, split_parts
 from patch.model.attention import CausalAttention
@@ -42,32 +41,21 @@ class ContextParallelAttention(CausalAttention):
         self._is_ring = cp_comm_type == "p2p"
         self.group = ContextGroup(pg_collection.cp)
 
-    def forward(
+    def _attend_tokens(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
+        packed_seq_params: PackedSequences | None,
     ) -> torch.Tensor:
-        """Attend causally; all ranks of the group call it together.
+        """[s, B, N or G, D] in, [s, B, N * D] out; all ranks of the group call it together.
 
-        Args:
-            query: [s, B, N, D]; key, value: [s, B, G, D] with G dividing N.
-            attention_mask, attention_bias: None; upstream's protocol passes them.
-            packed_seq_params: the sequences of which the whole rows consist; None: each row is one.
-        Returns:
-            [s, B, N * D].
+        The packed sequences are those of which the whole rows consist.
         """
         if self._is_ring:
-            assert attention_mask is None and attention_bias is None
             return self._attend_around_ring(query, key, value, packed_seq_params)
         query, key, value = gather_sequences(query, key, value, self.group)
-        context = super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        return scatter_sequences(context, self.group)
+        return scatter_sequences(super()._attend_tokens(query, key, value, packed_seq_params), self.group)
 
     def _attend_around_ring(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences | None

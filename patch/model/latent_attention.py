@@ -4,7 +4,7 @@
                 gradient of the keys' part with RoPE, which all heads share, is that of one rank's heads
                 (multi_latent_attention.py:605-611). With SP a rank has latents of its part of the tokens.
     heads       cut over TP, as in any attention
-    values      padded to the width of queries and keys, so that every kernel takes them
+    values      narrower than queries and keys, as our attention takes them
 
 The layers, their names and the scale of scores are upstream's.
 
@@ -17,15 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.model.attention import CausalAttention
 from patch.model.linear import PLAIN
 from patch.model.rotary_attention import TableAttention, Turn
 
@@ -82,33 +79,3 @@ class LatentAttention(TableAttention, MLASelfAttention):
         assert self._table is not None, "called by forward only"
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return Turn.apply(halves, self._table, self._kernels)
-
-
-class LatentCoreAttention(torch.nn.Module):
-    """Another core attention, for values that have fewer channels than queries and keys.
-
-    Args:
-        config: upstream's.
-        attention: the class of the other one.
-        arguments: those of the other one.
-    """
-
-    def __init__(
-        self, *, config: TransformerConfig, attention: type[CausalAttention], **arguments: Any
-    ) -> None:
-        super().__init__()
-        self.attention = attention(config=config, **arguments)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *arguments: Any,
-        **named: Any,
-    ) -> torch.Tensor:
-        """See CausalAttention; [S, B, N * V] comes out."""
-        num_heads, width = value.shape[2:]
-        wide = F.pad(value, (0, query.shape[3] - width))
-        context = self.attention(query, key, wide, *arguments, **named)
-        return context.unflatten(2, (num_heads, -1))[..., :width].flatten(2)

@@ -50,7 +50,7 @@ from patch.model.hf_order import (
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.latent_attention import LatentAttention, LatentCoreAttention
+from patch.model.latent_attention import LatentAttention
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
@@ -239,8 +239,6 @@ class Blueprint:
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
         params: dict[str, Any] = {"kernels": self.backends.sdpa}
-        if self.model.kv_lora_rank is not None:
-            return ModuleSpec(module=LatentCoreAttention, params={**params, "attention": attention})
         if self.traits.has_rope:
             return ModuleSpec(module=attention, params=params)
         params |= {"attention": attention, "num_channels": self.traits.position_channels}
