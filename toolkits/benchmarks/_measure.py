@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -205,3 +206,12 @@ def kernel_table(title: str, kernels: Sequence[Sequence[Any]]) -> str:
     """A row for each of `dearest_kernels`, as JSON has them."""
     rows = [(f"`{name}`", f"{ms:.1f}", f"{share:.1%}", calls) for name, calls, ms, share in kernels]
     return f"{title}\n\n{table(('kernel', 'ms', 'share', 'calls'), rows)}"
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, context: DeviceContext
+) -> tuple[dict[str, list[Seconds]], str, Rounds]:
+    """All times of calls in this process; which kind of them counts, wall on a GPU or else cpu; and those."""
+    times = take_turns({name: partial(time_call, call, context) for name, call in calls.items()}, rounds)
+    kind = "wall" if context.is_cuda else "cpu"
+    return times, kind, Rounds({name: [getattr(one, kind) for one in own] for name, own in times.items()})

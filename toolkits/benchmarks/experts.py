@@ -22,7 +22,7 @@ from patch.device import DeviceContext
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import run_config
-from toolkits.benchmarks._measure import Rounds, take_turns, time_call
+from toolkits.benchmarks._measure import time_in_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import job
 
@@ -43,12 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace) -> Report:
     context = DeviceContext.select(0)
     with job(context):
-        contenders = _contenders(arguments, context)
-        rounds = take_turns(
-            {name: partial(time_call, run, context) for name, run in contenders.items()}, arguments.rounds
-        )
-    kind = "wall" if context.is_cuda else "cpu"
-    found = Rounds({name: [getattr(one, kind) for one in times] for name, times in rounds.items()})
+        rounds, kind, found = time_in_turns(_contenders(arguments, context), arguments.rounds, context)
     aims = [
         Aim(f"{kind} time of experts / of a dense MLP", found.ratio(OURS, DENSE), _MOST_TIME),
     ]

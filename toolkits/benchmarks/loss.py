@@ -21,7 +21,7 @@ from patch.device import DeviceContext
 from patch.distributed.groups import initialize
 from patch.model import LearnedTokens, build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import run_config
-from toolkits.benchmarks._measure import Columns, Rounds, peak_bytes, take_turns, time_call
+from toolkits.benchmarks._measure import Columns, peak_bytes, time_in_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import job
 
@@ -44,11 +44,7 @@ def _run(arguments: argparse.Namespace) -> Report:
     with job(context):
         contenders = _contenders(arguments, context)
         peaks = {name: peak_bytes(run, context.device) for name, run in contenders.items()}
-        rounds = take_turns(
-            {name: partial(time_call, run, context) for name, run in contenders.items()}, arguments.rounds
-        )
-    kind = "wall" if context.is_cuda else "cpu"
-    found = Rounds({name: [getattr(one, kind) for one in times] for name, times in rounds.items()})
+        rounds, kind, found = time_in_turns(contenders, arguments.rounds, context)
     aims = [
         Aim("peak memory, as a share of upstream's", peaks[OURS] / peaks[UPSTREAM], _MOST_MEMORY),
         Aim(f"{kind} time, as a share of upstream's", found.ratio(OURS, UPSTREAM), _MOST_TIME),
