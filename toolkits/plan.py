@@ -25,7 +25,7 @@ from patch.errors import ConfigError, PatchError
 from patch.logger import configure_logging
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
-from patch.plan.report import plan_json, plan_lines
+from patch.plan.report import plan_json, plan_lines, rank_groups, rank_lines
 from toolkits import _scaling, _search
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
 
@@ -61,7 +61,11 @@ def _plan(options: argparse.Namespace, argv: list[str]) -> int:
     (planned,) = plans
     for line in plan_lines(planned, options.tokens, explain=options.explain):
         print(line)
-    _write(options.json, plan_json(planned, options.tokens) if options.json else {})
+    report = plan_json(planned, options.tokens) if options.json else {}
+    if options.ranks:
+        print(*rank_lines(planned.resolved), sep="\n")
+        report["ranks"] = {name: [*map(list, each)] for name, each in rank_groups(planned.resolved).items()}
+    _write(options.json, report)
     return 0 if fit_of(planned.resolved, planned.machine.facts).is_whole else 1
 
 
@@ -118,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
         "--price", type=_count, metavar="X", help="of a device hour, for the cost of --tokens"
     )
     parser.add_argument("--explain", action="store_true", help="print the formulas behind each line")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--ranks", action="store_true", help="also print which ranks form which process groups")
+    what.add_argument(
         "--search", action="store_true", help="find the fastest layouts that fit, and their command lines"
     )
     parser.add_argument("--best", type=positive, default=5, metavar="N", help="--search: so many [5]")

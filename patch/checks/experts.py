@@ -6,6 +6,7 @@ from patch.checks.model import divisors
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
+from patch.errors import ConfigError
 
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
@@ -41,6 +42,21 @@ def experts_are_distributed(config: RunConfig, machine: MachineFacts) -> None:
         if config.experts.moe_token_dispatcher_type == "alltoall":
             why = f"at EP={ep_size} and ETP={etp_size} its parts differ in size, which gloo cannot gather"
             refuse("moe_token_dispatcher_type", "alltoall", "allgather on CPUs", why)
+
+
+def experts_share_pipelines(config: RunConfig, machine: MachineFacts | None = None) -> None:
+    """The order of ranks gives experts the pipelines of the layers around them."""
+    if config.model.num_experts and not config.experts_share_pipelines:
+        layers, of_experts = (
+            ", ".join(f"{axis.upper()}={size}" for axis, size in axes.items())
+            for axes in (config.axes, config.expert_axes)
+        )
+        raise ConfigError(
+            f"got {config.parallel.rank_order} with {layers}, and for experts {of_experts}, expected an "
+            "order that ends in pp, or EP x ETP = CP x TP and these axes on one side of pp: experts would "
+            "have other pipelines than the layers around them",
+            field="rank_order",
+        )
 
 
 def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:

@@ -141,16 +141,10 @@ def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) ->
 def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
     """The order of ranks names each axis once; axes of size 1 may be left out."""
     parallel = config.parallel
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "cp": parallel.context_parallel_size,
-        "dp": config.data_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-    }
     named, expected = parallel.rank_order.split("-"), "tp, cp, dp and pp in any order, such as tp-cp-pp-dp"
     if len({*named}) < len(named) or not {*named} <= {*RANK_AXES, "ep"}:
         refuse("rank_order", parallel.rank_order, expected, "it names each axis once, the fastest first")
-    for axis, size in sizes.items():
+    for axis, size in config.axes.items():
         if size > 1 and axis not in named:
             refuse("rank_order", parallel.rank_order, expected, f"{axis} is missing, its size is {size}")
 

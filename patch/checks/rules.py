@@ -72,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     layout.rank_order_is_whole,
     experts.experts_are_possible,
     experts.experts_are_distributed,
+    experts.experts_share_pipelines,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
     layout.micro_batch_groups_fit,

@@ -46,3 +46,7 @@ class ExpertsConfig:
         none=0,
         at_least=0,
     )
+
+    def etp_size(self, tp_size: int) -> int:
+        """Processes that share each expert (ETP), where `tp_size` share other layers."""
+        return self.expert_tensor_parallel_size or tp_size

@@ -15,6 +15,7 @@ Imports neither torch nor megatron.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from patch.config.choices import (
@@ -36,6 +37,7 @@ from patch.config.experts import ExpertsConfig
 from patch.config.optimizer_schema import OptimizerConfig
 from patch.families import ModelConfig
 from patch.flag_field import flag
+from patch.layout import apart
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
 from patch.storage.names import STOP_FILE
 
@@ -144,6 +146,13 @@ class ParallelConfig:
         """The axes of --rank-order: without ep, and with those that it leaves out; their size is 1."""
         named = [axis for axis in self.rank_order.split("-") if axis != "ep"]
         return (*named, *(axis for axis in RANK_AXES if axis not in named))
+
+    @property
+    def order_of_experts(self) -> str:
+        """--rank-order with ep, as megatron-core takes it; in the place of cp where it is not named."""
+        if "ep" in self.rank_order.split("-"):
+            return self.rank_order
+        return "-".join(self.rank_axes).replace("cp", "cp-ep")
 
     def num_split_layers(self, num_layers: int) -> int:
         """What pipeline stages share evenly: the layers, and embedding and loss if they count as layers."""
@@ -299,7 +308,7 @@ class RunConfig:
     @property
     def etp_size(self) -> int:
         """Ranks that share an expert (ETP)."""
-        return self.experts.expert_tensor_parallel_size or self.parallel.tensor_model_parallel_size
+        return self.experts.etp_size(self.parallel.tensor_model_parallel_size)
 
     @property
     def num_expert_copies(self) -> int:
@@ -307,6 +316,38 @@ class RunConfig:
         sizes = self.etp_size * self.parallel.pipeline_model_parallel_size
         sizes *= self.experts.expert_model_parallel_size
         return self.world_size // sizes if self.model.num_experts else 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes along which ranks are numbered, the fastest first."""
+        parallel = self.parallel
+        sizes = {
+            "tp": parallel.tensor_model_parallel_size,
+            "cp": parallel.context_parallel_size,
+            "dp": self.data_parallel_size,
+            "pp": parallel.pipeline_model_parallel_size,
+        }
+        return {axis: sizes[axis] for axis in parallel.rank_axes}
+
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """The same of experts, which have no cp: tp is ETP, dp is EDP."""
+        sizes = {"tp": self.etp_size, "ep": self.experts.expert_model_parallel_size}
+        sizes |= {"dp": self.num_expert_copies, "pp": self.parallel.pipeline_model_parallel_size}
+        order = self.parallel.order_of_experts.split("-")
+        return {axis: sizes[axis] for axis in order if axis != "cp"}
+
+    @property
+    def experts_share_pipelines(self) -> bool:
+        """Whether experts would have the pipelines of the layers around them in this order of ranks.
+
+        Source: what megatron-core can place, parallel_state.py:793-817.
+        """
+        axes, of_experts = self.axes, self.expert_axes
+        if math.prod(of_experts.values()) != self.world_size:  # an axis that --rank-order leaves out
+            return False
+        is_placed = self.parallel.order_of_experts.endswith("pp") or axes["dp"] == of_experts["dp"]
+        return axes["pp"] == 1 or (is_placed and apart(axes, "pp") == apart(of_experts, "pp"))
 
     @property
     def num_state_shares(self) -> int:

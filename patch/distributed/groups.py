@@ -17,10 +17,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from patch.checks.experts import experts_share_pipelines
 from patch.compat.overhead import shared_devices
 from patch.config.experts import ExpertsConfig
 from patch.config.schema import ParallelConfig, RunConfig
@@ -57,6 +57,7 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
             f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
             "(--nnodes x --nproc-per-node): give the number that torchrun starts"
         )
+    experts_share_pipelines(config)
     experts = config.experts if config.model.num_experts else None
     return _build_groups(config.parallel, config.training.seed, experts)
 
@@ -65,16 +66,15 @@ def _build_groups(
     parallel: ParallelConfig, seed: int, experts: ExpertsConfig | None = None
 ) -> ProcessGroupCollection:
     """Without experts there are no groups of theirs."""
-    etp_size = (experts and experts.expert_tensor_parallel_size) or parallel.tensor_model_parallel_size
-    order = "-".join("cp-ep" if axis == "cp" else axis for axis in parallel.rank_axes)
+    etp_size = (experts or ExpertsConfig()).etp_size(parallel.tensor_model_parallel_size)
+    order = "-".join(parallel.rank_axes).replace("cp", "cp-ep")
     if experts is None:
         # Upstream builds groups of experts all the same, and refuses an order in which their pipelines differ
         # from the model's (parallel_state.py:808-817). Experts in the place of CP make them equal.
         ep_size = 1 if order.endswith("pp") else parallel.context_parallel_size
     else:
         ep_size = experts.expert_model_parallel_size
-        order = parallel.rank_order if "ep" in parallel.rank_order.split("-") else order
-        _check_experts(parallel, order, ep_size, etp_size)
+        order = parallel.order_of_experts
     with shared_devices():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -92,24 +92,6 @@ def _build_groups(
         delattr(groups, name)
     seed_generators(seed)
     return groups
-
-
-def _check_experts(parallel: ParallelConfig, order: str, ep_size: int, etp_size: int) -> None:
-    """Refuse an order in which megatron-core cannot place experts (parallel_state.py:793-817)."""
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    world_size, cp_size = dist.get_world_size(), parallel.context_parallel_size
-    sizes = f"EP={ep_size}, ETP={etp_size}, TP={tp_size}, PP={pp_size}, CP={cp_size}"
-    edp_size = world_size // (etp_size * ep_size * pp_size)
-    dp_size = world_size // (tp_size * pp_size * cp_size)
-    of_others = RankGenerator(tp_size, 1, dp_size, pp_size, cp_size, order)
-    of_experts = RankGenerator(etp_size, ep_size, edp_size, pp_size, 1, order)
-    is_placed = order.endswith("pp") or pp_size == 1 or edp_size == dp_size
-    if not is_placed or of_others.get_ranks("pp") != of_experts.get_ranks("pp"):
-        raise ConfigError(
-            f"got {order} with {sizes}, expected an order that ends in pp, or EP x ETP = CP x TP and "
-            "these axes on one side of pp: experts would have other pipelines than the layers around them",
-            field="rank_order",
-        )
 
 
 def split_instances(groups: ProcessGroupCollection, num_instances: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+
 _LEAST_CHUNK_BYTES = 2**26
 """Bytes of float32 logits: enough for efficient products."""
 
@@ -17,3 +20,25 @@ def chunk_length(vocab_rows: int, hidden_size: int) -> int:
         hidden_size: width of the hidden states.
     """
     return max(1, max(_LEAST_CHUNK_BYTES // 4, vocab_rows * hidden_size // 4) // vocab_rows)
+
+
+def apart(axes: Mapping[str, int], axis: str) -> int:
+    """By how many ranks two neighbours along an axis differ.
+
+    Args:
+        axes: their sizes, the fastest first.
+        axis: one of them.
+    """
+    names = [*axes]
+    return math.prod(axes[name] for name in names[: names.index(axis)])
+
+
+def groups_along(axes: Mapping[str, int], axis: str) -> Iterator[range]:
+    """The groups of ranks that differ in their places along an axis only, by their first ranks.
+
+    Source: megatron-core's RankGenerator.
+    """
+    step = apart(axes, axis)
+    length = step * axes[axis]
+    for begin in range(0, math.prod(axes.values()), length):
+        yield from (range(first, begin + length, step) for first in range(begin, begin + step))

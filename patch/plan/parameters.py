@@ -56,9 +56,7 @@ class Cut(NamedTuple):
     def of(cls, parallel: ParallelConfig, experts: ExpertsConfig) -> Cut:
         """The parts of a run."""
         tp_size = parallel.tensor_model_parallel_size
-        return cls(
-            tp_size, experts.expert_model_parallel_size, experts.expert_tensor_parallel_size or tp_size
-        )
+        return cls(tp_size, experts.expert_model_parallel_size, experts.etp_size(tp_size))
 
 
 def parameters_per_rank(

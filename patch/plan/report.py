@@ -8,6 +8,7 @@ from typing import Any
 from patch.config import RunConfig
 from patch.config.fields import scalars_of
 from patch.device import MachineFacts
+from patch.layout import groups_along
 from patch.numbers import counted, scaled, size_text, timed
 from patch.plan.cures import cures, what_lacks
 from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
@@ -19,6 +20,8 @@ from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import StepTime, step_time
 
+_SHOWN_RANKS = 16
+"""Ranks of an axis that are named."""
 _SHOWN = 0.001
 """A part below 0.1 % of a step is not shown."""
 
@@ -90,6 +93,28 @@ def _rates(machine: Machine) -> Iterator[str]:
         f"{reached.sustained}; links {reached.node_link}, {reached.network} and {reached.host_link}"
     )
     yield f"a collective's step takes {timed(machine.node_link_latency)}, or {timed(machine.network_latency)}"
+
+
+def rank_groups(config: RunConfig) -> dict[str, list[range]]:
+    """The process groups of several ranks by their axes; those of experts are ETP, EP and EDP."""
+    places = [(axis.upper(), config.axes, axis) for axis in config.axes]
+    if config.model.num_experts:
+        of_experts = (("ETP", "tp"), ("EP", "ep"), ("EDP", "dp"))
+        places += [(name, config.expert_axes, axis) for name, axis in of_experts]
+    return {name: list(groups_along(axes, axis)) for name, axes, axis in places if axes.get(axis, 1) > 1}
+
+
+def rank_lines(config: RunConfig) -> Iterator[str]:
+    """Who is in which process group: all of 16 ranks, of more the first groups."""
+    experts = f", of experts {'-'.join(config.expert_axes)}" if config.model.num_experts else ""
+    yield f"ranks       {config.world_size} in the order {'-'.join(config.axes)}{experts}, the fastest first"
+    for name, groups in rank_groups(config).items():
+        size, first = len(groups[0]), groups[0]
+        shown = [" ".join(map(str, group)) for group in groups[: _SHOWN_RANKS // size]]
+        shown = shown or [f"{first[0]} {first[1]} {first[2]} ... {first[-1]}"]
+        more = ", ..." if len(groups) > len(shown) else ""
+        counts = f"{counted(len(groups), 'group')} of {size}, {first.step} apart"
+        yield f"{INDENT}{name:<4}{counts}: {', '.join(shown)}{more}"
 
 
 def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:

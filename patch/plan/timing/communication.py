@@ -8,13 +8,13 @@ them. With one rank a node NCCL's trees take log2(P) steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ContextCommunication
 from patch.families import attended_channels
+from patch.layout import apart
 from patch.plan.activations import boundary_bytes, dispatch_of
 from patch.plan.memory import gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_of
@@ -45,51 +45,14 @@ def group_of(config: RunConfig, *axes: str, instances: int = 1, of_experts: bool
         instances: equal parts in which the group is cut; neighbours stay together.
         of_experts: whether these are the axes along which experts are distributed.
     """
-    parallel, sizes = config.parallel, _sizes(config)
-    order: Sequence[str] = parallel.rank_axes
-    if of_experts:
-        sizes, order = _expert_sizes(config), _expert_axes(config)
     size, on_node, stride = 1, 1, 1
-    for axis in order:
+    for axis, length in (config.expert_axes if of_experts else config.axes).items():
         if axis in axes:
-            size *= sizes[axis]
-            on_node *= min(sizes[axis], max(1, parallel.nproc_per_node // stride))
-        stride *= sizes[axis]
+            size *= length
+            on_node *= min(length, max(1, config.parallel.nproc_per_node // stride))
+        stride *= length
     size //= instances
     return Group(size, min(on_node, size))
-
-
-def apart(config: RunConfig, axis: str) -> int:
-    """By how many ranks two neighbours along an axis differ."""
-    axes, sizes = config.parallel.rank_axes, _sizes(config)
-    return math.prod(sizes[each] for each in axes[: axes.index(axis)])
-
-
-def _sizes(config: RunConfig) -> dict[str, int]:
-    parallel = config.parallel
-    return {
-        "tp": parallel.tensor_model_parallel_size,
-        "cp": parallel.context_parallel_size,
-        "dp": config.data_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-    }
-
-
-def _expert_sizes(config: RunConfig) -> dict[str, int]:
-    return {
-        "tp": config.etp_size,
-        "ep": config.experts.expert_model_parallel_size,
-        "dp": config.num_expert_copies,
-        "pp": config.parallel.pipeline_model_parallel_size,
-    }
-
-
-def _expert_axes(config: RunConfig) -> list[str]:
-    """The axes of experts in the order of ranks; EP is where `--rank-order` says, or in the place of CP."""
-    parallel = config.parallel
-    if "ep" in (named := parallel.rank_order.split("-")):
-        return [axis for axis in named if axis != "cp"]
-    return ["ep" if axis == "cp" else axis for axis in parallel.rank_axes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +100,7 @@ def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes:
         axis: `pp`, or `cp` for a ring.
         num_bytes: of the message.
     """
-    distance, reached = apart(config, axis), machine.reached
+    distance, reached = apart(config.axes, axis), machine.reached
     if distance * (group_of(config, axis).size - 1) < config.parallel.nproc_per_node:
         return machine.node_link_latency + num_bytes / (machine.node_link_bandwidth * reached.node_link)
     return machine.network_latency + num_bytes / (machine.network_bandwidth * reached.network)

@@ -17,6 +17,7 @@ from patch import compat
 from patch.config.schema import RunConfig
 from patch.distributed.groups import alone, initialize, shutdown
 from patch.errors import ConfigError
+from patch.plan.report import rank_groups
 
 AXES = ("tp", "cp", "dp", "pp")
 
@@ -56,6 +57,7 @@ def test_generators_of_cut_weights_differ_over_tp_alone() -> None:
 
 
 OF_ALL = {**{axis: axis for axis in AXES}, "dp_cp": "dp-cp", "mp": "tp-pp"}
+BUILT = {"ETP": "expt_tp", "EDP": "expt_dp"}
 OF_EXPERTS = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp-ep", "pp": "pp"}
 EXPERTS = [(2, 1), (4, 1), (2, 2), (12, 1)]
 """EP and ETP, some of which suit no order, some not every one."""
@@ -77,8 +79,9 @@ def run_orders() -> None:
             dist.init_process_group("fake", store=FakeStore(), rank=own % world, world_size=world)
             experts = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
             own_fields = {"num_experts": 24, **experts} if ep else {}
+            config = _config(sizes, rank_order=order, **own_fields)
             try:
-                groups = initialize(_config(sizes, rank_order=order, **own_fields), CPU)
+                groups = initialize(config, CPU)
             except ConfigError:
                 refused.add((order, ep, etp))
                 with pytest.raises((AssertionError, RuntimeError)):
@@ -94,6 +97,12 @@ def run_orders() -> None:
                 for name, axes in names.items():
                     (expected,) = (ranks for ranks in generator.get_ranks(axes) if own % world in ranks)
                     assert dist.get_process_group_ranks(getattr(groups, name)) == expected, (order, name)
+                planned = rank_groups(config)
+                assert len(planned) >= 3 + ("cp" in order) + bool(ep)
+                for name, of_axis in planned.items():
+                    built = dist.get_process_group_ranks(getattr(groups, BUILT.get(name, name.lower())))
+                    assert sorted(itertools.chain(*of_axis)) == [*range(world)]
+                    assert built in map(list, of_axis), (order, name)
             shutdown()
     assert ("tp-cp-ep-pp-dp", 2, 1) in refused
     assert not refused & {("tp-cp-dp-pp", 2, 2), ("tp-cp-ep-pp-dp", 4, 1)}

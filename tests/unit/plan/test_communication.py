@@ -5,8 +5,9 @@ import itertools
 import pytest
 from planned_runs import planned_run as run
 
+from patch.layout import apart
 from patch.plan.activations import boundary_bytes
-from patch.plan.timing.communication import apart, group_of
+from patch.plan.timing.communication import group_of
 
 SHAPES = [
     ("tp-cp-dp-pp", 2, 1, 4, 4),
@@ -33,7 +34,7 @@ def test_groups_lie_on_nodes_as_a_list_of_all_ranks_says(order, tp, cp, dp, pp, 
     assert max(nodes.count(node) for node in nodes) == group_of(config, *axes).per_node
     assert len(set(nodes)) == group_of(config, *axes).nodes
     if len(axes) == 1 and len(group) > 1:
-        assert apart(config, axes[0]) == group[1] - group[0]
+        assert apart(config.axes, axes[0]) == group[1] - group[0]
 
 
 def test_sequence_parallelism_cuts_what_stages_send():
