@@ -19,7 +19,7 @@ from patch.families.deepseek import DEEPSEEK_V2
 from patch.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from patch.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertsFamily, StackedPart, stacked_part
 from patch.families.family import Family
-from patch.families.layers import expert_layers
+from patch.families.layers import EVERY_LAYER, expert_layers
 from patch.families.shape import (
     ALIBI_POSITIONS,
     EXPERT_FIELDS,
@@ -219,7 +219,7 @@ for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_M
     register_family(_family)
 
 __all__ = [
-    "ALIBI_POSITIONS", "EXPERT_FIELDS", "FAMILIES", "LATENT_FIELDS", "PRESETS", "SHAPE_FIELDS",
+    "ALIBI_POSITIONS", "EVERY_LAYER", "EXPERT_FIELDS", "FAMILIES", "LATENT_FIELDS", "PRESETS", "SHAPE_FIELDS",
     "TRAIT_FIELDS", "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind",
     "ModelConfig", "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels",
     "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "no_class", "own_traits",

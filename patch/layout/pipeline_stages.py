@@ -106,6 +106,11 @@ class StageActivations(NamedTuple):
     kept: int
     """All that backward needs is kept; with AC=sel (as of offloaded layers) what it keeps."""
 
+    @property
+    def computed_again(self) -> slice:
+        """The places of recomputed layers in the stage."""
+        return slice(self.offloaded, self.offloaded + self.recomputed)
+
 
 def stage_activations(num_layers: int, settings: Any) -> StageActivations:
     """How a stage of this many layers is split. A stage that has fewer than are asked for gives what it has.

@@ -19,6 +19,7 @@ from patch.logger import get_logger
 from patch.numbers import size_text
 from patch.plan.fits import Fit, fit_of, heaviest_rank
 from patch.plan.memory import device_memory, usable_device_memory
+from patch.plan.parameters import layer_kinds
 from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.layer_time import layer_times
 from patch.plan.timing.machine_presets import machines_of
@@ -71,9 +72,7 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     if fitting:
         chosen = min(fitting, key=lambda candidate: candidate.cost)
     else:
-        chosen = min(
-            candidates, key=lambda candidate: (not candidate.fits_host, candidate.fit.device_needed)
-        )
+        chosen = min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.fit.device_needed))
         _logger.warning(
             "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more "
             "PP, TP or CP, a smaller micro-batch or optimizer offload need less"
@@ -93,6 +92,7 @@ class _Search:
 
     def __init__(self, config: RunConfig, machine: MachineFacts) -> None:
         self._config, self._machine = with_mix(config, Mix()), machine
+        self._alike = layer_kinds(self._config)[1]  # costs are those of layers with experts
         self._num_layers = max(config.stage_layers)
         # A simulated device has no speed.
         self._timed_on = machines_of(config, machine) if machine.cuda_devices else None
@@ -133,7 +133,7 @@ class _Search:
             return float(self._num_layers if mix.method == "uniform" else mix.recomputed)
         selective, offload = SELECTIVE_COST, self._num_layers + 1.0  # rather recompute all
         if self._timed_on is not None:
-            times = layer_times(with_mix(self._config, mix), self._timed_on)
+            times = layer_times(with_mix(self._alike, mix), self._timed_on)
             forward = times.forward.total
             selective, offload = times.selective / forward, OFFLOAD_COST + times.offload / forward
         is_selective = mix.granularity == "selective"
@@ -146,7 +146,7 @@ class _Search:
         device = "GPU" if self._machine.cuda_devices else "simulated device"
         speed = "of unknown speed, so recomputation goes before offload"
         if self._timed_on is not None:
-            machine, times = self._timed_on, layer_times(self._config, self._timed_on)
+            machine, times = self._timed_on, layer_times(self._alike, self._timed_on)
             link = machine.host_link_bandwidth * machine.reached.host_link
             speed = (
                 f"a layer's forward takes {1e3 * times.forward.total:.1f} ms by plan; the host is reached "

@@ -15,7 +15,7 @@ from patch.config.choices import PRECISIONS, Recompute
 from patch.families import attended_channels, traits_of, widths
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import element_bytes
+from patch.plan.parameters import by_layer, element_bytes
 from patch.plan.pipeline import Moment, Schedule, moments
 
 _HALF = 2
@@ -104,20 +104,9 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         stage: its number in the order of the model.
         cuda: whether it runs on a GPU.
     """
-    parallel, model = config.parallel, config.model
-    size = element_bytes(config.training.precision)
-    tp_size, last = parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
-    tokens = config.micro_batch_tokens
-    hidden, boundary = tokens * model.hidden_size * size, boundary_bytes(config)
-    # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
-    gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
-    gradients += 2 * hidden if parallel.sequence_parallel else 0
-    if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
-        # On a CPU one expert after the other has them.
-        share = 1 if cuda else config.experts.expert_model_parallel_size / model.num_experts
-        again = model.expert_width // config.etp_size * (2 * size + _FP32) * share
-        gradients += int(dispatch_of(config).rows * (2 * model.hidden_size * size + again))
-        gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
+    model, size = config.model, element_bytes(config.training.precision)
+    tp_size, last = config.parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
+    tokens, boundary = config.micro_batch_tokens, boundary_bytes(config)
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
     # What a norm gives is the input of the next operation, which counts it.
@@ -135,17 +124,33 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         layers=sum(layer.kept for layer in layers),
         ends=ends,
         forward=forward + travelling,
-        backward=_backward(layers) + gradients + travelling,
+        backward=_backward(layers) + travelling,
         embedding=rows * model.hidden_size * size if stage == 0 else 0,
         on_host=sum(layer.on_host for layer in layers),
     )
+
+
+def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
+    """What the backward of a layer's MLP or experts allocates."""
+    model, size, tokens = config.model, element_bytes(config.training.precision), config.micro_batch_tokens
+    tp_size = config.parallel.tensor_model_parallel_size
+    # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
+    gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
+    gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
+    if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
+        # On a CPU one expert after the other has them.
+        share = 1 if cuda else config.experts.expert_model_parallel_size / model.num_experts
+        again = model.expert_width // config.etp_size * (2 * size + _FP32) * share
+        gradients += int(dispatch_of(config).rows * (2 * model.hidden_size * size + again))
+        gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
+    return gradients
 
 
 class _LayerBytes(NamedTuple):
     kept: int
     """On the device from forward to backward."""
     back: int
-    """What its own backward has in addition: computed again, or come back from the host."""
+    """What its own backward has in addition: computed again, come back from the host, allocated."""
     on_host: int = 0
 
 
@@ -158,22 +163,31 @@ def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes
         cuda: whether the layers are on a GPU.
     """
     training, num_layers = config.training, config.stage_layers[stage]
-    of_layer = activation_bytes(config, cuda=cuda)
-    whole, boundary = of_layer[None], boundary_bytes(config)
+    boundary = boundary_bytes(config)
+    granularity: Recompute | None = "selective" if config.recompute == "selective" else None
+
+    def measure(run: RunConfig) -> tuple[_LayerBytes, int]:
+        of_layer = activation_bytes(run, cuda=cuda)
+        return _LayerBytes(of_layer[None], _gradient_bytes(run, cuda=cuda)), of_layer[granularity]
+
+    layers = by_layer(config, measure)[stage]
     if config.recompute == "full" and training.recompute_method == "uniform":
-        block = training.recompute_num_layers
-        return [_LayerBytes(boundary, block * whole - boundary)] * (num_layers // block)
+        size, wholes = training.recompute_num_layers, [whole for whole, _ in layers]
+        blocks = (wholes[end - size : end] for end in range(size, num_layers + 1, size))
+        again = (sum(whole.kept for whole in block) + _backward(block) for block in blocks)
+        return [_LayerBytes(boundary, back - boundary) for back in again]
     split = stage_activations(num_layers, training)
-    kept = of_layer["selective"] if config.recompute == "selective" else whole
-    # Two are on the device at once, of which one travels. What the stage before has sent stays.
-    offloaded = [_LayerBytes(0, min(2, split.offloaded) * kept + whole - kept, kept)] * split.offloaded
-    if offloaded and stage:
-        offloaded[0] = offloaded[0]._replace(kept=boundary, on_host=kept - boundary)
-    return [
-        *offloaded,
-        *[_LayerBytes(boundary, whole - boundary)] * split.recomputed,
-        *[_LayerBytes(kept, whole - kept)] * split.kept,
-    ]
+    found = []
+    for index, ((whole, gradients, _), kept) in enumerate(layers):
+        if index < split.offloaded:  # two are on the device at once, of which one travels
+            back, on_host = min(2, split.offloaded) * kept + whole - kept, kept
+            found.append(_LayerBytes(0, back + gradients, on_host))
+        else:
+            stays = boundary if index < split.computed_again.stop else kept
+            found.append(_LayerBytes(stays, whole - stays + gradients))
+    if split.offloaded and stage:  # what the stage before has sent stays
+        found[0] = found[0]._replace(kept=boundary, on_host=found[0].on_host - boundary)
+    return found
 
 
 def _backward(layers: list[_LayerBytes]) -> int:
@@ -235,7 +249,7 @@ def dispatch_of(config: RunConfig) -> Dispatch:
 
 
 def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None, int]:
-    """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
+    """Bytes of one of equal layers and one micro-batch on one rank, by value of `recompute_granularity`.
 
     With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
 

@@ -22,7 +22,13 @@ from patch.plan.memory import (
     offloaded_bytes,
     usable_device_memory,
 )
-from patch.plan.parameters import active_elements, element_bytes, parameters_of, total_parameters
+from patch.plan.parameters import (
+    active_elements,
+    element_bytes,
+    layer_kinds,
+    parameters_of,
+    total_parameters,
+)
 from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
@@ -225,11 +231,16 @@ def _state(config: RunConfig) -> PlanRow:
 def _activations(config: RunConfig, machine: MachineFacts, papers: Sequence[str]) -> PlanRow:
     """What layers keep, and the run's mix."""
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
-    kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
-    sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
+    dense, sparse = layer_kinds(config)
+    others, kept = (activation_bytes(run, cuda=bool(machine.cuda_devices)) for run in (dense, sparse))
+    texts = [
+        ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in of_kind.items())
+        for of_kind in (kept, others)
+    ]
     line = (
-        f"activations a layer and micro-batch keep {sizes} for backward; "
-        f"this run: {Mix.of(config).words} (AC)"
+        f"activations a layer and micro-batch keep {texts[0]} for backward"
+        + (f" (without experts {texts[1]})" if dense is not sparse else "")
+        + f"; this run: {Mix.of(config).words} (AC)"
     )
     tokens = config.micro_batch_tokens
     of_token = {setting or "none": f"{num_bytes / tokens:.0f}" for setting, num_bytes in kept.items()}

@@ -10,12 +10,14 @@ recomputation out, hardware FLOPs count it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import active_elements
+from patch.plan.parameters import active_elements, by_layer
+
+_T = TypeVar("_T")
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H200 NVL", 835.5), ("H200", 989.5),
@@ -53,7 +55,8 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     )
     repeated = 0.0
     if config.training.recompute_granularity == "full":
-        repeated = (layers + attention) * _recomputed_layers(config) / model.num_layers
+        of_layers = by_layer(config, lambda run: sum(_forward_of_layers(run.model, tokens, pairs)))
+        repeated = sum(map(sum, recomputed_layers(config, of_layers))) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
     return StepFlops(3 * forward, 3 * forward + repeated)
@@ -72,9 +75,10 @@ def output_in_layers(config: RunConfig) -> float:
     return _forward_of_output(config.model, config.sample_length, tp_size) / layer_flops(config)
 
 
-def _recomputed_layers(config: RunConfig) -> int:
-    """Layers of the whole model whose forward is repeated."""
-    return sum(stage_activations(layers, config.training).recomputed for layers in config.stage_layers)
+def recomputed_layers(config: RunConfig, stages: list[list[_T]]) -> list[list[_T]]:
+    """Of the layers of each stage those whose forward is repeated."""
+    training = config.training
+    return [layers[stage_activations(len(layers), training).computed_again] for layers in stages]
 
 
 def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from patch.device import MachineFacts
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
     element_bytes,
+    layer_kinds,
     matrices_per_rank,
     parameters_of,
     parameters_per_rank,
@@ -115,7 +116,7 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     is_wanted = cuda if is_fused is None else is_fused
     if not is_wanted or config.has_8_bits or model.precision_align is not None:
         return 0
-    largest = max(matrices_per_rank(config))
+    largest = max(max(matrices_per_rank(kind)) for kind in layer_kinds(config))
     return largest * element_bytes(config.training.precision)
 
 

@@ -6,14 +6,18 @@ They are counted from the rows of the weight table (`patch/families`), in the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate, islice, pairwise
+from typing import NamedTuple, TypeVar
 
 from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
-from patch.families import Kind, WeightRow, layer_matrices, weight_rows
+from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
+
+_T = TypeVar("_T")
 
 
 def element_bytes(precision: Precision) -> int:
@@ -57,6 +61,34 @@ class Cut(NamedTuple):
         """The parts of a run."""
         tp_size = parallel.tensor_model_parallel_size
         return cls(tp_size, experts.expert_model_parallel_size, experts.etp_size(tp_size))
+
+
+def layer_kinds(config: RunConfig) -> tuple[RunConfig, RunConfig]:
+    """Runs like this one whose layers are all alike: without experts, and with them.
+
+    Both are the run itself where all layers of its model are alike.
+    """
+    model = config.model
+    if len(expert_layers(model)) in (0, model.num_layers):
+        return config, config
+    dense, sparse = replace(model, num_experts=None), replace(model, moe_layer_freq=EVERY_LAYER)
+    return replace(config, model=dense), replace(config, model=sparse)
+
+
+def by_layer(config: RunConfig, measure: Callable[[RunConfig], _T]) -> list[list[_T]]:
+    """What `measure` says of each layer of each pipeline stage.
+
+    Args:
+        config: the run.
+        measure: takes a run whose layers are all alike, and describes one.
+    """
+    dense, sparse = layer_kinds(config)
+    has_experts = measure(sparse)
+    if dense is sparse:
+        return [[has_experts] * count for count in config.stage_layers]
+    others, with_experts = measure(dense), expert_layers(config.model)
+    every = iter([has_experts if n in with_experts else others for n in range(config.model.num_layers)])
+    return [list(islice(every, count)) for count in config.stage_layers]
 
 
 def parameters_per_rank(

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from patch.checks.rules import is_legal
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.layout.pipeline_stages import layout_text, split_layers, stage_activations
-from patch.plan.flops import output_in_layers
+from patch.layout.pipeline_stages import layout_text, split_layers
+from patch.plan.flops import layer_flops, output_in_layers, recomputed_layers
+from patch.plan.parameters import by_layer
 
 _WORTHWHILE = 0.99
 """Another split is named if its step takes at most this share of the time."""
@@ -152,7 +153,10 @@ def _input_of(own: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:
 
 
 class StageWork(NamedTuple):
-    """Work of one micro-batch in each stage, in the order of the model; the unit is a layer's forward."""
+    """Work of one micro-batch in each stage, in the order of the model.
+
+    The unit is a layer's forward, the mean of all layers.
+    """
 
     forward: list[float]
     backward: list[float]
@@ -176,10 +180,11 @@ class Split(NamedTuple):
 
 def stage_work(config: RunConfig) -> StageWork:
     """The work of a run's stages by their FLOPs: of layers and output layer; the embedding has none."""
-    layers = config.stage_layers
-    forward = [float(count) for count in layers]
+    mean = layer_flops(config)
+    layers = by_layer(config, lambda run: layer_flops(run) / mean)
+    forward = [float(sum(stage)) for stage in layers]
     forward[-1] += output_in_layers(config)
-    recomputed = [stage_activations(count, config.training).recomputed for count in layers]
+    recomputed = map(sum, recomputed_layers(config, layers))
     backward = [2 * own + again for own, again in zip(forward, recomputed, strict=True)]
     return StageWork(forward, backward)
 

@@ -74,7 +74,7 @@ class LayerTimes(NamedTuple):
 
 
 def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
-    """The seconds of one layer of a run.
+    """The seconds of one layer of a run whose layers are all alike.
 
     Args:
         config: the run.

@@ -9,6 +9,8 @@ first forward runs; the embedding's come first.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, usable_device_memory
-from patch.plan.parameters import element_bytes, kept_elements, parameters_per_rank
+from patch.plan.parameters import by_layer, element_bytes, kept_elements, parameters_per_rank
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
     Collective,
@@ -31,7 +33,7 @@ from patch.plan.timing.communication import (
     neighbour_seconds,
     summing_seconds,
 )
-from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
+from patch.plan.timing.layer_time import LAUNCHES, LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
 
 _LOGIT_BYTES = 20
@@ -46,8 +48,8 @@ _SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
 class StepCosts:
     """Seconds of what a step consists of, each alone on its device or link; passes are of one micro-batch."""
 
-    layer: LayerTimes
-    """Seconds of one layer, in parts."""
+    layers: tuple[Counter[LayerTimes], ...]
+    """Seconds of one layer, in parts, and how many such layers a stage has, in the order of the model."""
     loss: float
     """Output layer and loss with their gradients, which the last stage's forward computes."""
     embedding: tuple[float, float]
@@ -81,15 +83,15 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         config: the run, its automatic choices made.
         machine: where it runs.
     """
-    layer = layer_times(config, machine)
+    layers = by_layer(config, lambda run: layer_times(run, machine))
     loss, embedding = _loss(config, machine), _embedding(config, machine)
-    forward, backward = _stages(config, layer)
+    forward, backward = _stages(config, layers)
     forward[0], backward[0] = forward[0] + embedding[0], backward[0] + embedding[1]
     forward[-1] += loss
     stages, parallel = len(forward), config.parallel
     message = neighbour_seconds(machine, config, "pp", boundary_bytes(config)) if stages > 1 else 0.0
     return StepCosts(
-        layer=layer,
+        layers=tuple(map(Counter, layers)),
         loss=loss,
         embedding=embedding,
         forward=tuple(forward),
@@ -105,19 +107,23 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
     )
 
 
-def _stages(config: RunConfig, layer: LayerTimes) -> tuple[list[float], list[float]]:
+def _stages(config: RunConfig, stages: list[list[LayerTimes]]) -> tuple[list[float], list[float]]:
     """Forward and backward of each stage's layers."""
     forward, backward = [], []
-    for count in config.stage_layers:
-        split = stage_activations(count, config.training)
-        selective = layer.selective if config.recompute == "selective" else 0.0
-        forward.append(count * layer.forward.total)
+    is_selective = config.recompute == "selective"
+    for layers in stages:
+        split = stage_activations(len(layers), config.training)
+        forward.append(_sum(layers, lambda layer: layer.forward.total))
         backward.append(
-            count * (layer.backward.total + selective)
-            + split.recomputed * layer.forward.total
-            + split.offloaded * layer.offload
+            _sum(layers, lambda layer: layer.backward.total + (layer.selective if is_selective else 0.0))
+            + _sum(layers[split.computed_again], lambda layer: layer.forward.total)
+            + _sum(layers[: split.offloaded], lambda layer: layer.offload)
         )
     return forward, backward
+
+
+def _sum(layers: Iterable[LayerTimes], seconds: Callable[[LayerTimes], float]) -> float:
+    return sum(count * seconds(layer) for layer, count in Counter(layers).items())
 
 
 def _loss(config: RunConfig, machine: Machine) -> float:
@@ -177,7 +183,7 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     """
     costs = step_costs(config, machine)
     timing = _timing(config, costs)
-    parts = [*_passes(config, costs, timing), *_around(config, machine, costs, timing)]
+    parts = [*_passes(config, machine, costs, timing), *_around(config, machine, costs, timing)]
     seconds = sum(part.seconds for part in parts)
     tokens = config.training.global_batch_size * config.sample_length
     flops = flops_per_step(config).model / seconds / config.world_size
@@ -194,26 +200,31 @@ def _timing(config: RunConfig, costs: StepCosts) -> Timing:
     return simulate(Schedule.of(config), forward, backward, costs.message if is_hidden else 0.0)
 
 
-def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[StepPart]:
+def _passes(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> list[StepPart]:
     """The parts of all passes of the process that computes longest, and the time that it waits for others."""
     pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
     rank = max(range(pp_size), key=lambda rank: timing.computing[rank])
     own = range(rank, len(costs.forward), pp_size)
-    layers = sum(config.stage_layers[stage] for stage in own)
-    forward, backward = costs.layer.forward, costs.layer.backward
-    parts, kept = [], count * layers
+    kinds = sum((costs.layers[stage] for stage in own), Counter[LayerTimes]())
+    both = [(layers, each.forward, each.backward) for each, layers in kinds.items()]
+    parts = []
     for name, title in (
         ("products", "products with weights"), ("attention", "attention"), ("memory", "norms, RoPE, SwiGLU"),
         ("tensor", "TP messages, exposed"), ("context", "CP messages, exposed"),
         ("experts", "messages to experts and back"),
     ):  # fmt: skip
-        first, second = getattr(forward, name), getattr(backward, name)
-        text = f"{count} micro-batches x {layers} layers x ({timed(first)} + {timed(second)} backward)"
-        parts.append(StepPart(title, kept * (first + second), text))
-    waiting = kept * (forward.total + backward.total) - sum(part.seconds for part in parts)
-    text = f"a layer's kernels take the host {timed(forward.launches)} + {timed(backward.launches)} to start"
+        seconds, texts = 0.0, []
+        for layers, first, second in ((n, getattr(f, name), getattr(b, name)) for n, f, b in both):
+            seconds += count * layers * (first + second)
+            texts.append(f"{layers} layers x ({timed(first)} + {timed(second)} backward)")
+        parts.append(StepPart(title, seconds, f"{count} micro-batches x {', and '.join(texts)}"))
+    total = sum(count * layers * (first.total + second.total) for layers, first, second in both)
+    waiting = total - sum(part.seconds for part in parts)
+    launches = [count * machine.launch_seconds for count in LAUNCHES]
+    text = f"a layer's kernels take the host {timed(launches[0])} + {timed(launches[1])} to start"
     parts.append(StepPart("waiting for the host", max(0.0, waiting), text))
-    plain = layers * backward.total + (costs.embedding[1] if 0 in own else 0)
+    plain = sum(layers * second.total for layers, _, second in both)
+    plain += costs.embedding[1] if 0 in own else 0
     again = sum(costs.backward[stage] for stage in own) - plain
     text = f"{count} x {timed(again)}: forwards and activations that AC computes or copies again"
     parts.append(StepPart("recomputation, offload of activations", count * max(0.0, again), text))

@@ -8,7 +8,7 @@ from small_runs import small_run
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.layout.pipeline_stages import layout_text, smallest_micro_batch_group
-from patch.plan.flops import flops_per_step
+from patch.plan.flops import flops_per_step, output_in_layers
 from patch.plan.pipeline import Schedule, better_split, simulate, stage_work, step_timing
 
 CPU = MachineFacts(0, 2)
@@ -58,6 +58,25 @@ def test_work_is_counted_as_flops_are() -> None:
     assert sum(work.layers) - 5 == pytest.approx(sum(work.forward) - 5 + 5 / 3)
     of_output = sum(work.forward) - 5
     assert computed / (3 * (5 + of_output)) == pytest.approx(hardware / model)
+
+
+def test_a_layer_without_experts_counts_as_it_is() -> None:
+    """By hand, in multiplications of a token with weights and of pairs."""
+    width, length = 64, 32
+    attention = 2 * width * (width + 32) + 2 * width * (length + 1) / 2  # its matrices, and pairs
+    of_experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    sparse = attention + 4 * width + 2 * 3 * width * 16
+    dense = attention + 3 * width * 256
+    config = small_run(pp=2, moe_layer_freq="[0]+[1]*3", ffn_hidden_size=256, **of_experts)
+    first, last = stage_work(config).forward
+    mean = (dense + 3 * sparse) / 4
+    assert first == pytest.approx((dense + sparse) / mean)
+    assert last - output_in_layers(config) == pytest.approx(2 * sparse / mean)
+    blocks = {"recompute_granularity": "full", "recompute_method": "block"}
+    again = dataclasses.replace(config, training=dataclasses.replace(config.training, **blocks))
+    assert flops_per_step(again).hardware / flops_per_step(config).model == pytest.approx(
+        1 + (dense + sparse) / mean / 3 / (4 + output_in_layers(config))
+    )
 
 
 SMALL_OUTPUT = {"vocab_size": 16, "ffn_hidden_size": 4096, "global_batch_size": 16}

@@ -38,8 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": {"pp": 2, "tp": 2, "sequence_parallel": True, "model_type": "bloom", "use_rope_scaling": False},
     "context parallel, ring": {"pp": 2, "cp": 2, "cp_comm_type": "p2p"},
     "context parallel, all-to-all": {"pp": 2, "cp": 2, "cp_comm_type": "a2a"},
-    "experts in stages": {
-        "pp": 2, "dp": 2, "global_batch_size": 12, **EXPERTS,
+    "experts in stages, the first layer without": {
+        "pp": 2, "dp": 2, "global_batch_size": 12, "moe_layer_freq": "[0]+[1]*3", **EXPERTS,
     },
     "experts over two of four replicas": {
         "dp": 4, "global_batch_size": 8, "expert_model_parallel_size": 2,
@@ -58,7 +58,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "bloom": {"model_type": "bloom", "use_rope_scaling": False},
     "full": {"recompute_granularity": "full"},
     "experts": EXPERTS,
-    "experts, bf16, selective": {"precision": "bf16", "recompute_granularity": "selective", **EXPERTS},
+    "experts but in the last layer, bf16, selective": {
+        "precision": "bf16", "recompute_granularity": "selective", "moe_layer_freq": "[1]*2+[0]", **EXPERTS,
+    },
     "bf16, blocks of 3": {"precision": "bf16", "recompute_granularity": "full", "recompute_num_layers": 3},
     "2 of 3 layers": {
         "recompute_granularity": "full",
