@@ -90,7 +90,6 @@ def _groups_are_possible(config: RunConfig) -> None:
     """Groups of experts are even, and the chosen ones have enough experts; the rule is DeepSeek-V2's."""
     model = config.model
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
-    of_groups = where("moe_router_num_groups")
     if groups is None and chosen is None:
         return
     if not groups or not chosen:
@@ -105,8 +104,5 @@ def _groups_are_possible(config: RunConfig) -> None:
         why = f"a token visits {model.moe_router_topk} of {number} experts in {groups} groups"
         refuse("moe_router_group_topk", chosen, f"{fewest} to {groups}", why)
     if model.moe_router_score_function != "softmax":
-        why = f"DeepSeek-V3's rule of groups ({of_groups}) is not built"
+        why = f"DeepSeek-V3's rule of groups ({where('moe_router_num_groups')}) is not built"
         refuse("moe_router_score_function", model.moe_router_score_function, "softmax", why)
-    if config.experts.moe_aux_loss_coeff:
-        why = f"megatron-core's loss counts the experts that a token would visit without groups ({of_groups})"
-        refuse("moe_aux_loss_coeff", config.experts.moe_aux_loss_coeff, "0", why)

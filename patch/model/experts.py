@@ -85,6 +85,24 @@ class Router(TopKRouter):
             self._note("dropped", len(choices) * self.topk - loads.sum())
         return weights, choices
 
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, **named: Any
+    ) -> torch.Tensor:
+        return super()._apply_aux_loss(probs, scores, self._chosen(scores, routing_map), **named)
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *sizes: int, **named: Any
+    ) -> torch.Tensor:
+        return super()._apply_seq_aux_loss(probs, scores, self._chosen(scores, routing_map), *sizes, **named)
+
+    def _chosen(self, scores: torch.Tensor, without_groups: torch.Tensor) -> torch.Tensor:
+        """The choices [tokens, experts] before any are dropped; upstream's losses forget the groups."""
+        groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if not groups or not chosen:
+            return without_groups
+        indices = _LikeliestGroups().get_replay_topk(scores, self.topk, groups, chosen)[1]
+        return torch.zeros_like(without_groups).scatter_(1, indices, True)
+
     def attach_and_log_load_balancing_loss(
         self,
         activation: torch.Tensor,

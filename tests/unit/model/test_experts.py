@@ -1,5 +1,7 @@
 """Experts: a layer against transformers' own, losses and capacity against their formulas in plain torch."""
 
+import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -120,22 +122,31 @@ AUX, Z = 0.3, 0.2
 MICRO_BATCHES = 2
 
 
-def formula(kind: str, logits: torch.Tensor) -> torch.Tensor:
-    """The loss of one micro-batch's logits [S, B, experts] in plain torch."""
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True}
+
+
+def formula(kind: str, logits: torch.Tensor, *, has_groups: bool = False) -> torch.Tensor:
+    """The loss of one micro-batch's logits [S, B, experts] in plain torch; of two groups one is chosen."""
     if kind == "z":
         return Z * logits.logsumexp(-1).square().mean()
     probabilities = logits.softmax(-1)
+    if has_groups:
+        first, second = (group.amax(-1, keepdim=True) for group in logits.chunk(2, -1))
+        is_first = torch.arange(NUM_EXPERTS) < NUM_EXPERTS // 2
+        logits = logits.where(is_first == (first > second), -math.inf)
     chosen = one_hot(logits.topk(CHOSEN).indices, NUM_EXPERTS).sum(-2).double()
     axes = (0, 1) if kind == "aux_loss" else (0,)
     loads, means = chosen.mean(axes) / CHOSEN, probabilities.mean(axes)
     return AUX * NUM_EXPERTS * (loads * means).sum(-1).mean()
 
 
-def gradients_of_losses(rank: int, world_size: int, kind: str) -> list[np.ndarray]:
+def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool) -> list[np.ndarray]:
     """Of a router's weight, by our layer and by the formula; what the layer counted, and should have."""
-    changes = {"moe_z_loss_coeff": Z} if kind == "z" else {"moe_router_load_balancing_type": kind}
-    if kind != "z":
-        changes["moe_aux_loss_coeff"] = AUX
+    changes: dict[str, Any] = dict(GROUPS) if has_groups else {}
+    if kind == "z":
+        changes["moe_z_loss_coeff"] = Z
+    else:
+        changes |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": AUX}
     config_of_step = {"micro_batch_size": ROWS, "global_batch_size": ROWS * MICRO_BATCHES}
     router = moe_layer(**changes, **config_of_step).router
     weight = router.weight.detach().double().requires_grad_()
@@ -144,7 +155,8 @@ def gradients_of_losses(rank: int, world_size: int, kind: str) -> list[np.ndarra
         states = hidden_states().detach().roll(number, 0) * (1 + number)
         weights, _ = router(states)
         (weights * 0).sum().backward()  # the losses alone
-        expected = expected + formula(kind, states.double() @ weight.t()) / MICRO_BATCHES
+        logits = states.double() @ weight.t()
+        expected = expected + formula(kind, logits, has_groups=has_groups) / MICRO_BATCHES
     expected.backward()
     counted = router.counts[FURTHER_COUNTS.index("z_loss" if kind == "z" else "aux_loss") - 3]
     factor = Z if kind == "z" else AUX
@@ -152,9 +164,12 @@ def gradients_of_losses(rank: int, world_size: int, kind: str) -> list[np.ndarra
     return [value.numpy() for value in pairs]
 
 
-@pytest.mark.parametrize("kind", ["z", "aux_loss", "seq_aux_loss"])
-def test_a_loss_of_the_router_is_the_mean_of_its_formula_over_a_step(kind: str) -> None:
-    (found,) = run_distributed(gradients_of_losses, 1, kind)
+@pytest.mark.parametrize(
+    ("kind", "has_groups"),
+    [("z", False), *itertools.product(("aux_loss", "seq_aux_loss"), (False, True))],
+)
+def test_a_loss_of_the_router_is_the_mean_of_its_formula_over_a_step(kind: str, has_groups: bool) -> None:
+    (found,) = run_distributed(gradients_of_losses, 1, kind, has_groups)
     gradient, expected, counted, loss = found
     assert np.abs(expected).max() > 1e-4
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
@@ -202,9 +217,7 @@ def test_experts_have_the_bits_of_single_operations(
 
     def one_by_one() -> torch.Tensor:
         parts = zip(tokens.split(sizes), weights.split(sizes), first, second, strict=True)
-        return torch.cat(
-            [(activate(x @ a.t()) * w[:, None]).to(dtype) @ b.t() for x, w, a, b in parts]
-        )
+        return torch.cat([(activate(x @ a.t()) * w[:, None]).to(dtype) @ b.t() for x, w, a, b in parts])
 
     found, gradient = [], torch.randn(sum(sizes), 16, dtype=dtype)
     together = partial(experts._Experts.apply, tokens, weights, sizes, activate, *first, *second)
