@@ -17,7 +17,7 @@ from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
 from patch.config.fields import FIELDS, coerce
 from patch.errors import CheckpointError, ConfigError
-from patch.families import ModelConfig, tensor_parallel_units
+from patch.families import ModelConfig, expert_layers, tensor_parallel_units
 from patch.families.weights import EMBEDDING_PARAMETER
 from patch.plan.parameters import total_parameters
 from patch.preflight.stored_shape import has_hf_config, read_hf_config
@@ -46,8 +46,8 @@ _NAME = re.compile(r"iter_\d+")
 _LAYER = re.compile(r"layers\.\d+\.")
 _NOT_UPSTREAMS = "embedding.norm."
 """A norm that no GPTModel of megatron-core has."""
-_STACKED = re.compile(r"(decoder|embedding|output_layer)\.(?!layers\.\d)")
-"""The beginning of megatron-core's default names: layers stacked on a leading axis, no prefix."""
+_PREFIXLESS = re.compile(r"(decoder|embedding|output_layer)\.")
+"""The beginning of megatron-core's default names."""
 _LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "context_parallel_size", "nnodes", "nproc_per_node", "use_distributed_optimizer",
@@ -234,7 +234,8 @@ def _facts(
     parallel = config.get("parallel")
     if isinstance(parallel, dict):
         facts["layout"] = {name: parallel[name] for name in _LAYOUT if name in parallel}
-    if (model := _model_of(config)) is not None and model.num_experts:
+    model, _ = _model_of(config)
+    if model is not None and model.num_experts:
         facts["experts"] = {"of a layer": model.num_experts, "of a token": model.moe_router_topk}
         with suppress(TypeError, ValueError):  # a file may say anything
             total, active = (int(total_parameters(model, active=active)) for active in (False, True))
@@ -276,7 +277,11 @@ def _loads_into(
     targets = [f"transformers: llama-patch convert mcore2hf{described}"]
     if is_legacy:
         return targets
-    if all(_STACKED.match(name) for name in weights):
+    model, _ = _model_of(config)
+    # Layers are stacked on a leading axis, but where only some have experts.
+    is_stacked = model is None or len(expert_layers(model)) in (0, model.num_layers)
+    are_stacked = not any("layers.*." in name for name in weights)
+    if are_stacked == is_stacked and all(_PREFIXLESS.match(name) for name in weights):
         if not any(_NOT_UPSTREAMS in name for name in weights):
             of_upstream = "a plain GPTModel of megatron-core: dist_checkpointing.load, at any TP, PP and DP"
             targets.insert(0, of_upstream)
@@ -286,26 +291,27 @@ def _loads_into(
     return targets
 
 
-def _model_of(config: dict[str, Any]) -> ModelConfig | None:
-    """The model that a file describes; None where it says something else, as a file may."""
+def _model_of(config: dict[str, Any]) -> tuple[ModelConfig | None, int]:
+    """The model that a file describes, and what TP divides; None and 0 if it says something else."""
     stored = config.get("model", {}).items()
     try:
         # A run writes words for what is off, a converted folder leaves it out or has null.
         given = [(name, value) for name, value in stored if name in _FIELDS and value is not None]
         known = {name: coerce(FIELDS[name], value, name) for name, value in given}
         model = ModelConfig(**{"seq_length": 1} | known)
-        return model if math.gcd(*tensor_parallel_units(model).values()) else None
+        divisor = math.gcd(*tensor_parallel_units(model).values())
+        return (model, divisor) if divisor else (None, 0)
     except (TypeError, ConfigError):
-        return None
+        return None, 0
 
 
 def _layouts(config: dict[str, Any]) -> str:
-    if (model := _model_of(config)) is None:
+    model, divisor = _model_of(config)
+    if model is None:
         return "at any TP that divides the model, any PP and DP"
-    common = math.gcd(*tensor_parallel_units(model).values())
     legal, of_experts = (
         ", ".join(str(n) for n in range(1, min(number, 1024) + 1) if number % n == 0)
-        for number in (common, model.num_experts or 0)
+        for number in (divisor, model.num_experts or 0)
     )
     ending = f", EP {of_experts}" if of_experts else ""
     return f"at TP {legal}, PP up to {model.num_layers}, any DP{ending}"

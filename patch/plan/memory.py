@@ -11,6 +11,7 @@ from patch.device import MachineFacts
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
     element_bytes,
+    kept_parts,
     layer_kinds,
     matrices_per_rank,
     parameters_of,
@@ -47,7 +48,7 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     """
     return RankBytes(
         weights=gathered_bytes(config, pp_rank),
-        gradients=_kept_bytes(
+        gradients=kept_parts(
             config,
             pp_rank,
             element_bytes(config.optimizer.main_grads_dtype),
@@ -191,23 +192,4 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
         extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
     of_element = PRECISIONS[config.training.precision].state_bytes
-    return _kept_bytes(config, pp_rank, of_element, is_shared=config.zero_stage.shares_states, extra=extra)
-
-
-def _kept_bytes(
-    config: RunConfig, pp_rank: int | None, of_element: int, *, is_shared: bool, extra: int = 0
-) -> int:
-    """Bytes of gradients or states, of which a rank keeps all or the parts that `kept_elements` counts.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-        of_element: bytes of one.
-        is_shared: whether ranks that have the same weights share them.
-        extra: further bytes of weights that are no experts.
-    """
-    count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
-    others = (count - experts) * of_element + extra
-    if not is_shared:
-        return others + experts * of_element
-    return others // config.num_state_shares + experts * of_element // config.num_expert_copies
+    return kept_parts(config, pp_rank, of_element, is_shared=config.zero_stage.shares_states, extra=extra)

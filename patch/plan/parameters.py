@@ -144,18 +144,23 @@ def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = 
     return of_ranks[pp_rank]
 
 
-def kept_elements(config: RunConfig, pp_rank: int | None, *, is_shared: bool) -> float:
-    """Elements of states or gradients that a rank keeps, if replicas share them or do not.
+def kept_parts(
+    config: RunConfig, pp_rank: int | None, of_element: int = 1, *, is_shared: bool, extra: int = 0
+) -> int:
+    """Elements of gradients or states, or their bytes, of which a rank keeps all or its part.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
+        of_element: bytes of one.
         is_shared: whether ranks that have the same weights share them.
+        extra: further bytes of weights that are no experts.
     """
     count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
+    others = (count - experts) * of_element + extra
     if not is_shared:
-        return count
-    return (count - experts) / config.num_state_shares + experts / config.num_expert_copies
+        return others + experts * of_element
+    return others // config.num_state_shares + experts * of_element // config.num_expert_copies
 
 
 def matrices_per_rank(config: RunConfig) -> list[int]:

@@ -23,7 +23,7 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, usable_device_memory
-from patch.plan.parameters import by_layer, element_bytes, kept_elements, parameters_per_rank
+from patch.plan.parameters import by_layer, element_bytes, kept_parts, parameters_per_rank
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
     Collective,
@@ -70,7 +70,7 @@ class StepCosts:
     """Elements on a rank of each pipeline rank."""
     experts: tuple[int, ...]
     """Those of experts."""
-    states: float
+    states: int
     """Elements whose states a rank updates, at most."""
     update: float
     """For each element that a rank updates on its device."""
@@ -102,7 +102,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         of_experts=expert_travel(config, machine),
         parameters=tuple(parameters_per_rank(config.model, parallel, config.experts)),
         experts=tuple(parameters_per_rank(config.model, parallel, config.experts, of_experts=True)),
-        states=kept_elements(config, None, is_shared=config.zero_stage.shares_states),
+        states=kept_parts(config, None, is_shared=config.zero_stage.shares_states),
         update=PRECISIONS[config.training.precision].update_bytes / machine.memory_rate,
     )
 
@@ -255,7 +255,7 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
         parts.append(_gathering(config, costs, contention))
     fraction = offloaded_fraction(config, machine)
     own = costs.states
-    held = kept_elements(config, None, is_shared=config.zero_stage.shares_gradients)
+    held = kept_parts(config, None, is_shared=config.zero_stage.shares_gradients)
     read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)

@@ -7,6 +7,7 @@ its weight is there too: in the loading run, and in the files as plain torch.dis
 them.
 """
 
+import itertools
 import math
 import zlib
 from itertools import product
@@ -18,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job, run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from optimizer_runs import states_of
 from small_runs import small_run
 from training_runs import build_seeded_run
@@ -147,6 +149,16 @@ def check_files(folder: Path, num_states: int) -> None:
             assert torch.equal(low, tensors[key].view(torch.int16)), key
 
 
+def check_writers(state: dict[str, Any]) -> None:
+    """Each element of each stored state has one rank that writes it."""
+    _, everywhere = determine_global_metadata(state)
+    shards = [shard for shard in itertools.chain(*everywhere) if isinstance(shard, ShardedTensor)]
+    writers = {shard.key: torch.zeros(shard.global_shape, dtype=torch.int) for shard in shards}
+    for shard in shards:
+        writers[shard.key][shard.global_slice()] += is_main_replica(shard.replica_id)
+    assert writers and all((count == 1).all() for count in writers.values())
+
+
 def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
     """Carry one set of states through a chain of layouts."""
     for iteration, config in enumerate(chain):
@@ -157,7 +169,9 @@ def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
             for name, values in wanted_states(run).items():
                 for (state, _), value in zip(states_of(run.optimizer, name), values, strict=True):
                     state.copy_(value)
-        save_checkpoint(root, iteration, sharded_state(run), {"iteration": iteration})
+        state = sharded_state(run)
+        check_writers(state["optimizer"])
+        save_checkpoint(root, iteration, state, {"iteration": iteration})
         if rank == 0:
             check_files(iteration_folder(root, iteration), len(run.optimizer.adam.dtypes))
         new_job()

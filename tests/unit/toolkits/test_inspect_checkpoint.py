@@ -273,6 +273,19 @@ def test_model_with_a_norm_that_upstream_has_not_is_not_said_to_load_there(tmp_p
     assert "at TP 1, 2, 3, 6, PP up to 2" in ours and theirs.startswith("transformers")
 
 
+@pytest.mark.parametrize(("layer", "number"), [("decoder.layers.norm", 3), ("decoder.layers.0.norm", 1)])
+def test_layers_one_by_one_load_only_where_some_have_experts(tmp_path, layer, number):
+    folder = save(
+        tmp_path / "run", {"embedding.word_embeddings.weight": torch.rand(6, 4), layer: torch.rand(6)}
+    )
+    _, report = inspect(tmp_path, folder)
+    assert len(report["checkpoints"][0]["loads_into"]) == number
+    family_model("qwen-2-moe-mixed", tmp_path / "hf")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    _, report = inspect(tmp_path, tmp_path / "mcore")
+    assert "position 22" in report["checkpoints"][0]["loads_into"][0]
+
+
 def test_neighbours_and_links(one_process, tmp_path):
     folder = save(tmp_path / "run", values())
     shutil.copytree(folder, folder.with_name("iter_0000009"))
