@@ -92,12 +92,20 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True, "add_qkv_bias": True,
             "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01,
         },
+        "deepseek": {
+            "model_type": "deepseek_v2", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "kv_channels": 12, "num_query_groups": 8,
+            "use_rope_scaling": False, "num_experts": 4, "moe_ffn_hidden_size": 24,
+            "moe_shared_expert_intermediate_size": 48, "moe_router_num_groups": 2, "moe_router_group_topk": 1,
+            "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.0,
+            "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05,
+        },
     },
     "EP": {"1": {}, "2": {"expert_model_parallel_size": 2}},
     "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen-moe")
+WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
     *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens")
 }
@@ -184,7 +192,8 @@ def one_process_of(row: Row) -> RunConfig:
     kept = ("PR", "model", "packing") if ours.experts.moe_aux_loss_coeff else ("PR", "model")
     changes = changes_of(FIRST | {column: row[column] for column in kept})
     size = ours.training.micro_batch_size if "packing" in kept else changes["global_batch_size"]
-    return small_run(**changes | {"num_layers": ours.model.num_layers}, micro_batch_size=size)
+    layers = {name: getattr(ours.model, name) for name in ("num_layers", "moe_layer_freq")}
+    return small_run(**changes | layers, micro_batch_size=size)
 
 
 def changes_of(row: Row) -> dict[str, Any]:
@@ -192,6 +201,8 @@ def changes_of(row: Row) -> dict[str, Any]:
     if row["stages"] == "by hand":
         changes |= {"stage": 0, "pipeline_model_parallel_layout": BY_HAND[row["PP"], row["VPP"]]}
     num_layers = LAYERS_OF_A_PROCESS * int(row["PP"])
+    if row["model"] == "deepseek":
+        changes["moe_layer_freq"] = f"[0]+[1]*{num_layers - 1}"
     return SHAPE | changes | {"num_layers": num_layers, "global_batch_size": SAMPLES[row["packing"]]}
 
 
