@@ -34,7 +34,7 @@ from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
 from patch.families import HfAttention, traits_of
-from patch.model import SOURCES, LlamaModel
+from patch.model import LlamaModel, sources_of
 
 SINGLE_FORM = ("rope",)
 """Sources whose fast form and aligned form are the same, so there is nothing to switch."""
@@ -127,8 +127,8 @@ def _compare_forms(
         model: the shape of both models.
     """
 
-    every = frozenset(SOURCES if traits_of(model).is_llama_like else ())
-    none = frozenset[str]()
+    names = sources_of(model)
+    every, none = frozenset(names), frozenset[str]()
     with recorded(theirs, model) as recording:
         expected = compute_hf_logits(theirs, prompts)
 
@@ -147,8 +147,7 @@ def _compare_forms(
         first = first_difference(differing, theirs, prompts[-1], model)
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
-        for name in SOURCES
-        if name in every
+        for name in names
     }
     fast, aligned = compare_logits(logits(none), expected), compare_logits(base, expected)
     return LogitComparison(fast, aligned, first, sources, routes[every])

@@ -256,7 +256,7 @@ class Traits:
 
     @property
     def is_llama_like(self) -> bool:
-        """Whether Hugging Face's order of operations and Transformer Engine's layers are built for them."""
+        """Whether Transformer Engine's layers are built for them."""
         return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
 
 

@@ -19,12 +19,20 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from patch.families import ModelConfig, expert_layers, traits_of
 from patch.model.attention import CausalAttention
 from patch.model.linear import NO_MESSAGES, Messages, Product
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
-"""The operations whose fast form may differ from Hugging Face's. RoPE has only one form, in that order."""
+"""LLaMA's operations whose fast form may differ from Hugging Face's. RoPE has one form, in that order."""
+
+
+def sources_of(model: ModelConfig) -> tuple[str, ...]:
+    """The operations of a model that have a form in Hugging Face's order; none: it has no aligned form."""
+    if not traits_of(model).is_llama_like or model.kv_lora_rank is not None:
+        return ()
+    return (*SOURCES, "experts") if expert_layers(model) else SOURCES
 
 
 class AlignedRMSNorm(RMSNorm):
