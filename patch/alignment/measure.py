@@ -83,11 +83,6 @@ def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAtt
             "megatron-core asks for a GPU, this machine has none: call patch.compat.apply(cuda=False) first"
         )
     stored = find_checkpoint(mcore, hf)
-    if stored.model.kv_lora_rank:
-        raise ConfigError(
-            f"{mcore}: a model with latent attention, whose operations are not compared yet: "
-            "compare the weights alone (llama-patch convert mcore2hf)"
-        )
     precision = precision or stored.precision
     if not traits_of(stored.model).is_llama_like:
         attention = "eager"  # transformers' class has no other

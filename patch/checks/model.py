@@ -117,9 +117,12 @@ def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
     for field, what in (("add_qkv_bias", "biases anyway"), ("qk_layernorm", "no RMSNorm of heads")):
         if getattr(model, field):
             refuse(field, "true", "false", f"{its} {what}")
-    if model.precision_align is not None:
+    if model.precision_align is not None and not traits.is_bloom_like:
         why = f"{its} one order of operations, within 1e-4 of transformers' logits in fp32"
         refuse("precision_align", model.precision_align, "none", why)
+    if model.precision_align == "sdpa":
+        why = f"transformers computes {model.model_type}'s attention in one way"
+        refuse("precision_align", "sdpa", "eager or none", why)
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:

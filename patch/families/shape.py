@@ -260,6 +260,15 @@ class Traits:
         return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
 
 
+    @property
+    def is_bloom_like(self) -> bool:
+        """Whether they have BLOOM's operations in BLOOM's order."""
+        return not (self.has_rope or self.gated_linear_unit) and (
+            (self.normalization, self.activation, self.add_bias_linear)
+            == ("LayerNorm", "gelu_pytorch_tanh", True)
+        )
+
+
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
     *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
     *("transformer_impl", "attention_backend", "precision_align", "init_method_xavier_uniform"),

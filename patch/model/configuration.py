@@ -14,7 +14,7 @@ from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
 from patch.families import expert_layers, traits_of
 from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
-from patch.model.hf_order import batch_first_silu
+from patch.model.hf_order import batch_first_silu, bloom_gelu
 from patch.model.mlp import activation_called
 from patch.model.te_scales import scaling_settings
 
@@ -40,6 +40,8 @@ def transformer_config(
     activation = activation_called(traits.activation)
     if "swiglu" in aligned and traits.activation == "silu":
         activation = batch_first_silu
+    elif "gelu" in aligned:
+        activation = bloom_gelu
     kind = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
     return kind(
         num_layers=model.num_layers,

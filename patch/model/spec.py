@@ -43,7 +43,9 @@ from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.experts import experts_spec
 from patch.model.hf_experts import aligned_experts_spec
 from patch.model.hf_order import (
+    AlignedAlibi,
     AlignedHeadRMSNorm,
+    AlignedLayerNorm,
     AlignedRMSNorm,
     AlignedSdpa,
     BatchFirst,
@@ -61,6 +63,7 @@ NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
     ("RMSNorm", True): (AlignedRMSNorm, AlignedHeadRMSNorm),
     ("LayerNorm", False): (LayerNorm, HeadRMSNorm),
+    ("LayerNorm", True): (AlignedLayerNorm, HeadRMSNorm),
 }
 """Norm of tokens and norm of heads, by `Traits.normalization` and whether in Hugging Face's order."""
 
@@ -233,7 +236,7 @@ class Blueprint:
 
     @property
     def _norms(self) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
-        return NORMS[self.traits.normalization, "rmsnorm" in self.aligned]
+        return NORMS[self.traits.normalization, not self.aligned.isdisjoint({"rmsnorm", "layernorm"})]
 
     @property
     def _recompute(self) -> Callable[..., Any]:
@@ -244,6 +247,8 @@ class Blueprint:
         is_context_parallel = self.groups.cp.size() > 1
         if "attention" in self.aligned:
             assert not is_context_parallel, "validate_run refuses it"
+            if not self.traits.has_rope:
+                return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
         params: dict[str, Any] = {"kernels": self.backends.sdpa}
