@@ -34,7 +34,7 @@ from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
 from patch.families import HfAttention, traits_of
-from patch.model import SOURCES, LlamaModel
+from patch.model import LlamaModel, sources_of
 
 SINGLE_FORM = ("rope",)
 """Sources whose fast form and aligned form are the same, so there is nothing to switch."""
@@ -83,11 +83,6 @@ def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAtt
             "megatron-core asks for a GPU, this machine has none: call patch.compat.apply(cuda=False) first"
         )
     stored = find_checkpoint(mcore, hf)
-    if stored.model.kv_lora_rank:
-        raise ConfigError(
-            f"{mcore}: a model with latent attention, whose operations are not compared yet: "
-            "compare the weights alone (llama-patch convert mcore2hf)"
-        )
     precision = precision or stored.precision
     if not traits_of(stored.model).is_llama_like:
         attention = "eager"  # transformers' class has no other
@@ -127,8 +122,8 @@ def _compare_forms(
         model: the shape of both models.
     """
 
-    every = frozenset(SOURCES if traits_of(model).is_llama_like else ())
-    none = frozenset[str]()
+    names = sources_of(model)
+    every, none = frozenset(names), frozenset[str]()
     with recorded(theirs, model) as recording:
         expected = compute_hf_logits(theirs, prompts)
 
@@ -147,8 +142,7 @@ def _compare_forms(
         first = first_difference(differing, theirs, prompts[-1], model)
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
-        for name in SOURCES
-        if name in every
+        for name in names
     }
     fast, aligned = compare_logits(logits(none), expected), compare_logits(base, expected)
     return LogitComparison(fast, aligned, first, sources, routes[every])

@@ -63,10 +63,15 @@ def _recorder(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., 
 
 
 class _Replay:
-    """What upstream's router asks for a pass's experts (moe/router_replay.py); compares its own choice."""
+    """What upstream's router asks for a pass's experts (moe/router_replay.py); compares its own choice.
 
-    def __init__(self, passes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._passes = iter(passes)
+    Args:
+        passes: what was recorded.
+        own: whom the router asks otherwise; None: nobody.
+    """
+
+    def __init__(self, passes: Sequence[tuple[torch.Tensor, torch.Tensor]], own: Any) -> None:
+        self._passes, self._own = iter(passes), own
         self.compared = RouteComparison(0, 0, 0.0)
 
     def get_replay_topk(
@@ -82,7 +87,9 @@ class _Replay:
         chosen, logits = next(self._passes)
         theirs, ours = torch.zeros_like(logits, dtype=torch.bool), torch.zeros_like(logits, dtype=torch.bool)
         theirs.scatter_(1, chosen, True)
-        ours.scatter_(1, choose(scores, topk, num_groups, group_topk)[1], True)
+        question = scores, topk, num_groups, group_topk
+        _, own = self._own.get_replay_topk(*question, choose) if self._own else choose(*question)
+        ours.scatter_(1, own, True)
         missed, other = (logits.where(kept, -torch.inf).amax(1) for kept in (theirs & ~ours, ours & ~theirs))
         differs = (ours != theirs).any(1)
         gaps = ((missed - other) / logits.abs().amax(1))[differs]
@@ -105,14 +112,15 @@ def replayed(ours: LlamaModel, recording: Recording, prompts: slice = slice(None
         one for each layer with experts, which has then compared the choices.
     """
     routers = {layer: ours.decoder.layers[layer].mlp.router for layer in recording}
-    replays = {layer: _Replay(recording[layer][prompts]) for layer in recording}
+    before = {layer: router.router_replay for layer, router in routers.items()}
+    replays = {layer: _Replay(recording[layer][prompts], before[layer]) for layer in recording}
     for layer, router in routers.items():
         router.router_replay = replays[layer]
     try:
         yield list(replays.values())
     finally:
-        for router in routers.values():
-            router.router_replay = None
+        for layer, router in routers.items():
+            router.router_replay = before[layer]
 
 
 def summed(replays: Sequence[_Replay]) -> RouteComparison | None:

@@ -140,7 +140,7 @@ def load_hf(
 
     Weights are copied out of the memory-mapped file, because for a single token the bits of MKL's results
     depend on the alignment of a weight to 64 bytes. Only weights are converted: RoPE's frequencies stay
-    float32.
+    float32. Experts are a loop, whose order of operations ours have.
 
     Args:
         folder: the Hugging Face folder.
@@ -152,6 +152,8 @@ def load_hf(
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch_dtype(stored), attn_implementation=attention, local_files_only=True
     )
+    if hasattr(model, "set_experts_implementation"):  # not in transformers 4, which has the loop only
+        model.set_experts_implementation("eager")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, torch_dtype(precision), copy=True)
     return model.to(device).eval()

@@ -140,15 +140,14 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
     def reading(after: str, before: str | None = None) -> Reading:
         def read(inputs: Any, output: Any) -> Parts:
             given = {} if before is None else {before: inputs[0][0]}
-            return given | {after: _first_output(output)[0].flatten(1)}
+            # DeepSeek's latents are one head, [1, S, features].
+            return given | {after: _first_output(output)[0].squeeze(0).flatten(1)}
 
         return read
 
     yield _TracedModule(None, theirs.get_input_embeddings(), reading("embed_tokens"))
     if traits_of(model).has_rope:
-        yield _TracedModule(
-            None, theirs.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
-        )
+        yield _TracedModule(None, theirs.model.rotary_emb, lambda inputs, output: {"rope": _table(output)})
     for row, layer in _modules(model):
         for tensor in row.hf:
             module = theirs.get_submodule(_path(tensor, layer))
@@ -205,6 +204,13 @@ def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Ten
     queries = config.num_attention_heads // config.num_query_groups
     heads = value.unflatten(-1, (config.num_query_groups, queries + 2, config.kv_channels))
     return [part.flatten(1) for part in heads.split([queries, 1, 1], dim=2)]
+
+
+def _table(output: Any) -> torch.Tensor:
+    """Cosine and sine of whole heads, one behind the other; DeepSeek's are complex numbers of half a head."""
+    if isinstance(output, tuple):
+        return torch.cat(output, -1)[0]
+    return torch.cat([part[0] for part in (output.real, output.real, output.imag, output.imag)], -1)
 
 
 def _cos_sin(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,8 +7,9 @@ from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.families import family_of, no_class
 
-_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_EP, _ETP, _TP = "expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size"
 
 
 def experts_are_distributed(config: RunConfig, machine: MachineFacts) -> None:
@@ -77,13 +78,32 @@ def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
         refuse("moe_shared_expert_gate", "true", expected, "no expert has all tokens")
     if config.has_8_bits:
         refuse("precision", "fp8", "bf16, fp16 or fp32", "experts have no 8-bit products yet")
-    if model.precision_align is not None:
-        why = "experts are not computed in transformers' order of operations yet"
-        refuse("precision_align", model.precision_align, "none", why)
+    _aligned_form_is_possible(config)
     instances = config.parallel.num_distributed_optimizer_instances
     if instances > 1 and config.experts.expert_model_parallel_size > 1:
         why = "an instance holds all experts, which are distributed over more ranks"
         refuse("num_distributed_optimizer_instances", instances, f"1 with {where(_EP)}", why)
+
+
+def _aligned_form_is_possible(config: RunConfig) -> None:
+    """transformers' order of operations is asked for where it can be had: in one process."""
+    model = config.model
+    if model.precision_align is None:
+        return
+    if family_of(model) is None:
+        why, cure = no_class(model)
+        refuse("precision_align", model.precision_align, f"none, or {cure}", why)
+    none, sizes = f"none at {where('precision_align')}", config.parallel
+    why = "transformers adds up what all experts of a token give in one process"
+    for field, size in (
+        (_EP, config.experts.expert_model_parallel_size),
+        (_TP, sizes.tensor_model_parallel_size),
+    ):
+        if size > 1:
+            refuse(field, size, f"1, or {none}", why)
+    factor = config.experts.moe_expert_capacity_factor
+    if factor is not None:
+        refuse("moe_expert_capacity_factor", factor, f"0, or {none}", "in transformers no expert is full")
 
 
 def _groups_are_possible(config: RunConfig) -> None:

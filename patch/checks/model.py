@@ -84,9 +84,11 @@ def latent_attention_is_possible(config: RunConfig, machine: MachineFacts) -> No
     for field in ("add_qkv_bias", "qk_layernorm"):
         if getattr(model, field):
             refuse(field, "true", "false", why)
-    for field in ("window_size", "precision_align"):
-        if getattr(model, field) is not None:
-            refuse(field, scalar_of(config, field), "none", why)
+    if model.window_size is not None:
+        refuse("window_size", scalar_of(config, "window_size"), "none", why)
+    if model.precision_align is not None:
+        of_bits = f"latent attention ({_LATENT}) has no form with the bits of transformers' gradients"
+        refuse("precision_align", model.precision_align, "none", of_bits)
     if config.has_8_bits:
         refuse("precision", "fp8", "bf16, fp16 or fp32", "latent attention has no 8-bit products yet")
 
@@ -117,9 +119,12 @@ def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
     for field, what in (("add_qkv_bias", "biases anyway"), ("qk_layernorm", "no RMSNorm of heads")):
         if getattr(model, field):
             refuse(field, "true", "false", f"{its} {what}")
-    if model.precision_align is not None:
+    if model.precision_align is not None and not traits.is_bloom_like:
         why = f"{its} one order of operations, within 1e-4 of transformers' logits in fp32"
         refuse("precision_align", model.precision_align, "none", why)
+    if model.precision_align == "sdpa":
+        why = f"transformers computes {model.model_type}'s attention in one way"
+        refuse("precision_align", "sdpa", "eager or none", why)
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:

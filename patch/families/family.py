@@ -53,6 +53,8 @@ class Family:
     """Whether the layers use the window given by `sliding_window`; None: they never have a window."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """The keys for traits that only this family's config.json has."""
+    float32_of_router: Set[str] = frozenset()
+    """What transformers computes in float32 in a 16-bit model too: of "logits" and experts' "weights"."""
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
     """The weight table of a model of this family; the traits are the model's."""
 

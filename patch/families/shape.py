@@ -256,8 +256,17 @@ class Traits:
 
     @property
     def is_llama_like(self) -> bool:
-        """Whether Hugging Face's order of operations and Transformer Engine's layers are built for them."""
+        """Whether Transformer Engine's layers are built for them."""
         return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
+
+
+    @property
+    def is_bloom_like(self) -> bool:
+        """Whether they have BLOOM's operations in BLOOM's order."""
+        return not (self.has_rope or self.gated_linear_unit) and (
+            (self.normalization, self.activation, self.add_bias_linear)
+            == ("LayerNorm", "gelu_pytorch_tanh", True)
+        )
 
 
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {

@@ -1,7 +1,7 @@
 """The LLaMA model on megatron-core's GPTModel; see README.md."""
 
 from patch.config.execution import Execution
-from patch.model.hf_order import SOURCES
+from patch.model.hf_order import SOURCES, sources_of
 from patch.model.llama import (
     WEIGHT_PREFIXES,
     LlamaModel,
@@ -24,6 +24,7 @@ __all__ = [
     "forget_weights",
     "initialize_weights",
     "sharded_weights",
+    "sources_of",
     "sum_aligned",
     "unchanged_weights",
 ]

@@ -14,7 +14,7 @@ from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
 from patch.families import expert_layers, traits_of
 from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
-from patch.model.hf_order import batch_first_silu
+from patch.model.hf_order import batch_first_silu, bloom_gelu
 from patch.model.mlp import activation_called
 from patch.model.te_scales import scaling_settings
 
@@ -34,12 +34,14 @@ def transformer_config(
         groups: megatron-core's process groups, which set the sizes of TP, PP and CP.
         execution: how the model is computed.
         cuda: whether the weights are on a GPU.
-        aligned: the operations (of `SOURCES`) in Hugging Face's order.
+        aligned: the operations (of `sources_of`) in Hugging Face's order.
     """
     dtype, traits = torch_dtype(execution.facts.kept_as), traits_of(model)
     activation = activation_called(traits.activation)
     if "swiglu" in aligned and traits.activation == "silu":
         activation = batch_first_silu
+    elif "gelu" in aligned:
+        activation = bloom_gelu
     kind = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
     return kind(
         num_layers=model.num_layers,
@@ -71,7 +73,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_attention_settings(model),
-        **_expert_settings(model, execution, groups),
+        **_expert_settings(model, execution, groups, aligned),
         **_layer_settings(model, execution, dtype, aligned, cuda=cuda),
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
@@ -105,7 +107,7 @@ def _attention_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_settings(
-    model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
+    model: ModelConfig, execution: Execution, groups: ProcessGroupCollection, aligned: frozenset[str]
 ) -> dict[str, Any]:
     """The fields of upstream's configuration for experts; the divisor of their losses is Router's."""
     layers = expert_layers(model)
@@ -120,7 +122,7 @@ def _expert_settings(
         "moe_layer_freq": 1 if len(layers) == len(numbers) else [int(n in layers) for n in numbers],
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,
-        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax or "experts" in aligned,
         "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
         "moe_router_num_groups": model.moe_router_num_groups,
         "moe_router_group_topk": model.moe_router_group_topk,
@@ -168,7 +170,7 @@ def _recomputed_modules(dtype: torch.dtype, aligned: frozenset[str], *, cuda: bo
 
     Args:
         dtype: the dtype of activations.
-        aligned: the operations (of `SOURCES`) in Hugging Face's order.
+        aligned: the operations (of `sources_of`) in Hugging Face's order.
         cuda: whether the model is on a GPU.
     """
     is_one_operation = "rmsnorm" not in aligned and (cuda or dtype != torch.float32)

@@ -64,6 +64,9 @@ class Router(TopKRouter):
         share: of a micro-batch in its step: 1 / (micro-batches of the step over all replicas).
     """
 
+    router_replay: Any
+    """Whom upstream asks which experts are chosen; None: nobody."""
+
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, share: float
     ) -> None:

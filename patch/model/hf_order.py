@@ -11,20 +11,36 @@ memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from patch.families import ModelConfig, expert_layers, traits_of
+from patch.model.alibi import slopes
 from patch.model.attention import CausalAttention
 from patch.model.linear import NO_MESSAGES, Messages, Product
-from patch.model.norm import HeadRMSNorm, RMSNorm
+from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 
 SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
-"""The operations whose fast form may differ from Hugging Face's. RoPE has only one form, in that order."""
+"""LLaMA's operations whose fast form may differ from Hugging Face's. RoPE has one form, in that order."""
+
+_OF_BLOOM = ("layernorm", "gelu", "attention")
+
+
+def sources_of(model: ModelConfig) -> tuple[str, ...]:
+    """The operations of a model that have a form in Hugging Face's order; none: it has no aligned form."""
+    if traits_of(model).is_bloom_like:
+        return _OF_BLOOM
+    if not traits_of(model).is_llama_like or model.kv_lora_rank is not None:
+        return ()
+    return (*SOURCES, "experts") if expert_layers(model) else SOURCES
 
 
 class AlignedRMSNorm(RMSNorm):
@@ -53,8 +69,18 @@ class AlignedHeadRMSNorm(AlignedRMSNorm, HeadRMSNorm):
         return heads_bnsd.permute(2, 0, 1, 3)
 
 
+class AlignedLayerNorm(LayerNorm):
+    """LayerNorm whose weight and bias get gradients that are sums over tokens, batch first."""
+
+    def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
+        """Normalise [S, B, H]; same shape and dtype."""
+        return super().forward(hidden_sbh.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
 class BatchFirst(Product):
     """Batch-first products by autograd. Messages are upstream's; with TP > 1 a row layer's sum is another."""
+
+    adds_bias = True
 
     def __call__(
         self,
@@ -128,6 +154,13 @@ def batch_first_silu(gate_sbf: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_sbf.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
+def bloom_gelu(hidden: torch.Tensor) -> torch.Tensor:
+    """transformers' GELU of BLOOM, whose backward is a formula of its own; same shape."""
+    from transformers.models.bloom.modeling_bloom import GeLUFunction  # it takes a second to import
+
+    return GeLUFunction.apply(hidden)
+
+
 class AlignedOutput(BatchFirst):
     """The output layer's without vocabulary padding, because a product's bits depend on its number of rows.
 
@@ -183,9 +216,37 @@ class EagerAttention(CausalAttention):
         visible = _visible(query, window)
         lowest = torch.finfo(query.dtype).min
         mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, lowest)
-        scores = torch.matmul(query, key.transpose(2, 3)) * self.scale + mask
-        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = F.softmax(self._scores(query, key) + mask, dim=-1, dtype=torch.float32).to(query.dtype)
         return torch.matmul(weights, value)
+
+    def _scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """[B, N, S, S], without the mask."""
+        return torch.matmul(query, key.transpose(2, 3)) * self.scale
+
+
+class AlignedAlibi(EagerAttention):
+    """transformers' attention of BLOOM: slope x key's position, rounded, is what scores are added to.
+
+    Args:
+        config, named: those of CausalAttention.
+        pg_collection: `tp` says which heads this rank has.
+    """
+
+    slopes: torch.Tensor
+
+    def __init__(
+        self, *, config: TransformerConfig, pg_collection: ProcessGroupCollection, **named: Any
+    ) -> None:
+        super().__init__(config=config, **named)
+        tp = pg_collection.tp
+        own = slopes(config.num_attention_heads).chunk(tp.size())[tp.rank()]
+        self.register_buffer("slopes", own[:, None, None], persistent=False)
+
+    def _scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(key.shape[2], device=key.device)
+        alibi = (self.slopes * positions).repeat(len(key), 1, 1).to(key.dtype)
+        keys = key.flatten(0, 1).transpose(1, 2)
+        return alibi.baddbmm(query.flatten(0, 1), keys, alpha=self.scale).unflatten(0, query.shape[:2])
 
 
 def _repeat(query: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:

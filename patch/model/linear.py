@@ -71,6 +71,9 @@ class Product:
     The products are input @ weight.T, and in backward gradient @ weight and gradient.T @ input.
     """
 
+    adds_bias = False
+    """Whether it adds the bias, in one operation, also where upstream leaves that to what follows."""
+
     def of(self, weight: torch.nn.Parameter | None) -> Self:
         """The product of one layer. None: the weight comes with each call."""
         return self
@@ -186,6 +189,8 @@ class _OfParts:
         super().__init__(*arguments, **named)
         assert product is PLAIN or not in_pieces
         self.product, self.in_pieces = product.of(self.weight), in_pieces  # type: ignore[attr-defined]
+        if product.adds_bias:
+            self.skip_bias_add = False
 
     def _forward_impl(self, **named: Any) -> torch.Tensor:
         return _multiply(self.product, **named)
@@ -209,6 +214,8 @@ class Row(_OfParts, RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S, B, I] in; [S, B, O], with SP [S / TP, B, O], out, and the bias if the caller adds it."""
+        if self.product.adds_bias and self.tp_group.size() == 1:
+            return self.product(input_, self.weight, self.bias), None
         if not self.in_pieces:
             return super().forward(input_)
         output = OverlappedRow.apply(input_, self.weight, self._tensor_group(), self.sequence_parallel)

@@ -38,7 +38,7 @@ from patch.model.activation_layers import follow_offloaded
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
 from patch.model.eight_bit_product import StepWeights
-from patch.model.hf_order import SOURCES, AlignedOutput
+from patch.model.hf_order import AlignedOutput, sources_of
 from patch.model.linear import give_product
 from patch.model.loss import (
     LearnedTokens,
@@ -219,11 +219,11 @@ def build_llama_model(
         groups: megatron-core's process groups: how the model is split (TP, PP), and this rank's part of it.
         device: the device of the weights.
         execution: how the model is computed; a run uses `RunConfig.execution`.
-        aligned: the operations (of `SOURCES`) in Hugging Face's order; None: all of them with
+        aligned: the operations (of `sources_of`) in Hugging Face's order; None: all of them with
             `--precision-align`, else none.
     """
     if aligned is None:
-        aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
+        aligned = frozenset(sources_of(model) if model.precision_align is not None else ())
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     backends = backends_on(device, model, execution, groups, upstream)
     upstream.attention_backend = _te_attention_backend(backends, model)

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 from patch.config.backends import Backends
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
-from patch.families import Traits, expert_layers, traits_of
+from patch.families import Traits, expert_layers, family_of, traits_of
 from patch.memory import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
 from patch.model.alibi import AlibiAttention
@@ -41,8 +41,11 @@ from patch.model.attention import CausalAttention
 from patch.model.context_parallel import ContextParallelAttention
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.experts import experts_spec
+from patch.model.hf_experts import aligned_experts_spec
 from patch.model.hf_order import (
+    AlignedAlibi,
     AlignedHeadRMSNorm,
+    AlignedLayerNorm,
     AlignedRMSNorm,
     AlignedSdpa,
     BatchFirst,
@@ -52,7 +55,7 @@ from patch.model.hf_order import (
 )
 from patch.model.latent_attention import LatentAttention
 from patch.model.linear import Column, Row
-from patch.model.mlp import Activation, activation_of, mlp_spec
+from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
 from patch.model.rotary_attention import RotaryAttention
 
@@ -60,6 +63,7 @@ NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
     ("RMSNorm", True): (AlignedRMSNorm, AlignedHeadRMSNorm),
     ("LayerNorm", False): (LayerNorm, HeadRMSNorm),
+    ("LayerNorm", True): (AlignedLayerNorm, HeadRMSNorm),
 }
 """Norm of tokens and norm of heads, by `Traits.normalization` and whether in Hugging Face's order."""
 
@@ -85,7 +89,7 @@ class Blueprint:
     backends: Backends
     """What serves its operations."""
     aligned: frozenset[str]
-    """The operations (of hf_order.SOURCES) in Hugging Face's order."""
+    """The operations (of hf_order.sources_of) in Hugging Face's order."""
     step_weights: StepWeights | None
     """Of our 8-bit products; None: products have the weights' type, or are Transformer Engine's."""
     saved: SavedTensors | None
@@ -205,13 +209,20 @@ class Blueprint:
         is_recomputed = self.upstream.recompute_granularity == "selective"
         return mlp_spec(submodules, self.groups.tp, self._activation, is_recomputed=is_recomputed)
 
-    def _experts(self, shared: MLPSubmodules) -> ModuleSpec:
+    def _experts(self, shared: MLPSubmodules) -> Any:
         """Experts in the place of an MLP, which becomes their shared one."""
         # The dispatcher has their messages.
         own = MLPSubmodules(linear_fc1=ModuleSpec(module=Column), linear_fc2=ModuleSpec(module=Row))
-        return experts_spec(
-            own, shared, 1 / (self.execution.num_micro_batches * self.groups.dp.size()), self._activation,
-            is_recomputed=self.upstream.recompute_granularity == "selective",
+        share = 1 / (self.execution.num_micro_batches * self.groups.dp.size())
+        is_recomputed = self.upstream.recompute_granularity == "selective"
+        spec = experts_spec(own, shared, share, self._activation, is_recomputed=is_recomputed)
+        if "experts" not in self.aligned:
+            return spec
+        family, is_normed = family_of(self.model), not self.model.moe_router_pre_softmax
+        assert family is not None, "validate_run refuses it"
+        return aligned_experts_spec(
+            spec.submodules, self.groups, activation_called(self.traits.activation),
+            share=share, is_normed=is_normed, float32=family.float32_of_router,
         )  # fmt: skip
 
     @property
@@ -225,7 +236,7 @@ class Blueprint:
 
     @property
     def _norms(self) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
-        return NORMS[self.traits.normalization, "rmsnorm" in self.aligned]
+        return NORMS[self.traits.normalization, not self.aligned.isdisjoint({"rmsnorm", "layernorm"})]
 
     @property
     def _recompute(self) -> Callable[..., Any]:
@@ -236,6 +247,8 @@ class Blueprint:
         is_context_parallel = self.groups.cp.size() > 1
         if "attention" in self.aligned:
             assert not is_context_parallel, "validate_run refuses it"
+            if not self.traits.has_rope:
+                return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
         params: dict[str, Any] = {"kernels": self.backends.sdpa}

@@ -32,7 +32,7 @@ def changed(**changes: Any) -> Measurement:
         {"fast": EQUAL._replace(max=9e-5)},
         {"precision": "bf16", "fast": EQUAL._replace(max=0.5, cosine=0.9991, top1=0.9)},
         {"device": "cuda", "aligned": EQUAL._replace(max=9e-5)},
-        {"routes": RouteComparison(99, 1, 9e-5), "aligned": EQUAL._replace(max=9e-5)},
+        {"device": "cuda", "routes": RouteComparison(99, 1, 9e-5), "aligned": EQUAL._replace(max=9e-5)},
     ],
 )
 def test_what_another_order_explains_is_normal(changes: dict) -> None:

@@ -5,6 +5,7 @@ comparisons find differences, so they can.
 """
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ from training_runs import hf_gradients
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
+from patch.families import stacked_part
 from patch.training.setup import Run
 from patch.training.step import run_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = (
     "odd", "llama-3.1", "llama-1", "llama-3.2", "llama-yarn", "mistral-0.1", "mistral-nemo", "qwen-2",
-    "qwen-3",
+    "qwen-3", "mixtral", "qwen-2-moe", "qwen-2-moe-mixed", "qwen-3-moe",
 )  # fmt: skip
 """As many groups as heads, fewer, tied, scaled cosines, a window, a scale that is no power of two,
-biases, norms of heads."""
+biases, norms of heads; experts with weights in float32, with a shared one and its gate, in some layers."""
 ODD = {
     "num_layers": 2, "hidden_size": 60, "ffn_hidden_size": 90, "num_attention_heads": 6,
     "num_query_groups": 3, "kv_channels": 10, "vocab_size": 251,
@@ -36,6 +38,7 @@ ODD = {
 """No multiple of a vector's 8 or 16 numbers: ends of rows are computed one by one, with other bits."""
 CASES = [
     *itertools.product(("odd", "llama-3.1"), DTYPES, ("eager", "sdpa")),
+    *(("bloom", precision, "eager") for precision in DTYPES),
     *((name, *pair) for name in NAMES[2:] for pair in (("fp32", "sdpa"), ("bf16", "eager"))),
     ("mistral-0.1", "fp32", "eager"),
     ("mistral-0.1", "bf16", "sdpa"),
@@ -52,6 +55,8 @@ STAGED = [
     ("mistral-nemo", "fp32", "sdpa", "selective"),
     ("llama-3.2", "fp32", "sdpa", "full"),
     ("llama-3.2", "bf16", "eager", "none"),
+    ("qwen-2-moe", "bf16", "sdpa", "selective"),
+    ("bloom", "fp32", "eager", "full"),
 ]
 """Cases over two processes, each with a recomputation of activations, or with two stages a process."""
 CUT = [("mistral-nemo", "fp32", False), ("qwen-2", "fp32", True), ("qwen-3", "bf16", True)]
@@ -67,6 +72,7 @@ def _hf_model(folder: Path, precision: str, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision], attn_implementation=attention)
+    hf.set_experts_implementation("eager")
     for parameter in hf.parameters():
         # Out of the mapped file: for one token MKL's bits depend on where in 64 bytes a weight begins.
         parameter.data = parameter.data.clone()
@@ -118,8 +124,22 @@ def _differences(run: Run, hf: Any, shape: tuple[int, int]) -> list[str]:
     if _our_step(run, batches) != losses:
         found.append("losses")
     ours = hf_gradients(run.stages, run.config)
-    assert ours.keys() == gradients.keys()
-    return found + [name for name in gradients if not torch.equal(ours[name], gradients[name])]
+    assert len(_in_memory(ours)) == len(gradients)
+    return found + [name for name in ours if not torch.equal(ours[name], _gradient_of(name, gradients))]
+
+
+def _in_memory(names: Iterable[str]) -> set[str]:
+    """transformers' names in memory of tensors of a folder."""
+    return {getattr(stacked_part(name), "name", name) for name in names}
+
+
+def _gradient_of(name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """transformers' gradient of a tensor of a folder: its memory has all experts in one."""
+    part = stacked_part(name)
+    if part is None or part.expert is None:
+        return gradients[name if part is None else part.name]
+    of_expert = gradients[part.name][part.expert]
+    return of_expert if part.name.endswith("down_proj") else of_expert.chunk(2)[part.part]
 
 
 def run_one_process(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:
@@ -140,7 +160,7 @@ def run_one_process(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of random weights for each family."""
     root = tmp_path_factory.mktemp("aligned")
-    for family in NAMES[1:]:
+    for family in ("bloom", *NAMES[1:]):
         family_model(family, root / family)
     hf_llama(small_run(**ODD), root / "odd")
     hf_llama(small_run(), root / "four-layers")
@@ -189,15 +209,20 @@ def _stage_differences(hf: Any, folder: Path, config: RunConfig) -> tuple:
     """
     run = build_untrained(config, folder)
     torch.manual_seed(0)
-    tied = "" if config.model.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
+    table = hf.get_input_embeddings().weight
+    (tied,) = (name for name, weight in hf.named_parameters() if weight is table)
+    if config.model.untie_embeddings_and_output_weights:
+        tied = ""
     batches = _batches(config, 2, STAGED_LENGTH, count=1 if tied else 2)
     _, losses, gradients = _hf_step(hf, batches)
     ours = _our_step(run, batches)
     mine = hf_gradients(run.stages, config)
     new_job()
-    differing = [name for name in mine if name != tied and not torch.equal(mine[name], gradients[name])]
+    differing = [
+        name for name in mine if name != tied and not torch.equal(mine[name], _gradient_of(name, gradients))
+    ]
     shared = (mine[tied].float().numpy(), gradients[tied].float().numpy()) if tied else None
-    return ours, losses, differing, len(mine), len(gradients) + bool(tied), shared
+    return ours, losses, differing, len(_in_memory(mine)), len(gradients) + bool(tied), shared
 
 
 def _tp_nearness(hf: Any, folder: Path, config: RunConfig) -> tuple[float, float, float]:

@@ -1,0 +1,150 @@
+"""Experts in Hugging Face's order of operations (`--precision-align`), all of them in one process.
+
+The order is that of transformers' own loop (`experts_implementation="eager"`): expert after expert, each with
+its tokens sorted by its place among their choices, weights applied behind the second product, results added
+to a token's one by one. Names of parameters are those of the fast form (experts.py).
+
+Shapes: S sequence, B micro-batch, T = B x S tokens, batch first, H hidden, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+
+from patch.model.experts import Router
+from patch.model.mlp import Activation
+
+
+class AlignedRouter(Router):
+    """A router that gives each token its experts and their weights; both are transformers'.
+
+    Args:
+        arguments, named: those of Router. Upstream's configuration has a softmax over all experts.
+        is_normed: whether a token's weights are divided by their sum.
+        float32: what is float32 whatever the model's type: of "logits" and "weights".
+    """
+
+    def __init__(self, *arguments: Any, is_normed: bool, float32: Set[str], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._is_normed, self._float32 = is_normed, float32
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [S, B, experts] of tokens [B, S, H]."""
+        dtype = torch.float32 if "logits" in self._float32 else input.dtype
+        logits = F.linear(input.flatten(0, 1).to(dtype), self.weight.to(dtype))
+        return logits.float().view(*input.shape[:2], -1).transpose(0, 1).contiguous()
+
+    def routing(self, logits: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of tokens, both [T, K], of logits [S, B, experts]."""
+        replay = self.router_replay
+        self.router_replay = choices = _Choices(replay)
+        try:
+            scores, _ = super().routing(logits)
+        finally:
+            self.router_replay = replay
+        weights = scores.gather(1, choices.chosen)
+        if self._is_normed:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        if "weights" not in self._float32:
+            weights = weights.to(self.weight.dtype)
+        return _batch_first(weights, logits.shape[1]), _batch_first(choices.chosen, logits.shape[1])
+
+
+class _Choices:
+    """What upstream asks for a replay, and remembers: experts in the order in which they were chosen.
+
+    Args:
+        replay: whom to ask; None: the function of upstream that chooses.
+    """
+
+    chosen: torch.Tensor
+
+    def __init__(self, replay: Any) -> None:
+        self._replay = replay
+
+    def get_replay_topk(self, *question: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of chosen experts, and their numbers."""
+        *sizes, choose = question
+        scores, self.chosen = self._replay.get_replay_topk(*question) if self._replay else choose(*sizes)
+        return scores, self.chosen
+
+
+def _batch_first(of_tokens: torch.Tensor, rows: int) -> torch.Tensor:
+    return of_tokens.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)
+
+
+class AlignedMoELayer(MoELayer):
+    """Upstream's layer without its dispatcher.
+
+    Autograd adds a token's gradients in the order of what uses it, so that order is transformers' too: a
+    shared expert with a gate is computed first (Qwen 2), one without last (DeepSeek).
+
+    Args:
+        arguments, named: those of MoELayer.
+        activate: of an expert's gate.
+    """
+
+    def __init__(self, *arguments: Any, activate: Activation, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._activate = activate
+
+    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        """[S, B, H] in and out; no bias."""
+        rows_first = hidden_states.transpose(0, 1)
+        tokens, shared = rows_first.flatten(0, 1), self.shared_experts
+        gate_weight = None if shared is None else shared.gate_weight
+        if gate_weight is not None:
+            of_shared = self._of_shared(tokens)
+        output = self._of_experts(tokens, *self.router(tokens.view_as(rows_first)))
+        if gate_weight is not None:
+            output = output + F.linear(tokens, gate_weight).sigmoid() * of_shared
+        elif shared is not None:
+            output = output + self._of_shared(tokens)
+        return output.view_as(rows_first).transpose(0, 1), None
+
+    def _of_shared(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the expert of all tokens gives without its gate; gate and up are separate products."""
+        gate, up = (F.linear(tokens, half) for half in self.shared_experts.linear_fc1.weight.chunk(2))
+        return F.linear(self._activate(gate) * up, self.shared_experts.linear_fc2.weight)
+
+    def _of_experts(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The sum of a token's experts, [T, H], of tokens [T, H], and weights and experts [T, K]."""
+        output = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts.local_experts):
+            places, rows = torch.where(chosen.t() == number)
+            gate, up = F.linear(tokens[rows], expert.linear_fc1.weight).chunk(2, dim=-1)
+            result = F.linear(self._activate(gate) * up, expert.linear_fc2.weight)
+            result = result * weights[rows, places, None]
+            output.index_add_(0, rows, result.to(output.dtype))
+        return output
+
+
+def aligned_experts_spec(
+    parts: MoESubmodules,
+    groups: ProcessGroupCollection,
+    activate: Activation,
+    *,
+    share: float,
+    is_normed: bool,
+    float32: Set[str],
+) -> SimpleNamespace:
+    """What upstream's build_module makes the layer from; no ModuleSpec, for the reason of `mlp_spec`.
+
+    Args:
+        parts: of the fast form.
+        groups: the process groups.
+        activate: see AlignedMoELayer.
+        share: see Router.
+        is_normed, float32: see AlignedRouter.
+    """
+    parts.router = partial(AlignedRouter, share=share, is_normed=is_normed, float32=float32)
+    params = {"activate": activate, "pg_collection": groups}
+    return SimpleNamespace(module=AlignedMoELayer, submodules=parts, params=params)
