@@ -205,13 +205,15 @@ class Blueprint:
         is_recomputed = self.upstream.recompute_granularity == "selective"
         return mlp_spec(submodules, self.groups.tp, self._activation, is_recomputed=is_recomputed)
 
-    def _experts(self, shared: MLPSubmodules) -> ModuleSpec:
+    def _experts(self, shared: MLPSubmodules) -> Any:
         """Experts in the place of an MLP, which becomes their shared one."""
         # The dispatcher has their messages.
         own = MLPSubmodules(linear_fc1=ModuleSpec(module=Column), linear_fc2=ModuleSpec(module=Row))
         return experts_spec(
-            own, shared, 1 / (self.execution.num_micro_batches * self.groups.dp.size()), self._activation,
+            own, shared, self.groups, self._activation,
+            share=1 / (self.execution.num_micro_batches * self.groups.dp.size()),
             is_recomputed=self.upstream.recompute_granularity == "selective",
+            is_grouped=self.backends.is_grouped,
         )  # fmt: skip
 
     @property
