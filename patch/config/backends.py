@@ -106,7 +106,7 @@ class Backends:
     has_flash_attention_3: bool
     """Whether torch's FlashAttention is replaced by flash-attn 3's."""
     is_fused: bool
-    """Whether RoPE, SwiGLU and the loss are kernels of `patch/model/kernels`; otherwise torch operations."""
+    """Whether RoPE, activations and the loss are kernels of `patch/model/kernels`; else torch operations."""
     is_grouped: bool
     """Whether the products of a layer's experts are torch's grouped ones; otherwise one after the other."""
     rows: tuple[Served, ...]
@@ -232,10 +232,11 @@ def _rows(
     norm = "rms_norm" if traits.normalization == "RMSNorm" else "layer_norm"
     yield Served("norm", "Transformer Engine" if is_engine else f"torch's {norm}")
     missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
-    is_swiglu = traits.gated_linear_unit and traits.activation == "silu"
+    activations = {(True, "silu"): "SwiGLU", (False, "gelu_pytorch_tanh"): "bias and GELU"}
+    fused = activations.get((traits.gated_linear_unit, traits.activation))
     if not traits.has_rope:
         yield Served("ALiBi", "channels of queries and keys, in the same kernel")
-    for operation in ("RoPE",) * traits.has_rope + ("SwiGLU",) * is_swiglu:
+    for operation in filter(None, ("RoPE" if traits.has_rope else None, fused)):
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     if model.num_experts is not None and is_cuda:

@@ -11,12 +11,13 @@ from small_runs import small_run
 from patch.config.execution import Fp8
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
+from patch.families import Traits
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.experts import _Experts
 from patch.model.grouped_experts import GroupedExperts
 from patch.model.kernels import layer_kernels
 from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
-from patch.model.mlp import swiglu
+from patch.model.mlp import activation_of, swiglu
 from patch.model.weight_gradient import add_product, has_epilogue
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,6 +36,20 @@ def test_swiglu_is_torchs(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(fused.swiglu(gate_up), plain.swiglu(gate_up), **bound)
     found, expected = (kernels.swiglu_backward(gradient, gate_up) for kernels in (fused, plain))
     torch.testing.assert_close(found, expected, **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 1025, 4096])
+def test_bias_and_gelu_are_torchs(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    hidden = (4 * torch.randn(33, 2, width, device="cuda")).to(dtype).requires_grad_()
+    bias = torch.randn(width, device="cuda").to(dtype).requires_grad_()
+    bloom, found = Traits(gated_linear_unit=False, activation="gelu_pytorch_tanh", add_bias_linear=True), []
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    for active in (activation_of(bloom, gelu, is_fused=True)(hidden, bias), gelu(hidden + bias)):
+        found.append([active, *torch.autograd.grad(active.square().sum(), (hidden, bias))])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).float().norm() <= 2 * SWIGLU_BOUND[dtype] * theirs.float().norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
