@@ -152,7 +152,7 @@ def _gelu_parts(hidden: tl.tensor, bias: tl.tensor) -> tl.tensor:
     0.5 (1 + tanh(u)) = sigmoid(2 u)."""
     x = (hidden.to(tl.float32) + bias.to(tl.float32)).to(hidden.dtype).to(tl.float32)
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    slope = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x)
+    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
     return x, tl.div_rn(1.0, 1.0 + tl.exp(-2.0 * u)), slope
 
 
