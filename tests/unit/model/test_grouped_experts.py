@@ -11,7 +11,6 @@ from torch.nn.functional import silu
 from training_runs import build_seeded_run, build_stages, train_run
 
 from patch.model import initialize_weights
-from patch.model.experts import LocalExperts
 from patch.model.grouped_experts import GroupedExperts
 from patch.model.weight_gradient import as_one
 
@@ -72,27 +71,18 @@ def test_experts_are_those_of_plain_torch(sizes: list[int], gap: int, order: int
     assert all(not first[index].any() and not second[index].any() for index in idle)
 
 
-def use_grouped(stage: torch.nn.Module) -> list[LocalExperts]:
-    """Let a CPU's experts have the products of Hopper."""
-    found = [module for module in stage.modules() if isinstance(module, LocalExperts)]
-    for experts in found:
-        experts.is_grouped = True
-    return found
-
-
 def losses(rank: int, world_size: int, changes: dict[str, Any]) -> list[list[float]]:
-    """Losses and norms of steps with single and with grouped products."""
+    """Losses and norms of steps with single products, and with those of Hopper."""
     found = []
     for is_grouped in (False, True):
         new_job()
         run = build_seeded_run(small_run(**SHAPE, **changes))
-        if is_grouped:
-            for experts in use_grouped(run.stages[0]):
-                local = [*experts.local_experts][::-1]
-                for name in ("linear_fc1", "linear_fc2"):
-                    assert as_one([getattr(each, name).weight for each in local]) is not None, "a copy"
-        results = train_run(run)
-        found.append([value for step in results for value in (step.loss, step.grad_norm)])
+        for layer in run.stages[0].decoder.layers:
+            layer.mlp.experts.is_grouped = is_grouped
+            local = [*layer.mlp.experts.local_experts][::-1]
+            for name in ("linear_fc1", "linear_fc2"):
+                assert as_one([getattr(each, name).weight for each in local]) is not None, "a copy"
+        found.append([value for step in train_run(run) for value in (step.loss, step.grad_norm)])
     return found
 
 
