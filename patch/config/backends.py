@@ -106,7 +106,9 @@ class Backends:
     has_flash_attention_3: bool
     """Whether torch's FlashAttention is replaced by flash-attn 3's."""
     is_fused: bool
-    """Whether RoPE, SwiGLU and the loss are kernels of `patch/model/kernels`; otherwise torch operations."""
+    """Whether RoPE, activations and the loss are kernels of `patch/model/kernels`; else torch operations."""
+    is_grouped: bool
+    """Whether the products of a layer's experts are torch's grouped ones; otherwise one after the other."""
     rows: tuple[Served, ...]
 
     @property
@@ -139,7 +141,8 @@ def choose_backends(
     order = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
     sdpa = tuple(kernel for kernel in order if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
-    backends = Backends(impl, sdpa, has_fa3, is_fused, ())
+    is_grouped = model.num_experts is not None and not is_aligned and _groups_products(execution, machine)
+    backends = Backends(impl, sdpa, has_fa3, is_fused, is_grouped, ())
     rows = _rows(backends, model, execution, machine, cp_size)
     return dataclasses.replace(backends, rows=tuple(rows))
 
@@ -192,6 +195,12 @@ def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
     )
 
 
+def _groups_products(execution: Execution, machine: MachineFacts) -> bool:
+    """Elsewhere torch's grouped product is slow, or wrong where an expert has no token (Blackwell)."""
+    is_hopper = bool(machine.cuda_devices) and machine.compute_capability[0] == _HOPPER
+    return is_hopper and PRECISIONS[execution.precision].kept_as == "bf16"
+
+
 def _sdpa_order(
     model: ModelConfig, execution: Execution, machine: MachineFacts, has_fa3: bool
 ) -> tuple[SdpaKernel, ...]:
@@ -223,12 +232,16 @@ def _rows(
     norm = "rms_norm" if traits.normalization == "RMSNorm" else "layer_norm"
     yield Served("norm", "Transformer Engine" if is_engine else f"torch's {norm}")
     missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
-    is_swiglu = traits.gated_linear_unit and traits.activation == "silu"
+    activations = {(True, "silu"): "SwiGLU", (False, "gelu_pytorch_tanh"): "bias and GELU"}
+    fused = activations.get((traits.gated_linear_unit, traits.activation))
     if not traits.has_rope:
         yield Served("ALiBi", "channels of queries and keys, in the same kernel")
-    for operation in ("RoPE",) * traits.has_rope + ("SwiGLU",) * is_swiglu:
+    for operation in filter(None, ("RoPE" if traits.has_rope else None, fused)):
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
+    if model.num_experts is not None and is_cuda:
+        one_by_one = Served("products of experts", "torch, one by one", "grouped ones need bf16 on Hopper")
+        yield Served("products of experts", "torch, grouped") if backends.is_grouped else one_by_one
     chunks = "chunks of tokens, without all logits"
     yield Served("loss", f"{chunks}, in two Triton kernels" if backends.is_fused else chunks, missing)
     yield Served("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")

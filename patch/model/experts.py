@@ -1,7 +1,7 @@
 """Experts: upstream's MoELayer with our products and activation, and a router that counts.
 
     router          scores and choices are upstream's, in float32; its losses have this project's divisor
-    dispatcher      upstream's: which tokens go to which rank, and back
+    dispatcher      upstream's: which tokens go to which rank, and back; or LocalDispatcher
     experts         upstream's SequentialMLP; all experts of a rank are one operation
     shared expert   upstream's, whose activation is that of our MLP
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from patch.model.grouped_experts import SIZES, GroupedExperts, activation_backward
 from patch.model.mlp import Activation, through_layers
 from patch.model.weight_gradient import weight_gradient
 
@@ -137,17 +140,68 @@ def routers_of(stages: Sequence[torch.nn.Module]) -> Iterator[Router]:
     return (module for stage in stages for module in stage.modules() if isinstance(module, Router))
 
 
+class ExpertsLayer(MoELayer):
+    """Upstream's layer; a rank that has all experts of it has a dispatcher of ours, if no token is dropped.
+
+    Args:
+        arguments, named: those of MoELayer.
+    """
+
+    def __init__(self, *arguments: Any, pg_collection: ProcessGroupCollection, **named: Any) -> None:
+        super().__init__(*arguments, pg_collection=pg_collection, **named)
+        if pg_collection.tp_ep.size() == 1 and self.config.moe_expert_capacity_factor is None:
+            self.token_dispatcher = LocalDispatcher(
+                self.num_local_experts, self.local_expert_indices, self.config, pg_collection
+            )
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Router.routing; for grouped products the experts of each rank in reverse order."""
+        found = super().route(hidden_states, padding_mask)
+        if not self.experts.is_grouped:
+            return found
+        weights, choices = (
+            of_experts.unflatten(1, (-1, self.num_local_experts)).flip(2).flatten(1) for of_experts in found
+        )
+        return weights, choices
+
+
+class LocalDispatcher(MoEAllGatherTokenDispatcher):
+    """Dispatcher of a rank that has all experts: nothing travels, and the host waits for nothing.
+
+    Of all tokens each is chosen for equally many experts. Upstream's dispatchers ask the device how many rows
+    that makes (masked_select in moe_utils.py:369-372), and for the number of each expert's.
+    """
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows [T, H] sorted by expert, numbers of each expert's [experts] and weights [T], on the device."""
+        num_tokens = len(hidden_states)
+        self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
+        chosen = self.routing_map.t().flatten()
+        places = chosen.nonzero_static(size=num_tokens * self.router_topk)[:, 0]
+        self.reversed_local_input_permutation_mapping = places % num_tokens
+        rows = hidden_states.index_select(0, self.reversed_local_input_permutation_mapping)
+        return rows, self.routing_map.sum(0), probs.t().flatten().index_select(0, places)
+
+
 class LocalExperts(SequentialMLP):
     """The experts of a layer that a rank holds; backward keeps tokens, and what the first layers give.
 
     Args:
         arguments, named: those of SequentialMLP.
         activate: see RecomputableMLP.
+        is_grouped: whether by torch's grouped products, if widths suit them; experts then come in reverse
+            order (grouped_experts.py).
     """
 
-    def __init__(self, *arguments: Any, activate: Activation, **named: Any) -> None:
+    def __init__(self, *arguments: Any, activate: Activation, is_grouped: bool, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._activate = activate
+        sizes = [size for weight in self.local_experts[0].parameters() for size in weight.shape]
+        self.is_grouped = is_grouped and not any(size % SIZES for size in sizes)
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
@@ -156,15 +210,21 @@ class LocalExperts(SequentialMLP):
 
         Args:
             tokens: [T, H], sorted by expert.
-            tokens_per_expert: [experts], on the CPU.
+            tokens_per_expert: [experts], on the CPU or not.
             weights: [T], by the router.
         Returns:
             [T, H], and no bias.
         """
-        first = [expert.linear_fc1.weight for expert in self.local_experts]
-        second = [expert.linear_fc2.weight for expert in self.local_experts]
-        sizes = tokens_per_expert.tolist()
-        return _Experts.apply(tokens, weights, sizes, self._activate, *first, *second), None
+        experts = [*self.local_experts]
+        if self.is_grouped:
+            experts.reverse()
+        matrices = [expert.linear_fc1.weight for expert in experts]
+        matrices += [expert.linear_fc2.weight for expert in experts]
+        if self.is_grouped and len(tokens):
+            on_device = tokens_per_expert.to(tokens.device, non_blocking=True)
+            ends = on_device.cumsum(0, dtype=torch.int32)
+            return GroupedExperts.apply(tokens, weights, ends, self._activate, *matrices), None
+        return _Experts.apply(tokens, weights, tokens_per_expert.tolist(), self._activate, *matrices), None
 
 
 class _Experts(torch.autograd.Function):
@@ -196,19 +256,16 @@ class _Experts(torch.autograd.Function):
         number, of_matrices = len(ctx.sizes), list[Any]([None] * len(matrices))
         of_tokens, of_weights = torch.empty_like(tokens), torch.empty_like(weights)
         for rows, experts, sizes in _parts(ctx.sizes, tokens.is_cuda):
-            weight, second = weights[rows].unsqueeze(-1), matrices[number:][experts]
-            with torch.enable_grad():
-                gate_up = hidden[rows].detach().requires_grad_()
-                active = ctx.activate(gate_up)
-            of_active = torch.empty_like(active)
-            _multiply(gradient[rows], second, sizes, of_active)
-            torch.sum(of_active * active.detach().to(weight.dtype), -1, out=of_weights[rows])
-            (of_hidden,) = torch.autograd.grad(active, gate_up, of_active.mul_(weight))
+            of_active = hidden.new_empty(len(gradient[rows]), matrices[-1].shape[1])
+            _multiply(gradient[rows], matrices[number:][experts], sizes, of_active)
+            of_hidden, active = activation_backward(
+                hidden[rows], weights[rows], of_active, ctx.activate, of_weights[rows]
+            )
             _multiply(of_hidden, matrices[:number][experts], sizes, of_tokens[rows])
             places = range(number)[experts]
             pairs = (
                 (places, of_hidden, tokens[rows]),
-                ([number + place for place in places], gradient[rows], active.detach().mul_(weight)),
+                ([number + place for place in places], gradient[rows], active),
             )
             for indices, of_output, input in pairs:
                 each = zip(indices, of_output.split(sizes), input.split(sizes), strict=True)
@@ -261,24 +318,28 @@ class SharedExpert(SharedExpertMLP):
 def experts_spec(
     experts: MLPSubmodules,
     shared: MLPSubmodules,
-    share: float,
+    groups: ProcessGroupCollection,
     activate: Activation,
     *,
+    share: float,
     is_recomputed: bool,
-) -> ModuleSpec:
-    """What upstream's layer builds its MoELayer from.
+    is_grouped: bool,
+) -> SimpleNamespace:
+    """What upstream's layer builds its MoELayer from; no ModuleSpec, as in `mlp_spec`.
 
     Args:
         experts: the two linear layers of an expert.
         shared: those of the shared expert, if the model has one.
-        share: see Router.
+        groups: megatron-core's process groups.
         activate, is_recomputed: see RecomputableMLP.
+        share: see Router.
+        is_grouped: see LocalExperts.
     """
-    params: dict[str, Any] = {"activate": activate}
-    of_shared = {**params, "is_recomputed": is_recomputed}
+    of_experts = {"activate": activate, "is_grouped": is_grouped}
+    of_shared = {"activate": activate, "is_recomputed": is_recomputed}
     parts = MoESubmodules(
-        experts=ModuleSpec(module=LocalExperts, submodules=experts, params=params),
+        experts=ModuleSpec(module=LocalExperts, submodules=experts, params=of_experts),
         shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=of_shared),
         router=partial(Router, share=share),
     )
-    return ModuleSpec(module=MoELayer, submodules=parts)
+    return SimpleNamespace(module=ExpertsLayer, submodules=parts, params={"pg_collection": groups})

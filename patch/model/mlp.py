@@ -22,7 +22,8 @@ from torch.nn.functional import silu
 from patch.families import Traits
 from patch.model.kernels import LayerKernels, layer_kernels
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
+Activation = Callable[..., torch.Tensor]
+"""What comes between the two layers of an MLP, of a product with its bias added; of both: `_bias_gelu`."""
 
 
 class RecomputableMLP(MLP):
@@ -49,12 +50,11 @@ def through_layers(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """RecomputableMLP's forward with the two layers of any of upstream's MLPs."""
     hidden, bias = mlp.linear_fc1(hidden)
-    if bias is not None:
-        hidden = hidden + bias
+    inputs = (hidden, bias) if activate is _bias_gelu else (hidden if bias is None else hidden + bias,)
     if not is_recomputed:
-        return mlp.linear_fc2(activate(hidden))
+        return mlp.linear_fc2(activate(*inputs))
     recomputed = CheckpointWithoutOutput()
-    output, bias = mlp.linear_fc2(recomputed.checkpoint(activate, hidden))
+    output, bias = mlp.linear_fc2(recomputed.checkpoint(activate, *inputs))
     recomputed.discard_output_and_register_recompute(output)
     return output, bias
 
@@ -91,10 +91,11 @@ def activation_of(traits: Traits, function: Activation, *, is_fused: bool) -> Ac
     Args:
         traits: whether it is gated.
         function: see `activation_called`, or one with its values in another order.
-        is_fused: whether SwiGLU is in Triton.
+        is_fused: whether SwiGLU, and GELU with its bias, are in Triton.
     """
     if not traits.gated_linear_unit:
-        return function
+        is_gelu = traits.add_bias_linear and traits.activation == "gelu_pytorch_tanh"
+        return _bias_gelu if is_gelu and is_fused else function
     return partial(swiglu, is_fused=is_fused) if function is silu else partial(_gated, function=function)
 
 
@@ -127,3 +128,27 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         return ctx.kernels.swiglu_backward(gradient, gate_up), None
+
+
+def _bias_gelu(hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """GELU of a product [..., F] and its bias [F], on a GPU: backward keeps both, not their sum.
+
+    No epilogue of torch's products serves: `_addmm_activation` forgets what backward needs.
+    """
+    return _BiasGelu.apply(hidden, bias)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        from patch.model.kernels import fused  # only torch's CUDA builds come with Triton
+
+        ctx.save_for_backward(hidden, bias)
+        ctx.backward_of = fused.bias_gelu_backward
+        return fused.bias_gelu(hidden, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_hidden = ctx.backward_of(gradient, *ctx.saved_tensors)
+        return of_hidden, of_hidden.flatten(0, -2).sum(0)

@@ -214,8 +214,11 @@ class Blueprint:
         # The dispatcher has their messages.
         own = MLPSubmodules(linear_fc1=ModuleSpec(module=Column), linear_fc2=ModuleSpec(module=Row))
         share = 1 / (self.execution.num_micro_batches * self.groups.dp.size())
-        is_recomputed = self.upstream.recompute_granularity == "selective"
-        spec = experts_spec(own, shared, share, self._activation, is_recomputed=is_recomputed)
+        spec = experts_spec(
+            own, shared, self.groups, self._activation, share=share,
+            is_recomputed=self.upstream.recompute_granularity == "selective",
+            is_grouped=self.backends.is_grouped,
+        )  # fmt: skip
         if "experts" not in self.aligned:
             return spec
         family, is_normed = family_of(self.model), not self.model.moe_router_pre_softmax

@@ -9,6 +9,7 @@ Shapes: M rows (tokens), O outputs, I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
@@ -39,6 +40,47 @@ def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, input: torch.T
     total, is_first = writer.open()
     add_product(total, gradient.t(), input, overwrite=is_first)
     return writer.stand_in()
+
+
+def weight_gradients(weights: Sequence[torch.Tensor], gradients: torch.Tensor) -> list[torch.Tensor]:
+    """What backward returns for several weights whose gradients are there, in the weights' type.
+
+    Args:
+        weights: of the same shape; see `weight_gradient`.
+        gradients: [weights, O, I].
+    """
+    found, places, own = list(gradients), [], []
+    for index, weight in enumerate(weights):
+        writer: MainGradWriter | None = getattr(weight, "main_grad_writer", None)
+        if writer is not None:
+            places.append(writer.open())
+            own.append(gradients[index])
+            found[index] = writer.stand_in()
+    whole = as_one([total for total, _ in places]) if len(places) == len(weights) else None
+    if whole is not None and len({is_first for _, is_first in places}) == 1:
+        places, own = [(whole, places[0][1])], [gradients]
+    for (total, is_first), gradient in zip(places, own, strict=True):
+        total.copy_(gradient) if is_first else total.add_(gradient)
+    return found
+
+
+def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Contiguous tensors of one shape as a view [tensors, ...], if they lie at equal distances in one memory.
+
+    Their beginnings are multiples of 16 bytes.
+    """
+    first, begins = tensors[0], [tensor.storage_offset() for tensor in tensors]
+    step = begins[1] - begins[0] if len(begins) > 1 else first.numel()
+    memory, unit = first.untyped_storage().data_ptr(), 16 // first.element_size()
+    if (
+        step < first.numel()
+        or step % unit
+        or first.data_ptr() % 16
+        or begins != [begins[0] + index * step for index in range(len(begins))]
+        or any(tensor.untyped_storage().data_ptr() != memory for tensor in tensors)
+    ):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> None:

@@ -1,6 +1,7 @@
 """The kernels of a layer on a GPU: Triton against torch, products in 8 bits and with an epilogue."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +9,15 @@ from gpu.runs import needs_8_bits
 from small_runs import small_run
 
 from patch.config.execution import Fp8
-from patch.device import DeviceContext
+from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
+from patch.families import Traits
 from patch.model.eight_bit_product import EightBits, StepWeights
+from patch.model.experts import _Experts
+from patch.model.grouped_experts import GroupedExperts
 from patch.model.kernels import layer_kernels
 from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
+from patch.model.mlp import activation_of, swiglu
 from patch.model.weight_gradient import add_product, has_epilogue
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,6 +36,20 @@ def test_swiglu_is_torchs(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(fused.swiglu(gate_up), plain.swiglu(gate_up), **bound)
     found, expected = (kernels.swiglu_backward(gradient, gate_up) for kernels in (fused, plain))
     torch.testing.assert_close(found, expected, **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 1025, 4096])
+def test_bias_and_gelu_are_torchs(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    hidden = (4 * torch.randn(33, 2, width, device="cuda")).to(dtype).requires_grad_()
+    bias = torch.randn(width, device="cuda").to(dtype).requires_grad_()
+    bloom, found = Traits(gated_linear_unit=False, activation="gelu_pytorch_tanh", add_bias_linear=True), []
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    for active in (activation_of(bloom, gelu, is_fused=True)(hidden, bias), gelu(hidden + bias)):
+        found.append([active, *torch.autograd.grad(active.square().sum(), (hidden, bias))])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).float().norm() <= 2 * SWIGLU_BOUND[dtype] * theirs.float().norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,6 +108,31 @@ def test_the_epilogue_of_a_product_adds_up_in_fp32(dtype: torch.dtype) -> None:
         exact += a.double().t() @ b.double()
         add_product(total, a.to(device).t(), b.to(device), overwrite=index == 0)
     assert ((total.cpu().double() - exact).norm() / exact.norm()).item() < 1e-6
+
+
+@pytest.mark.skipif(
+    MachineFacts.probe().compute_capability[0] != 9, reason="grouped products are used on Hopper alone"
+)
+@pytest.mark.parametrize("sizes", [[256, 0, 513, 7], [0, 776, 0, 0]], ids=["one idle", "one has all"])
+def test_grouped_products_are_single_ones_and_the_host_waits_for_none(sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    memory = [torch.randn(4, *shape, device="cuda").bfloat16() for shape in ((1408, 512), (512, 704))]
+    matrices = [matrix.requires_grad_() for whole in memory for matrix in whole.unbind()]
+    tokens = torch.randn(sum(sizes), 512, device="cuda").bfloat16().requires_grad_()
+    weights = torch.rand(sum(sizes), device="cuda").requires_grad_()
+    ends = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    activate, inputs, found = partial(swiglu, is_fused=True), [tokens, weights, *matrices], []
+    gradient = torch.randn(tokens.shape, device="cuda").bfloat16()
+    for compute, where in ((GroupedExperts, ends), (_Experts, sizes), (GroupedExperts, ends)):
+        # The first call may load kernels; memory that it frees is full of numbers.
+        torch.cuda.set_sync_debug_mode("error" if len(found) == 2 else "default")
+        try:
+            output = compute.apply(tokens, weights, where, activate, *matrices)
+            found.append([output, *torch.autograd.grad(output, inputs, gradient)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for grouped, single in zip(found[2], found[1], strict=True):
+        assert (grouped - single).float().norm() <= 2**-7 * single.float().norm()
 
 
 def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:

@@ -34,6 +34,25 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tens
     return of_gate_up
 
 
+def bias_gelu(hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """gelu(hidden + bias) in its tanh form, of [..., F] and [F]."""
+    hidden, active = hidden.contiguous(), torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if hidden.numel():
+        width = len(bias)
+        _bias_gelu[_grid(hidden, width)](hidden, bias, active, width, enable_fp_fusion=False)
+    return active
+
+
+def bias_gelu_backward(gradient: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of hidden, from that of `bias_gelu`."""
+    gradient, hidden = gradient.contiguous(), hidden.contiguous()
+    of_hidden = torch.empty_like(hidden)
+    if hidden.numel():
+        grid = _grid(hidden, len(bias))
+        _bias_gelu_backward[grid](gradient, hidden, bias, of_hidden, len(bias), enable_fp_fusion=False)
+    return of_hidden
+
+
 def rotate(heads: torch.Tensor, table: torch.Tensor, *, back: bool) -> torch.Tensor:
     """See LayerKernels."""
     heads = heads.contiguous()
@@ -125,6 +144,38 @@ def _swiglu_backward(
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
     tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
     tl.store(of_gate_up + row * 2 * width + width + i, of_product * silu, inside)
+
+
+@triton.jit
+def _gelu_parts(hidden: tl.tensor, bias: tl.tensor) -> tl.tensor:
+    """hidden + bias, rounded; sigmoid(2 u) and u' of u = sqrt(2 / pi) (x + 0.044715 x^3), where
+    0.5 (1 + tanh(u)) = sigmoid(2 u)."""
+    x = (hidden.to(tl.float32) + bias.to(tl.float32)).to(hidden.dtype).to(tl.float32)
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    return x, tl.div_rn(1.0, 1.0 + tl.exp(-2.0 * u)), slope
+
+
+@triton.jit
+def _bias_gelu(hidden: tl.tensor, bias: tl.tensor, active: tl.tensor, width: tl.tensor) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < width
+    x, sigmoid, _ = _gelu_parts(tl.load(hidden + row * width + i, inside), tl.load(bias + i, inside))
+    tl.store(active + row * width + i, x * sigmoid, inside)
+
+
+@triton.jit
+def _bias_gelu_backward(
+    gradient: tl.tensor, hidden: tl.tensor, bias: tl.tensor, of_hidden: tl.tensor, width: tl.tensor
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < width
+    x, sigmoid, slope = _gelu_parts(tl.load(hidden + row * width + i, inside), tl.load(bias + i, inside))
+    of_active = tl.load(gradient + row * width + i, inside).to(tl.float32)
+    of_sum = of_active * sigmoid * (1.0 + 2.0 * x * (1.0 - sigmoid) * slope)
+    tl.store(of_hidden + row * width + i, of_sum, inside)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """See LayerKernels."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)  # in place: a pass less through memory
 
 
 def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -20,8 +20,9 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tens
     gate, up = gate_up.chunk(2, dim=-1)
     of_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     of_gate, of_up = of_gate_up.chunk(2, dim=-1)
-    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-    torch.mul(gradient, F.silu(gate), out=of_up)
+    torch.mul(gradient, up, out=of_gate)
+    torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+    torch.ops.aten.silu.out(gate, out=of_up).mul_(gradient)
     return of_gate_up
 
 

@@ -13,6 +13,8 @@ MODULE = "patch.model.kernels.fused"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative; one unit of a number's last digit and, in fp32, another exp."""
+GELU_BOUND = 1e-5
+"""Relative, in fp32: an exponential of what was rounded at 1e-7 of up to 100; and 1e-5 where terms cancel."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,20 @@ def test_swiglu_is_that_of_torch_and_its_autograd(fused, shape, dtype):
     bound = {"rtol": SWIGLU_BOUND[dtype], "atol": 1e-6}
     torch.testing.assert_close(fused.swiglu(gate_up.detach()), product, **bound)
     torch.testing.assert_close(fused.swiglu_backward(direction, gate_up.detach()), gradient, **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 37), (2, 1, 1025)], ids=str)
+def test_bias_and_gelu_are_those_of_torch_and_its_autograd(fused, shape, dtype):
+    torch.manual_seed(0)
+    hidden, bias, direction = ((4 * torch.randn(size)).to(dtype) for size in (shape, shape[-1:], shape))
+    total = (hidden + bias).double().requires_grad_()
+    active = torch.nn.functional.gelu(total, approximate="tanh")
+    (gradient,) = torch.autograd.grad(active, total, direction.double())
+    bound = {"rtol": max(GELU_BOUND, SWIGLU_BOUND[dtype]), "atol": 1e-5}
+    found = fused.bias_gelu(hidden, bias), fused.bias_gelu_backward(direction, hidden, bias)
+    for ours, expected in zip(found, (active, gradient), strict=True):
+        torch.testing.assert_close(ours.double(), expected.detach(), **bound)
 
 
 def upstream(heads: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
@@ -87,7 +103,7 @@ from patch.model.kernels import fused
 
 INTS = {"width", "rows", "table_rows"}
 SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True)}
-NAMES = ("_swiglu", "_swiglu_backward", "_rotate", "_qkv")
+NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv")
 for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
     kernel = getattr(fused, name)
     fixed = {"back": True, "sizes": SIZES.get(name)}
@@ -105,7 +121,7 @@ for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
 def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
     ptx = output_of_compiler(COMPILE)
     kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
-    assert len(kernels) == 2 * 8
+    assert len(kernels) == 2 * 12
     for name, code in zip(kernels[::2], kernels[1::2], strict=True):
         assert not re.findall(r"fma\.rn\.f32|div\.full", code), name
         assert re.search(r"ld\.global\.v[24]", code), name

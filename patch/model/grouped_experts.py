@@ -1,0 +1,109 @@
+"""Experts on Hopper: all experts of a rank in one product for each of their two matrices.
+
+torch's grouped product (spelled alike in 2.11 and 2.13) reads on the device where an expert's rows end, so
+the host need not know it. It takes the matrices of all experts as one tensor. They are parameters of their
+own; in the optimizer's flat buffers those of a layer lie at equal distances, the last expert first, and so do
+their gradients. So experts come in reverse order here, and one tensor is a view. Where it is not (a model
+that no optimizer has taken, a bucket that ends with padding between experts), the matrices are copied, in
+forward and in backward: the bytes of the rank's experts of a layer, for a moment.
+
+Products are rounded as single ones are, but for a weight's gradient: that is rounded to bf16, in memory of
+its own, and then added to the optimizer's float32; a single product adds up in float32 (weight_gradient.py).
+
+Shapes: T rows of all E experts, H hidden, F width of an expert (2 F: gate and up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
+
+from patch.model.weight_gradient import as_one, weight_gradients
+
+SIZES = 8
+"""Widths must be multiples of it: rows of bf16 begin at multiples of 16 bytes."""
+
+
+class GroupedExperts(torch.autograd.Function):
+    """(activate(tokens @ first.T) * weight) @ second.T for each expert.
+
+    `apply` takes tokens [T, H], sorted by expert, and their weights [T]; `ends` [E] int32, on the device: the
+    row after an expert's last one; the activation; all first matrices [2 F, H], then all second [H, F].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        ends: torch.Tensor,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, H]."""
+        first, second = _stacked(matrices)
+        hidden = grouped_mm(tokens, first.mT, offs=ends)
+        active = activate(hidden).mul_(weights.unsqueeze(-1))
+        ctx.activate, ctx.matrices = activate, matrices
+        ctx.save_for_backward(tokens, weights, ends, hidden, *matrices)
+        return grouped_mm(active, second.mT, offs=ends)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of tokens, weights and matrices."""
+        tokens, weights, ends, hidden, *matrices = ctx.saved_tensors
+        first, second = _stacked(matrices)
+        gradient, of_weights = gradient.contiguous(), torch.empty_like(weights)
+        of_active = grouped_mm(gradient, second, offs=ends)
+        of_hidden, active = activation_backward(hidden, weights, of_active, ctx.activate, of_weights)
+        of_matrices: list[torch.Tensor | None] = []
+        for of_output, input in ((of_hidden, tokens), (gradient, active)):
+            half = slice(len(of_matrices), len(of_matrices) + len(ends))
+            if any(ctx.needs_input_grad[4:][half]):
+                # An expert without rows gets zeros, on Hopper; Blackwell's kernel leaves what was in memory
+                # (pytorch/pytorch#172439).
+                product = grouped_mm(of_output.t(), input, offs=ends)
+                of_matrices += weight_gradients(ctx.matrices[half], product)
+            else:
+                of_matrices += [None] * len(ends)
+        return grouped_mm(of_hidden, first, offs=ends), of_weights, None, None, *of_matrices
+
+
+def activation_backward(
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    of_active: torch.Tensor,
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    of_weights: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backward of activate(hidden) * weight, for rows of any experts.
+
+    Args:
+        hidden: [T, 2 F].
+        weights: [T].
+        of_active: [T, F], the gradient of the product; it is overwritten.
+        activate: see RecomputableMLP.
+        of_weights: [T], gets the gradient of the weights.
+    Returns:
+        the gradient of hidden, and the product.
+    """
+    weight = weights.unsqueeze(-1)
+    with torch.enable_grad():
+        gate_up = hidden.detach().requires_grad_()
+        active = activate(gate_up)
+    torch.sum(of_active * active.detach().to(weight.dtype), -1, out=of_weights)
+    (of_hidden,) = torch.autograd.grad(active, gate_up, of_active.mul_(weight))
+    return of_hidden, active.detach().mul_(weight)
+
+
+def _stacked(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All first matrices [E, 2 F, H] and all second ones [E, H, F]; views, where that is possible."""
+    number = len(matrices) // 2
+    halves = matrices[:number], matrices[number:]
+    found = ((as_one(half), half) for half in halves)
+    return [torch.stack(list(half)) if whole is None else whole for whole, half in found]
