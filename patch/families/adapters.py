@@ -1,0 +1,148 @@
+"""Adapters of a model (LoRA) as rows of the weight table: two small matrices beside a weight that stays.
+
+A target W [out, in] gets A [r, in] and B [out, r]; its layer then computes W x + scale * B (A x). Each
+Hugging Face tensor has its own, as in PEFT: q, k and v, gate and up do not share A, and each expert has its
+own. An adapter of a router, of the embedding or of the output layer is not built.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from patch.errors import ConfigError, nearest, shown
+from patch.families import weight_rows
+from patch.families.shape import ModelConfig
+from patch.families.weights import MLP_PARTS, Kind, WeightRow
+from patch.flag_field import flag
+
+ALL_LINEAR = "all-linear"
+MOST_RANK = 8192
+"""The largest rank of an adapter: more than any weight has to gain from it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+    """What adapters a run trains in place of its weights. Source of the names: PEFT's LoraConfig."""
+
+    lora_rank: int | None = flag(
+        "train adapters of this rank beside the weights, which stay as they are; 0: train all weights",
+        None,
+        none=0,
+        at_least=0,
+        at_most=MOST_RANK,
+    )
+    lora_alpha: float | None = flag(
+        "what an adapter gives is multiplied by alpha / rank; 0: alpha is the rank", None, none=0, at_least=0
+    )
+    lora_dropout: float = flag(
+        "share of the values that an adapter takes which become zero", 0.0, at_least=0, below=1
+    )
+    lora_target_modules: str = flag(
+        "layers that get an adapter: all-linear (attention, MLPs, experts), or names of Hugging Face with "
+        "commas between them, as in q_proj,v_proj or model.layers.*.self_attn.*",
+        ALL_LINEAR,
+    )
+    lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
+
+    @property
+    def alpha(self) -> float:
+        """`lora_alpha` with its default in place."""
+        return self.lora_alpha or self.lora_rank or 0
+
+    @property
+    def scale(self) -> float:
+        """The factor of what an adapter gives."""
+        assert self.lora_rank, "a run without adapters has no scale"
+        return self.alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
+
+
+class Adapter(NamedTuple):
+    """The adapter of one Hugging Face tensor, in all layers and of all experts that have this tensor."""
+
+    base: WeightRow
+    """The parameter that the target is, or is a part of."""
+    target: str
+    """The Hugging Face tensor: `model.layers.*.self_attn.q_proj.weight`."""
+    a: WeightRow
+    """[r, in]; cut over TP where the base takes its input in parts."""
+    b: WeightRow
+    """[out, r]; cut over TP where the base gives its output in parts."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the target's module: `q_proj`; under this name the base's module has it."""
+        return _module(self.target).rpartition(".")[2]
+
+
+def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ...]:
+    """The adapters of a model, in the order of its weight table.
+
+    Raises:
+        ConfigError: a target matches nothing.
+    """
+    rank, found = adapter.lora_rank, _targets(model)
+    if rank is None:
+        return ()
+    chosen: set[str] = set()
+    for target in adapter.lora_target_modules.split(","):
+        matching = [name for name in found if _matches(target.strip(), _module(name))]
+        if not matching:
+            modules = sorted({_module(name).rpartition(".")[2] for name in found})
+            raise ConfigError(
+                f"no layer of the model is called {shown(target)}, expected {ALL_LINEAR}, some of "
+                f"{', '.join(modules)}, or a whole name with * for numbers, such as "
+                f"{_module(next(iter(found)))}{nearest(target, modules)}",
+                field="lora_target_modules",
+            )
+        chosen.update(matching)
+    return tuple(_adapter(base, name, rank) for name, base in found.items() if name in chosen)
+
+
+def adapter_rows(model: ModelConfig, adapter: AdapterConfig) -> tuple[WeightRow, ...]:
+    """The parameters of all adapters of a model, A before B; PEFT's names without `base_model.model.`.
+
+    Raises:
+        ConfigError: a target matches nothing.
+    """
+    return tuple(row for each in adapters_of(model, adapter) for row in (each.a, each.b))
+
+
+def _targets(model: ModelConfig) -> dict[str, WeightRow]:
+    """The Hugging Face tensors that may have an adapter, with the parameter that each is a part of."""
+    parts = ("attention", *MLP_PARTS)
+    bases = [row for row in weight_rows(model) if row.part in parts and row.is_matrix]
+    return {name: base for base in bases for name in base.hf}
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target is a module's name, its end, or a pattern of it.
+
+    A pattern is one of file names (* ? [abc]), as regular expressions, PEFT's patterns, can take for ever.
+    """
+    is_named = f".{module}".endswith(f".{target}") and target != ""
+    return target == ALL_LINEAR or is_named or fnmatchcase(module, target)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _adapter(base: WeightRow, target: str, rank: int) -> Adapter:
+    out, into = base.hf[target]
+    takes_parts, gives_parts = base.kind is Kind.ROW_PARALLEL, base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV)
+    kinds = {
+        "lora_A": Kind.ROW_PARALLEL if takes_parts else Kind.REPLICATED,
+        "lora_B": Kind.COLUMN_PARALLEL if gives_parts else Kind.REPLICATED,
+    }
+    shapes, module = {"lora_A": (rank, into), "lora_B": (out, rank)}, _module(target)
+    inside = f"{base.name.removesuffix('.weight')}.adapters.{module.rpartition('.')[2]}"
+    rows = (
+        base._replace(
+            name=f"{inside}.{factor}.weight", kind=kind, hf={f"{module}.{factor}.weight": shapes[factor]}
+        )
+        for factor, kind in kinds.items()
+    )
+    return Adapter(base, target, *rows)
