@@ -35,6 +35,7 @@ from patch.config.schema import ModelConfig
 from patch.distributed.context_group import Zigzag
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
+from patch.model.adapters import add_adapters
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
 from patch.model.eight_bit_product import StepWeights
@@ -72,6 +73,10 @@ class LlamaModel(GPTModel):
     """8-bit weights of all stages; open `unchanged_weights` while nobody changes a weight."""
     added: frozenset[str] = frozenset()
     """Names of parameters beside those of the architecture (an adapter's): no folder of a model has them."""
+    is_adapted: bool = False
+    """Whether only what is added trains, and is stored: this stage may have none of it."""
+    base: str | None = None
+    """The checksum of what else there is, once it is computed."""
 
     def __init__(self, blueprint: Blueprint, vp_stage: int) -> None:
         model, groups, traits = blueprint.model, blueprint.groups, blueprint.traits
@@ -235,7 +240,10 @@ def build_llama_model(
     saved = _activation_offload(device) if execution.cpu_offloading else None
     blueprint = kind(model, execution, upstream, groups, backends, aligned, step_weights, saved)
     num_stages = upstream.virtual_pipeline_model_parallel_size or 1
-    return [LlamaModel(blueprint, vp_stage).to(device) for vp_stage in range(num_stages)]
+    stages = [LlamaModel(blueprint, vp_stage).to(device) for vp_stage in range(num_stages)]
+    for stage in stages if execution.adapter.lora_rank else ():
+        add_adapters(stage, model, execution.adapter, groups)
+    return stages
 
 
 def _te_attention_backend(backends: Backends, model: ModelConfig) -> AttnBackend:
