@@ -43,6 +43,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn.functional import linear
 
+from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.families import Kind
 from patch.families.adapters import Adapter, AdapterConfig, adapters_of
@@ -187,16 +188,17 @@ def _order(sizes: list[int], num_groups: int) -> torch.Tensor:
 
 
 def add_adapters(
-    stage: Any, model: ModelConfig, config: AdapterConfig, groups: ProcessGroupCollection
+    stage: Any, model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
 ) -> None:
     """Freeze a stage (LlamaModel) and give its layers adapters, whose values are not set yet.
 
     Args:
         stage: of this rank.
         model: the shape of the whole model.
-        config: which layers get adapters of which rank.
+        execution: its `adapter` says which layers get adapters of which rank.
         groups: of this rank.
     """
+    config = execution.adapter
     stage.requires_grad_(False)
     for base, found in groupby(adapters_of(model, config), key=lambda each: each.base):
         adapters = list(found)
@@ -205,7 +207,7 @@ def add_adapters(
             layer.register_forward_hook(_add)
     names = (name for name, _ in stage.named_parameters() if ".adapters." in name)
     stage.added, stage.is_adapted = frozenset(names), True
-    if stage.pre_process and stage.config.recompute_granularity is not None:
+    if stage.pre_process and execution.recompute_granularity is not None:
         # What is recomputed passes gradients on only if its input has one.
         stage.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
 

@@ -242,7 +242,7 @@ def build_llama_model(
     num_stages = upstream.virtual_pipeline_model_parallel_size or 1
     stages = [LlamaModel(blueprint, vp_stage).to(device) for vp_stage in range(num_stages)]
     for stage in stages if execution.adapter.lora_rank else ():
-        add_adapters(stage, model, execution.adapter, groups)
+        add_adapters(stage, model, execution, groups)
     return stages
 
 
