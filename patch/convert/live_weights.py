@@ -23,11 +23,13 @@ from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_layout import FILE_BYTES, divide, name_files
 from patch.convert.hf_reader import open_checked
 from patch.convert.mappings import HFBlock, HFTensor, TPShard, WeightMapping
+from patch.convert.merge import FactorOf, merged
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
-from patch.convert.weight_table import Table, parameter_table, table_name, weights_table
+from patch.convert.weight_table import Table, adapter_table, parameter_table, table_name, weights_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
+from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import TIED_OUTPUT
 from patch.logger import get_logger
 from patch.storage.places import StrPath, local_path
@@ -89,6 +91,7 @@ def iter_hf_weights(
     *,
     receivers: Receivers = "all",
     device: torch.device | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the Hugging Face tensors of a running model that is sharded over TP, PP and VPP.
 
@@ -107,17 +110,19 @@ def iter_hf_weights(
             every tensor. "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages, and
             nothing crosses the pipeline; with VPP its stages are not neighbours.
         device: the device of the tensors; None: the device of the parameters.
+        adapter: iterate over the tensors of these adapters, with PEFT's names without `base_model.model.`;
+            None: over those of the model, without what adapters add to them.
     Yields:
         name and full tensor, in the type of the parameter.
     Raises:
         ConversionError: the stages do not make up such a model.
     """
     tp, pp, to_all = groups.tp, groups.pp, receivers == "all"
-    mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model))
+    mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model), adapter)
     own = {(each.name, each.layer, each.expert): each.parameter for each in mapped}
     dtypes = {(each.name, each.layer): each.parameter.dtype for each in mapped}
     owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
-    table = weights_table(model, stages[0].vocab_size)
+    table = adapter_table(model, adapter) if adapter else weights_table(model, stages[0].vocab_size)
     where = next(stages[0].parameters()).device
     for name, layer, expert in _in_order(table, model.num_layers):
         mapping, shard, shares = table[name].at(layer, expert), own.get((name, layer, expert)), tp
@@ -144,7 +149,11 @@ def iter_hf_weights(
 
 
 def mapped_parameters(
-    stages: Sequence[GPTModel], model: ModelConfig, tp_size: int, experts: ExpertRanks | None = None
+    stages: Sequence[GPTModel],
+    model: ModelConfig,
+    tp_size: int,
+    experts: ExpertRanks | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> list[MappedParameter]:
     """The parameters of this rank's pipeline stages with their mappings, in the order of `iter_hf_weights`.
 
@@ -156,16 +165,17 @@ def mapped_parameters(
         tp_size: number of tensor-parallel ranks.
         experts: the place of this rank among those that share experts; None: every rank has all of them, cut
             over TP.
+        adapter: the parameters of these adapters; None: all others.
     Raises:
         ConversionError: a parameter has no place in such a model, or has another shape.
     """
-    table = parameter_table(model, stages[0].vocab_size)
+    table = adapter_table(model, adapter) if adapter else parameter_table(model, stages[0].vocab_size)
     experts = experts or ExpertRanks(tp=TPShard(0, tp_size))
     first_expert = experts.rank * ((model.num_experts or 0) // experts.size)
     found: dict[tuple[str, int, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if name in getattr(stage, "added", ()):
+            if name in getattr(stage, "added", ()) or (INSIDE in name) is (adapter is None):
                 continue
             layer = expert = 0
             key = name
@@ -298,6 +308,7 @@ def export_hf(
     hf_source: StrPath | None,
     tokenizer: PreTrainedTokenizerBase,
     file_bytes: int = FILE_BYTES,
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
@@ -313,6 +324,7 @@ def export_hf(
             kept where they say the same. None: there is no such folder.
         tokenizer: the tokenizer to save beside the weights.
         file_bytes: largest size of a safetensors file.
+        adapter: the stages have these adapters, which are merged into the weights.
     Raises:
         ConversionError: on every rank, if a rank cannot write or `folder` contains something else than a
             Hugging Face model.
@@ -337,9 +349,15 @@ def export_hf(
         with all_or_none():
             if is_writer or experts.size > 1:
                 cpu = torch.device("cpu")
+                own: dict[str, torch.Tensor] = {}
+                if adapter is not None:
+                    own.update(
+                        iter_hf_weights(stages, model, groups, receivers="stage", device=cpu, adapter=adapter)
+                    )
                 weights = iter_hf_weights(stages, model, groups, receivers="stage", device=cpu)
                 has_all = is_writer and groups.tp.rank() == 0
-                _write_weights(weights, partial, dtypes if has_all else {}, layout)
+                scale = adapter.scale if adapter else 1.0
+                _write_weights(weights, partial, dtypes if has_all else {}, layout, (own.get, scale))
         with all_or_none():
             if is_first:
                 with writing(partial):
@@ -375,6 +393,7 @@ def _write_weights(
     partial: Path,
     dtypes: dict[HFTensor, torch.dtype],
     layout: dict[str, str],
+    adapter: tuple[FactorOf, float],
 ) -> None:
     """Write the tensors that this rank receives.
 
@@ -385,11 +404,12 @@ def _write_weights(
         partial: the folder to write to.
         dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that writes none.
         layout: file name by tensor name.
+        adapter: the factors and the scale of `merged`.
     """
     try:
         with SafetensorsWriter(partial, dtypes, layout) as files:
             for name, tensor in weights if dtypes else ():
-                files.write(HFBlock(name, 0, 0, tensor))
+                files.write(HFBlock(name, 0, 0, merged(name, tensor, *adapter)))
             files.check_complete()
     finally:
         deque(weights, maxlen=0)

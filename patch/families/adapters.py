@@ -7,18 +7,24 @@ own. An adapter of a router, of the embedding or of the output layer is not buil
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from patch.errors import ConfigError, nearest, shown
-from patch.families import weight_rows
+from patch.families import ConfigReader, weight_rows
 from patch.families.shape import ModelConfig
 from patch.families.weights import MLP_PARTS, Kind, WeightRow
 from patch.flag_field import flag
 
 ALL_LINEAR = "all-linear"
+INSIDE = ".adapters."
+"""In the name of every parameter of an adapter, and of no other."""
+PEFT_PREFIX = "base_model.model."
+"""What PEFT has before the names of tensors in a folder."""
 MOST_RANK = 8192
 """The largest rank of an adapter: more than any weight has to gain from it."""
 
@@ -138,7 +144,7 @@ def _adapter(base: WeightRow, target: str, rank: int) -> Adapter:
         "lora_B": Kind.COLUMN_PARALLEL if gives_parts else Kind.REPLICATED,
     }
     shapes, module = {"lora_A": (rank, into), "lora_B": (out, rank)}, _module(target)
-    inside = f"{base.name.removesuffix('.weight')}.adapters.{module.rpartition('.')[2]}"
+    inside = f"{base.name.removesuffix('.weight')}{INSIDE}{module.rpartition('.')[2]}"
     rows = (
         base._replace(
             name=f"{inside}.{factor}.weight", kind=kind, hf={f"{module}.{factor}.weight": shapes[factor]}
@@ -146,3 +152,93 @@ def _adapter(base: WeightRow, target: str, rank: int) -> Adapter:
         for factor, kind in kinds.items()
     )
     return Adapter(base, target, *rows)
+
+
+_INERT = frozenset(
+    "alpha_pattern auto_mapping base_model_name_or_path bias inference_mode init_lora_weights layers_pattern "
+    "lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r rank_pattern revision "
+    "target_modules task_type use_rslora".split()
+)
+"""Keys of adapter_config.json that are read below, or change nothing. All others must be off."""
+_SAME_BASE = (None, True, False, "gaussian", "orthogonal")
+"""Initial values (`init_lora_weights`) that leave the base as it was."""
+
+
+def read_adapter(config: ConfigReader) -> AdapterConfig:
+    """The adapters that a folder of PEFT describes in its adapter_config.json.
+
+    Raises:
+        ConfigError: it has something that is not supported; the message names the key.
+    """
+    config.accept_only({"peft_type": "LORA", "bias": "none"})
+    for key, value in config.values.items():
+        if key not in _INERT and value:
+            config.refuse(key, value, "null or false: such adapters are not built")
+    if (task := config.values.get("task_type")) not in (None, "CAUSAL_LM"):
+        config.refuse("task_type", task, "CAUSAL_LM")
+    if (initial := config.values.get("init_lora_weights")) not in _SAME_BASE:
+        config.refuse("init_lora_weights", initial, "true: this one is beside weights that it has changed")
+    rank, alpha = config.integer("r", at_most=MOST_RANK), config.number("lora_alpha")
+    dropout = config.number("lora_dropout", 0.0)
+    if rank < 1:
+        config.refuse("r", rank, "at least 1")
+    if alpha <= 0:
+        config.refuse("lora_alpha", alpha, "more than 0")
+    if not 0 <= dropout < 1:
+        config.refuse("lora_dropout", dropout, "at least 0 and below 1")
+    for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        pattern = config.values.get(key) or {}
+        if not isinstance(pattern, dict) or any(value != one for value in pattern.values()):
+            config.refuse(key, pattern, f"{one} for all layers")
+    return AdapterConfig(
+        lora_rank=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        lora_target_modules=_read_targets(config),
+        lora_rslora=config.boolean("use_rslora", False),
+    )
+
+
+def _read_targets(config: ConfigReader) -> str:
+    """`lora_target_modules`; of a list's whole names one stands for all layers and experts."""
+    names = config.values.get("target_modules")
+    if names == ALL_LINEAR:
+        return ALL_LINEAR
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        config.refuse("target_modules", names, f"{ALL_LINEAR} or a list of names: patterns are not taken")
+    numbered = {re.sub(_NUMBER, "#", re.sub(_NUMBER, "*", name, count=1)) for name in names}
+    return ",".join(sorted(numbered))
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|(?<=^))\d+(?=\.)", re.ASCII)
+
+
+def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
+    """The contents of adapter_config.json.
+
+    Args:
+        model: the model that has the adapters.
+        adapter: what they are.
+        base: its folder, or its name on the hub.
+    """
+    chosen = adapters_of(model, adapter)
+    names = sorted({each.name for each in chosen})
+    if adapters_of(model, dataclasses.replace(adapter, lora_target_modules=",".join(names))) != chosen:
+        names = [
+            _module(each.target).replace("*", str(layer)).replace("#", str(expert))
+            for each in chosen
+            for layer in each.base.layers
+            for expert in range(each.base.num_experts)
+        ]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.lora_rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
+        "lora_dropout": adapter.lora_dropout,
+        "use_rslora": adapter.lora_rslora,
+        "target_modules": names,
+        "bias": "none",
+        "inference_mode": True,
+    }
