@@ -205,8 +205,7 @@ def add_adapters(
         for layer in _layers_called(stage, base):
             layer.adapters = Adapters(layer, adapters, config, groups, model.num_query_groups)
             layer.register_forward_hook(_add)
-    names = (name for name, _ in stage.named_parameters() if ".adapters." in name)
-    stage.added, stage.is_adapted = frozenset(names), True
+    stage.is_adapted = True
     if stage.pre_process and execution.recompute_granularity is not None:
         # What is recomputed passes gradients on only if its input has one.
         stage.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())

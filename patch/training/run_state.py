@@ -260,7 +260,7 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
         stages: this rank's pipeline stages.
         config: the run.
     """
-    state = {"model": sharded_weights(stages, added=False)}
+    state = {"model": sharded_weights(stages, adapters=False)}
     load_only_weights(
         weights_folder(load),
         state,
@@ -272,7 +272,7 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
 
 def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
     """The weights in a checkpoint: all, or those of adapters alone."""
-    return sharded_weights(stages, added=stages[0].is_adapted or None)
+    return sharded_weights(stages, adapters=stages[0].is_adapted or None)
 
 
 def base_checksum(stages: list[LlamaModel]) -> str:
@@ -284,7 +284,7 @@ def base_checksum(stages: list[LlamaModel]) -> str:
     if stages[0].base is not None:
         return stages[0].base
     total = 0
-    for shard in shards_of(sharded_weights(stages, added=False)):
+    for shard in shards_of(sharded_weights(stages, adapters=False)):
         if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
             continue
         number = shard.prepend_axis_num

@@ -224,7 +224,7 @@ def _load_start(run: Run) -> None:
     """The weights with which the run began."""
     load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():
-        initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
+        initialize_weights(run.stages, run.config.model, seed, adapters=None if load is None else True)
         if load is None:
             load = f"seed {seed}"
         elif is_hf_folder(Path(load)):

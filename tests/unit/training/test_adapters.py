@@ -26,11 +26,10 @@ from patch.optimizer import learning_rate
 from patch.training.run_state import Progress, find_progress, resume
 from patch.training.step import train_step
 
-STEPS = 3
-BOUND = 2e-6
-"""Of losses near 5.6, and relative of norms: sums in another order."""
-FACTOR_BOUND = 1e-4
-"""Of a factor's change in three steps, relative to its norm."""
+STEPS = 2
+BOUNDS = {"fp32": (2e-6, 2e-6, 1e-4), "bf16": (2e-2, 5e-2, 0.5), "fp8": (2e-2, 5e-2, 0.5)}
+"""Of losses near 5.6; relative of norms; relative to the norms of factors and states, where Adam makes the
+smallest gradients as large as others: sums in another order."""
 LORA = {"lora_rank": 3, "lora_alpha": 6, "train_iters": STEPS}
 """No TP divides the rank."""
 SP2 = {"tp": 2, "sequence_parallel": True}
@@ -41,9 +40,8 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 EP2 = {"expert_model_parallel_size": 2}
 LATENT: dict[str, Any] = {
-    "model_type": "deepseek_v2", "kv_lora_rank": 16, "q_lora_rank": 24, "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8, "kv_channels": 24, "v_head_dim": 12, "num_query_groups": 4,
-    "use_rope_scaling": False, "rope_scaling_type": None,
+    "kv_lora_rank": 24, "q_lora_rank": 40, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
+    "kv_channels": 24, "num_query_groups": 4, "use_rope_scaling": False, "model_type": "deepseek_v2",
 }  # fmt: skip
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5, "optimizer_offload_chunk_size": 999}
 MODELS: dict[str, dict[str, Any]] = {
@@ -51,6 +49,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "some": {"lora_target_modules": "q_proj,v_proj,up_proj"},
     "down": {"lora_target_modules": "down_proj", "lora_rslora": True},
     "experts": EXPERTS,
+    "latents": LATENT,
+    "bf16": {"precision": "bf16"},
+    "fp8": {"precision": "fp8"},
 }
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP": ("llama", {"tp": 2}),
@@ -66,6 +67,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-2, activations offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "gradients", "cpu_offloading": True}),
     "EP": ("experts", {"dp": 2, "data_parallel_sharding": "gradients", **EP2}),
     "EP over TP, ETP=1": ("experts", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "latents, TP": ("latents", {"tp": 2}),
+    "latents, SP": ("latents", SP2),
+    "bf16, SP, ZeRO-2": ("bf16", {**SP2, "data_parallel_sharding": "gradients", "recompute_granularity": "full"}),
+    "fp8, TP": ("fp8", {"tp": 2}),
     "ETP=2": ("experts", {**SP2, "recompute_granularity": "full"}),
 }  # fmt: skip
 
@@ -106,11 +111,12 @@ def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_adapters_train_as_in_one_process(trained: dict, folder: Path, name: str) -> None:
     model = LAYOUTS[name][0]
-    one = trained[1][0][model]
+    one, (loss_bound, norm_bound, factor_bound) = trained[1][0][model], BOUNDS.get(model, BOUNDS["fp32"])
     for rank in trained[2]:
-        assert rank[name].losses == pytest.approx(one.losses, abs=BOUND)
-        assert rank[name].norms == pytest.approx(one.norms, rel=BOUND)
-    expected, ours = (stored_tensors(folder / which / "iter_0000003") for which in (model, name))
-    assert expected.keys() == ours.keys()
+        assert rank[name].losses == pytest.approx(one.losses, abs=loss_bound)
+        assert rank[name].norms == pytest.approx(one.norms, rel=norm_bound)
+    expected, ours = (stored_tensors(folder / which / f"iter_000000{STEPS}") for which in (model, name))
+    assert expected.keys() == ours.keys() and all(".adapters." in key for key in ours)
     for key, values in expected.items():
-        assert torch.allclose(values, ours[key], rtol=0, atol=FACTOR_BOUND * values.abs().max()), key
+        if values.is_floating_point():
+            assert (values - ours[key]).norm() <= factor_bound * values.norm(), key
