@@ -173,7 +173,7 @@ def mapped_parameters(
     found: dict[tuple[str, int, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if name in getattr(stage, "added", ()) or (INSIDE in name) is (adapter is None):
+            if (INSIDE in name) is (adapter is None):
                 continue
             layer = expert = 0
             key = name

@@ -140,10 +140,21 @@ class LocalExperts(SequentialMLP):
         Returns:
             [T, H], and no bias.
         """
+        if any(hasattr(layer, "adapters") for layer in self.local_experts[0].children()):
+            return self._one_by_one(tokens, weights, tokens_per_expert.tolist()), None
         first = [expert.linear_fc1.weight for expert in self.local_experts]
         second = [expert.linear_fc2.weight for expert in self.local_experts]
         sizes = tokens_per_expert.tolist()
         return _Experts.apply(tokens, weights, sizes, self._activate, *first, *second), None
+
+    def _one_by_one(self, tokens: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """The same by the experts' own layers, which have adapters; backward keeps more."""
+        results = []
+        parts = zip(self.local_experts, tokens.split(sizes), weights.split(sizes), strict=True)
+        for expert, own, weight in parts:
+            hidden, _ = expert.linear_fc1(own)
+            results.append(expert.linear_fc2(self._activate(hidden) * weight.unsqueeze(-1))[0])
+        return torch.cat(results)
 
 
 class _Experts(torch.autograd.Function):

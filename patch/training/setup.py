@@ -208,15 +208,23 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
 
 
 def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
-    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights."""
+    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights.
+
+    A checkpoint of adapters needs these weights too.
+    """
+    if progress is None or run.config.adapter.lora_rank:
+        _load_start(run)
     if progress is not None:
         training = run.config.training
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
-        return
+
+
+def _load_start(run: Run) -> None:
+    """The weights with which the run began."""
     load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():
-        initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
+        initialize_weights(run.stages, run.config.model, seed, adapters=None if load is None else True)
         if load is None:
             load = f"seed {seed}"
         elif is_hf_folder(Path(load)):
