@@ -45,7 +45,6 @@ class RenderOptions:
     allow_special_tokens: bool = False
 
 
-
 MARK = "\ud800"
 
 
