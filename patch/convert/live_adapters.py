@@ -3,7 +3,7 @@
     FOLDER/adapter_config.json          what they are, and the name of their base
     FOLDER/adapter_model.safetensors    A and B of every target, in the adapters' type
 
-`PeftModel.from_pretrained` and vLLM load it. Experts have the names of transformers 4, which both take.
+`PeftModel.from_pretrained` and vLLM load it. Experts have the names of transformers 4, each its own A and B.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.convert.weight_table import hf_tensors
 from patch.distributed.collectives import all_or_none
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, write_adapter
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, loads_whole, write_adapter
 from patch.logger import get_logger
 from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from patch.storage.places import StrPath, local_path
@@ -107,6 +107,11 @@ def export_adapter(
                     (partial_folder(folder) / ADAPTER_CONFIG_NAME).write_text(f"{described}\n")
                 publish(folder)
     _logger.info("PEFT adapter written: %s", folder)
+    if is_first and not loads_whole(model, adapter):
+        _logger.warning(
+            "PEFT on transformers 5 loads only a part of %s, as this model has MLPs beside its experts: use "
+            "the merged model there (--export-hf, llama-patch merge), or transformers 4", folder,
+        )  # fmt: skip
 
 
 def _write_weights(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,18 +100,16 @@ def iter_hf_weights(
     embedding, layer after layer, final norm, output layer; within a layer that of the weight table. At most
     the tensors of one parameter are in memory at a time. They are new tensors, which the next training step
     does not change. Padding of the vocabulary is removed. With tied embeddings there is no `lm_head.weight`.
-    Experts that are distributed travel to all ranks of their stage: then every rank of the job must iterate.
+    Distributed experts travel to all ranks of their stage: then every rank of the job must iterate.
 
     Args:
-        stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP, Float16Module).
+        stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP).
         model: the shape of the whole model.
         groups: only `tp` and `pp` are used; with experts also `ep` and `expt_tp`.
-        receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank gets
-            every tensor. "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages, and
-            nothing crosses the pipeline; with VPP its stages are not neighbours.
+        receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank does.
+            "stage": TP rank 0 of each pipeline rank gets those of its own stages.
         device: the device of the tensors; None: the device of the parameters.
-        adapter: iterate over the tensors of these adapters, with PEFT's names without `base_model.model.`;
-            None: over those of the model, without what adapters add to them.
+        adapter: iterate over its tensors, by PEFT's names after `base_model.model.`; None: over the base's.
     Yields:
         name and full tensor, in the type of the parameter.
     Raises:
@@ -312,22 +310,19 @@ def export_hf(
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
-    All files are written to a temporary folder beside `folder`, which replaces `folder` at the end; on
-    failure `folder` stays as it was. Weights keep the dtype of the parameters.
+    A temporary folder beside `folder` replaces it at the end, or never. Weights keep the parameters' dtype.
 
     Args:
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
         folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
-        hf_source: the folder that the weights came from, whose config.json and generation_config.json are
-            kept where they say the same. None: there is no such folder.
+        hf_source: the folder of the weights' origin, whose config files are kept where they say the same.
         tokenizer: the tokenizer to save beside the weights.
         file_bytes: largest size of a safetensors file.
         adapter: the stages have these adapters, which are merged into the weights.
     Raises:
-        ConversionError: on every rank, if a rank cannot write or `folder` contains something else than a
-            Hugging Face model.
+        ConversionError: on every rank, if one cannot write, or `folder` has anything else than such a model.
     """
     folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
     is_first, is_writer = dist.get_rank() == 0, groups.dp_cp.rank() == 0
@@ -348,16 +343,11 @@ def export_hf(
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if is_writer or experts.size > 1:
-                cpu = torch.device("cpu")
-                own: dict[str, torch.Tensor] = {}
-                if adapter is not None:
-                    own.update(
-                        iter_hf_weights(stages, model, groups, receivers="stage", device=cpu, adapter=adapter)
-                    )
-                weights = iter_hf_weights(stages, model, groups, receivers="stage", device=cpu)
+                how: Any = {"receivers": "stage", "device": torch.device("cpu")}
+                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **how)) if adapter else {}
+                weights = iter_hf_weights(stages, model, groups, **how)
                 has_all = is_writer and groups.tp.rank() == 0
-                scale = adapter.scale if adapter else 1.0
-                _write_weights(weights, partial, dtypes if has_all else {}, layout, (own.get, scale))
+                _write_weights(weights, partial, dtypes if has_all else {}, layout, own.get, adapter)
         with all_or_none():
             if is_first:
                 with writing(partial):
@@ -393,7 +383,8 @@ def _write_weights(
     partial: Path,
     dtypes: dict[HFTensor, torch.dtype],
     layout: dict[str, str],
-    adapter: tuple[FactorOf, float],
+    factor_of: FactorOf,
+    adapter: AdapterConfig | None,
 ) -> None:
     """Write the tensors that this rank receives.
 
@@ -404,12 +395,14 @@ def _write_weights(
         partial: the folder to write to.
         dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that writes none.
         layout: file name by tensor name.
-        adapter: the factors and the scale of `merged`.
+        factor_of: the factors of adapters, for `merged`.
+        adapter: what they are.
     """
+    scale = adapter.scale if adapter else 1.0
     try:
         with SafetensorsWriter(partial, dtypes, layout) as files:
             for name, tensor in weights if dtypes else ():
-                files.write(HFBlock(name, 0, 0, merged(name, tensor, *adapter)))
+                files.write(HFBlock(name, 0, 0, merged(name, tensor, factor_of, scale)))
             files.check_complete()
     finally:
         deque(weights, maxlen=0)

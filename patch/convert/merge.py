@@ -32,8 +32,8 @@ _logger = get_logger(__name__)
 FactorOf = Callable[[str], torch.Tensor | None]
 
 
-def adapter_of(folder: StrPath) -> AdapterConfig:
-    """The adapters that a folder of PEFT describes.
+def adapter_of(folder: StrPath, model: ModelConfig) -> AdapterConfig:
+    """The adapters of a model that a folder of PEFT describes.
 
     Raises:
         ConversionError: there is no adapter_config.json, or what it describes is not supported.
@@ -43,7 +43,7 @@ def adapter_of(folder: StrPath) -> AdapterConfig:
         values = read_json(file)
         if not isinstance(values, dict):
             raise ValueError(f"got a {type(values).__name__}")
-        return read_adapter(ConfigReader(file, values))
+        return read_adapter(ConfigReader(file, values), model)
     except ConfigError as error:
         raise ConversionError(str(error)) from error
     except (OSError, ValueError) as error:
@@ -102,7 +102,8 @@ def merge(base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool =
         ConversionError: a folder cannot be read or written, or they do not fit each other.
     """
     base, adapter, target = (local_path(each).resolve() for each in (base, adapter, target))
-    config, model = adapter_of(adapter), model_of(base)
+    model = model_of(base)
+    config = adapter_of(adapter, model)
     source, factors = open_checked(base, model, None, ""), open_adapter(adapter, model, config)
     known = {tensor.name for tensor in factors.tensors}
 

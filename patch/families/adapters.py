@@ -116,6 +116,16 @@ def adapter_rows(model: ModelConfig, adapter: AdapterConfig) -> tuple[WeightRow,
     return tuple(row for each in adapters_of(model, adapter) for row in (each.a, each.b))
 
 
+def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
+    """Whether PEFT loads all adapters beside a model of transformers 5, whose experts are one parameter.
+
+    PEFT 0.21 translates names of experts, and takes those of shared experts and of MLPs for such names.
+    """
+    parts = {row.part for row in weight_rows(model)}
+    is_mixed = "expert" in parts and not parts.isdisjoint({"mlp", "shared expert"})
+    return not is_mixed or not any(each.base.part in MLP_PARTS for each in adapters_of(model, adapter))
+
+
 def _targets(model: ModelConfig) -> dict[str, WeightRow]:
     """The Hugging Face tensors that may have an adapter, with the parameter that each is a part of."""
     parts = ("attention", *MLP_PARTS)
@@ -164,8 +174,8 @@ _SAME_BASE = (None, True, False, "gaussian", "orthogonal")
 """Initial values (`init_lora_weights`) that leave the base as it was."""
 
 
-def read_adapter(config: ConfigReader) -> AdapterConfig:
-    """The adapters that a folder of PEFT describes in its adapter_config.json.
+def read_adapter(config: ConfigReader, model: ModelConfig) -> AdapterConfig:
+    """The adapters of a model that a folder of PEFT describes in its adapter_config.json.
 
     Raises:
         ConfigError: it has something that is not supported; the message names the key.
@@ -194,23 +204,28 @@ def read_adapter(config: ConfigReader) -> AdapterConfig:
         lora_rank=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        lora_target_modules=_read_targets(config),
+        lora_target_modules=_read_targets(config, model),
         lora_rslora=config.boolean("use_rslora", False),
     )
 
 
-def _read_targets(config: ConfigReader) -> str:
-    """`lora_target_modules`; of a list's whole names one stands for all layers and experts."""
+def _read_targets(config: ConfigReader, model: ModelConfig) -> str:
+    """`lora_target_modules` of a list of names or of their ends, each of one layer and expert or of all."""
     names = config.values.get("target_modules")
     if names == ALL_LINEAR:
         return ALL_LINEAR
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         config.refuse("target_modules", names, f"{ALL_LINEAR} or a list of names: patterns are not taken")
-    numbered = {re.sub(_NUMBER, "#", re.sub(_NUMBER, "*", name, count=1)) for name in names}
-    return ",".join(sorted(numbered))
-
-
-_NUMBER = re.compile(r"(?:(?<=\.)|(?<=^))\d+(?=\.)", re.ASCII)
+    modules = [_module(target) for target in _targets(model)]
+    numbered = {module: "." + re.sub(r"[*#]", "0", module) for module in modules}
+    chosen: set[str] = set()
+    for name in {re.sub(r"(?<![^.])\d+(?![^.])", "0", name, flags=re.ASCII) for name in names}:
+        matching = [module for module in modules if numbered[module].endswith(f".{name}")]
+        if not matching:
+            known = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+            config.refuse("target_modules", name, f"some of {known}: the model has no other layers for it")
+        chosen.update(matching)
+    return ALL_LINEAR if len(chosen) == len(modules) else ",".join(m for m in modules if m in chosen)
 
 
 def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
