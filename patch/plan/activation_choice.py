@@ -71,7 +71,9 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     if fitting:
         chosen = min(fitting, key=lambda candidate: candidate.cost)
     else:
-        chosen = min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.fit.device_needed))
+        chosen = min(
+            candidates, key=lambda candidate: (not candidate.fits_host, candidate.fit.device_needed)
+        )
         _logger.warning(
             "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more "
             "PP, TP or CP, a smaller micro-batch or optimizer offload need less"

@@ -124,7 +124,9 @@ def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _functions(value: Any, where: str, expected: str) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+def _functions(
+    value: Any, where: str, expected: str
+) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     """The objects of a list, of JSON text or of a single object: each with its function and its place."""
     value = as_json(value)
     if is_absent(value):

@@ -154,7 +154,9 @@ class _Set:
             made_by=f"llama-megatron-patch {patch.__version__}",
         ).write(self._prefix)
         publish_file(Path(f"{self._partial}.idx"), Path(f"{self._prefix}.idx"))
-        _logger.info("%s: %d documents, %d of them empty, %d tokens", self._prefix, documents, empty, tokens)
+        _logger.info(
+            "%s: %d documents, %d of them empty, %d tokens", self._prefix, documents, empty, tokens
+        )
         if with_special:
             _logger.warning(
                 "%s: %d documents spell out special tokens in their text, which have become these tokens, as "

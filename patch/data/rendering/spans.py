@@ -45,6 +45,7 @@ class RenderOptions:
     allow_special_tokens: bool = False
 
 
+
 MARK = "\ud800"
 
 

@@ -41,7 +41,9 @@ def state(rank: int, world_size: int, seed: int) -> dict:
 def save_two(rank: int, world_size: int, folder: str) -> None:
     compat.apply(cuda=False)
     for iteration in (1, 2):
-        save_checkpoint(Path(folder), iteration, state(rank, world_size, iteration), {"iteration": iteration})
+        save_checkpoint(
+            Path(folder), iteration, state(rank, world_size, iteration), {"iteration": iteration}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +201,8 @@ def verify_together(rank: int, world_size: int, root: Path) -> tuple[list[str], 
     target = state(rank, world_size, 7)
     load_checkpoint(root, found, target)
     expected = state(rank, world_size, 1)["model"]
-    return (
-        read,
-        found,
-        all(torch.equal(shard.data, expected[name].data) for name, shard in target["model"].items()),
+    return read, found, all(
+        torch.equal(shard.data, expected[name].data) for name, shard in target["model"].items()
     )
 
 

@@ -1,5 +1,6 @@
 """--train-epochs: beats position 23, becomes steps when the set is known, and a resume keeps it."""
 
+
 import pytest
 import yaml
 from command_line import make_run

@@ -17,7 +17,9 @@ from patch.preflight.parse import parse_args
 from patch.preflight.validate import validate_run
 
 
-@pytest.mark.parametrize("flag", ["--seed", "--window-size"], ids=["of a number", "of a pair"])
+@pytest.mark.parametrize(
+    "flag", ["--seed", "--window-size"], ids=["of a number", "of a pair"]
+)
 def test_number_of_a_flag_without_end_is_refused_in_a_short_line(command, flag):
     with refused(ConfigError, f"{flag}: got '111") as caught:
         command.parse(f"{flag}={'1' * 5000},0")

@@ -62,7 +62,9 @@ def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(co
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     _start._launch(Invocation(elastic, False, Rendezvous()), command.machine, Path("worker.py"))
-    assert seen[1][0] == dataclasses.replace(elastic, parallel=dataclasses.replace(parallel, nnodes=1))
+    assert seen[1][0] == dataclasses.replace(
+        elastic, parallel=dataclasses.replace(parallel, nnodes=1)
+    )
 
 
 def test_shape_beside_model_size_in_one_layer_wins(command):

@@ -45,7 +45,9 @@ def _equal(tensors: dict[str, torch.Tensor], folder: Path) -> bool:
     )
 
 
-def _iterate(rank: int, world_size: int, root: Path, tokenizer: Any) -> dict[Any, Any]:
+def _iterate(
+    rank: int, world_size: int, root: Path, tokenizer: Any
+) -> dict[Any, Any]:
     """For each case and receivers: the names this rank got, and whether their values are the source's.
 
     And what trouble came to.

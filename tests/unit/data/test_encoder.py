@@ -29,6 +29,7 @@ ODD = [
 """Runs, contractions, digits of other scripts, what NFC changes, a new letter, an unknown one."""
 
 
+
 def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

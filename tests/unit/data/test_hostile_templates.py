@@ -61,7 +61,9 @@ def test_whatever_a_template_raises_is_a_data_error(template, said: str, monkeyp
 def test_template_without_an_end_is_ended(monkeypatch) -> None:
     """The number is computed while Jinja compiles, in one call that no signal handler interrupts."""
     monkeypatch.setattr("patch.data.rendering.bounded_process.SECONDS", 1)
-    with pytest.raises(DataError, match="^row: the chat template takes more than 1 s; use the chat"):
+    with pytest.raises(
+        DataError, match="^row: the chat template takes more than 1 s; use the chat"
+    ):
         ChatRenderer(tiny_tokenizer(template="{{ 10 ** (10 ** 10) }}")).render(chat([QUESTION, ANSWER]))
 
 

@@ -202,7 +202,9 @@ def test_experts_have_the_bits_of_single_operations(
 
     def one_by_one() -> torch.Tensor:
         parts = zip(tokens.split(sizes), weights.split(sizes), first, second, strict=True)
-        return torch.cat([(activate(x @ a.t()) * w[:, None]).to(dtype) @ b.t() for x, w, a, b in parts])
+        return torch.cat(
+            [(activate(x @ a.t()) * w[:, None]).to(dtype) @ b.t() for x, w, a, b in parts]
+        )
 
     found, gradient = [], torch.randn(sum(sizes), 16, dtype=dtype)
     together = partial(experts._Experts.apply, tokens, weights, sizes, activate, *first, *second)
