@@ -183,7 +183,9 @@ def _message(layer: torch.nn.Module, *, is_cut: bool) -> Callable[[torch.Tensor]
 def _order(sizes: list[int], num_groups: int) -> torch.Tensor:
     """Where the rows of a merged q, k and v are in the three after each other: group by group."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    parts = [torch.arange(end - size, end).view(num_groups, -1) for size, end in zip(sizes, ends, strict=True)]
+    parts = [
+        torch.arange(end - size, end).view(num_groups, -1) for size, end in zip(sizes, ends, strict=True)
+    ]
     return torch.cat(parts, dim=1).flatten()
 
 
