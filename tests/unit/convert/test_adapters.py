@@ -26,6 +26,7 @@ from patch.convert.live_weights import ExpertRanks, iter_hf_weights
 from patch.convert.merge import adapter_of, merge, open_adapter
 from patch.errors import ConfigError
 from patch.families.adapters import AdapterConfig, adapters_of
+from toolkits.merge import main
 
 pytest.importorskip("peft")
 from peft import PeftModel, get_peft_model_state_dict  # noqa: E402
@@ -100,8 +101,17 @@ def test_merge_is_pefts_to_the_bit_and_has_the_files_of_the_base(
     expected = load_file(root / f"{name} merged.safetensors")
     assert not _equal(expected, _tensors(root / name)) and _equal(_tensors(tmp_path / "out"), expected)
     assert (tmp_path / "out" / "config.json").read_bytes() == (root / name / "config.json").read_bytes()
-    with pytest.raises(ConversionError, match="holds a Hugging Face model already"):
-        merge(root / name, root / f"{name} adapter", tmp_path / "out")
+
+
+def test_the_command_merges_and_says_what_it_does_not_replace(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {"base": root / "bloom", "adapter": root / "bloom adapter", "save": tmp_path / "out"}
+    line = [f"--{flag}={folder}" for flag, folder in folders.items()]
+    assert main(line) == 0
+    assert main(line) == 4 and "holds a Hugging Face model already" in capsys.readouterr().err
+    assert main([*line, "--overwrite"]) == 0
+    assert _equal(_tensors(tmp_path / "out"), load_file(root / "bloom merged.safetensors"))
 
 
 def test_merge_rounds_once_and_keeps_the_layout(tmp_path: Path) -> None:
