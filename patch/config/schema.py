@@ -8,8 +8,8 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-Fields of model and adapter: `patch/families/shape.py`, `adapters.py`; of data, checkpoint: `data_schema.py`; of the optimizer:
-`optimizer_schema.py`; of experts: `experts.py`.
+Fields of model, adapter: `patch/families/shape.py`, `adapters.py`; of data, checkpoint: `data_schema.py`; of
+the optimizer: `optimizer_schema.py`; of experts: `experts.py`.
 Imports neither torch nor megatron.
 """
 

@@ -15,7 +15,7 @@ wide as the rank:
     uncut           whole     -               whole     with SP both
     of experts      as above  no message      as above  what is whole: the dispatcher has their messages
 
-Shapes: S sequence (with SP a rank has S / TP of it), B micro-batch, I inputs and O outputs of this rank, r rank.
+Shapes: S sequence (with SP a rank has S / TP of it), I inputs and O outputs of this rank, r rank.
 """
 
 from __future__ import annotations
@@ -49,84 +49,86 @@ from patch.families import Kind
 from patch.families.adapters import Adapter, AdapterConfig, adapters_of
 from patch.families.weights import WeightRow
 
-_AXES = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
+_AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
 """The axis along which TP cuts a factor."""
 
 
-class _Factor(torch.nn.Module):
-    """A or B of a part, with its weight as PEFT names it; its values are not set yet."""
+_Message = Callable[[torch.Tensor], torch.Tensor]
 
-    def __init__(self, row: WeightRow, layer: torch.nn.Module, tp_size: int, *, sees_part: bool) -> None:
+
+class _Factor(torch.nn.Module):
+    """A or B of a part, whose values are not set yet."""
+
+    def __init__(self, row: WeightRow, like: torch.Tensor, tp_size: int, *, sees_part: bool) -> None:
         super().__init__()
-        base = layer.weight
-        values = torch.empty(row.shard_shape(tp_size), dtype=base.dtype, device=base.device)
-        self.weight = torch.nn.Parameter(values)
-        self.weight.allreduce = getattr(base, "allreduce", True)
-        if row.kind is Kind.REPLICATED:
-            self.weight.sequence_parallel = sees_part
-        else:
+        self.weight = torch.nn.Parameter(like.new_empty(row.shard_shape(tp_size)))
+        self.weight.allreduce = getattr(like, "allreduce", True)  # type: ignore[attr-defined]
+        if row.kind in _AXES:
             set_tensor_model_parallel_attributes(self.weight, True, _AXES[row.kind], 1)
+        else:
+            self.weight.sequence_parallel = sees_part  # type: ignore[attr-defined]
+
+
+class _Part(torch.nn.Module):
+    """The two factors with PEFT's names."""
+
+    def __init__(self, make: Callable[[WeightRow], _Factor], adapter: Adapter) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = make(adapter.a), make(adapter.b)
 
 
 class Adapters(torch.nn.ModuleDict):
-    """The adapters of a linear layer by the names of its parts, each with `lora_A` and `lora_B`.
+    """The adapters of a linear layer, by the names of its parts.
 
     Args:
         layer: what they belong to.
         adapters: of its parts; some parts may have none.
-        config: rank, scale and dropout.
-        groups: data-parallel ranks, which have dropout of their own.
-        num_query_groups: of this model, in whose order the rows of a merged q, k and v lie.
+        config: their scale and dropout.
+        groups: data-parallel ranks, whose dropout differs.
+        num_query_groups: of the model, in whose order the rows of a merged q, k and v lie.
     """
+
+    _order: torch.Tensor | None
+    _send: _Message | None
+    _dropout: float
 
     def __init__(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         adapters: Sequence[Adapter],
         config: AdapterConfig,
         groups: ProcessGroupCollection,
         num_query_groups: int,
     ) -> None:
-        base = adapters[0].base
+        base, group = adapters[0].base, layer.tp_group
         is_of_experts = getattr(layer, "explicit_expert_comm", False)
-        self._group = getattr(layer, "tp_group", None)
-        tp_size = 1 if self._group is None else self._group.size()
         is_cut = layer.config.sequence_parallel and not is_of_experts
-        make = partial(_Factor, layer=layer, tp_size=tp_size, sees_part=is_cut or is_of_experts)
-        super().__init__(
-            {
-                each.name: torch.nn.ModuleDict({"lora_A": make(each.a), "lora_B": make(each.b)})
-                for each in adapters
-            }
-        )
-        self._send = _message(layer, is_cut=is_cut) if tp_size > 1 and not is_of_experts else None
+        make = partial(_Factor, like=layer.weight, tp_size=group.size(), sees_part=is_cut or is_of_experts)
+        super().__init__({each.name: _Part(make, each) for each in adapters})
+        self._scale, self._dropout, self._group = config.scale, config.lora_dropout, group
+        self._send = None if is_of_experts or group.size() == 1 else _message(layer, is_cut=is_cut)
         self._axes = {
-            f"{each.name}.{factor}.weight": _AXES[row.kind]
+            f"{each.name}.lora_{factor}.weight": _AXES[row.kind]
             for each in adapters
-            for factor, row in (("lora_A", each.a), ("lora_B", each.b))
+            for factor, row in (("A", each.a), ("B", each.b))
             if row.kind in _AXES
         }
-        gives_parts = base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV)
-        adapted = {each.target: each.name for each in adapters}
-        self._parts = [
-            (adapted.get(target), shape[0] // tp_size if gives_parts else shape[0])
-            for target, shape in base.hf.items()
-        ]
-        """Of all parts in their order: the name of the adapter, if there is one, and the rows of B."""
+        share = group.size() if base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV) else 1
+        names = {each.target: each.name for each in adapters}
+        self._parts = [(names.get(target), shape[0] // share) for target, shape in base.hf.items()]
+        """Of all parts in their order: the name, None without an adapter, and the rows of B."""
         order = None
         if base.kind is Kind.QKV:
-            order = _order([rows for _, rows in self._parts], num_query_groups // tp_size)
+            order = _order([rows for _, rows in self._parts], num_query_groups // share)
             order = order.to(layer.weight.device)
         self.register_buffer("_order", order, persistent=False)
-        self._scale, self._dropout = config.scale, config.lora_dropout
-        takes_part = is_cut or base.kind is Kind.ROW_PARALLEL
         replicas = groups.expt_dp if is_of_experts else groups.dp_cp
-        self._place = replicas.rank(), self._group.rank() if takes_part and self._group is not None else 0
+        self._place = replicas.rank(), group.rank() if is_cut or base.kind is Kind.ROW_PARALLEL else 0
         """Ranks with the same place take the same input."""
 
     def forward(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """The layer's output [..., O] and what the adapters add, from the layer's input [..., I]."""
-        first = [part["lora_A"].weight for part in self.values()]
+        first = [part.lora_A.weight for part in self._own()]
         if self._dropout and self.training:
             hidden = torch.cat([linear(self._with_zeros(input), weight) for weight in first], dim=-1)
         else:
@@ -136,19 +138,19 @@ class Adapters(torch.nn.ModuleDict):
         rows, hidden = output.flatten(0, -2), hidden.flatten(0, -2)
         return torch.addmm(rows, hidden, self._second().t(), alpha=self._scale).view(output.shape)
 
+    def _own(self) -> list[Any]:
+        return [*self.values()]
+
     def _second(self) -> torch.Tensor:
         """B of all parts, [O, parts * r]."""
-        blocks = [
-            next(iter(self.values()))["lora_B"].weight.new_empty(rows, 0)
-            if name is None
-            else self[name]["lora_B"].weight
-            for name, rows in self._parts
-        ]
+        known = dict(zip(self, (part.lora_B.weight for part in self._own()), strict=True))
+        like = next(iter(known.values()))
+        blocks = [known[name] if name else like.new_empty(rows, 0) for name, rows in self._parts]
         stacked = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
         return stacked if self._order is None else stacked[self._order]
 
     def _with_zeros(self, input: torch.Tensor) -> torch.Tensor:
-        """Dropout: of one seed of the CPU's generator, which resume and recomputation restore, on each rank."""
+        """Dropout by a seed of the CPU's generator, which resume and recomputation restore."""
         seed = int(torch.randint(2**62, ()))
         own = zlib.crc32(repr((seed, *self._place)).encode())
         generator = torch.Generator(input.device).manual_seed(own)
@@ -165,7 +167,7 @@ class Adapters(torch.nn.ModuleDict):
         )  # fmt: skip
 
 
-def _message(layer: torch.nn.Module, *, is_cut: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _message(layer: Any, *, is_cut: bool) -> _Message | None:
     """What becomes of A x between the ranks of a TP group; its backward is that of the other direction."""
     if isinstance(layer, ColumnParallelLinear):
         if is_cut:
@@ -213,7 +215,7 @@ def add_adapters(
         stage.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
 
 
-def _layers_called(stage: Any, base: WeightRow) -> Iterator[torch.nn.Module]:
+def _layers_called(stage: Any, base: WeightRow) -> Iterator[Any]:
     """The linear layers of a stage that a row of the weight table is about."""
     path = base.name.removeprefix("decoder.layers.*.").removesuffix(".weight")
     before, _, behind = path.partition(".#.")

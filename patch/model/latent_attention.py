@@ -81,7 +81,7 @@ class LatentAttention(TableAttention, MLASelfAttention):
         return Turn.apply(halves, self._table, self._kernels)
 
 
-def _uncut(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _uncut(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The latents [S, B, L] of hidden states, whose layer may have adapters."""
-    latent = PLAIN(hidden, layer.weight)
+    latent: torch.Tensor = PLAIN(hidden, layer.weight)
     return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent

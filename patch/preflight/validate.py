@@ -52,8 +52,8 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     run = None if found else run_behind(load)
     if run is not None and run.adapter.lora_rank:
         found = (
-            f"checkpoints of adapters of {run.checkpoint.load or 'random weights'}; give the folder hf/ beside "
-            "them (--export-hf), or merge the folder adapter/ there into these weights (llama-patch merge)"
+            f"checkpoints of adapters of {run.checkpoint.load or 'random weights'}; give hf/ beside them "
+            "(--export-hf), or merge adapter/ there into these weights (llama-patch merge)"
         )
     if found:
         either = "a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"

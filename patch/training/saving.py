@@ -36,7 +36,7 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 
 class AdapterFolder(TrainerHook):
-    """Writes a run's adapters as a folder of PEFT beside each checkpoint, when that is complete; on every rank.
+    """Writes a run's adapters as a folder of PEFT when a checkpoint is complete; on every rank.
 
     Args:
         run: this rank's parts of the run.

@@ -1,7 +1,7 @@
 """Adapters of every family's layers: their gradients, and dropout.
 
-The oracle is the model without adapters whose weights are W + scale * B A: of its weights' gradients G those of A
-and B are scale * B.T G and scale * G A.T. It is compared with transformers elsewhere.
+The oracle is the model without adapters whose weights are W + scale * B A: of its weights' gradients G those
+of A and B are scale * B.T G and scale * G A.T. It is compared with transformers elsewhere.
 """
 
 from pathlib import Path
@@ -14,10 +14,8 @@ from hf_families import family_model, family_run
 from packed_runs import build_untrained
 from training_runs import hf_gradients, seeded_batches
 
-from patch.config.schema import RunConfig
 from patch.convert.live_weights import iter_hf_weights, mapped_parameters
 from patch.convert.mappings import TPShard
-from patch.model.adapters import Adapters
 from patch.training.setup import Run
 from patch.training.step import run_schedule
 

@@ -1,7 +1,7 @@
 """Training adapters (LoRA): as PEFT does it in one process, as one process does it in any layout; resumes.
 
-The oracle of one process is PEFT with transformers and torch's AdamW. Two steps at least: B begins as zero, so
-a wrong gradient of A is first seen in the second.
+The oracle of one process is PEFT with transformers and torch's AdamW. Two steps at least: B begins as zero,
+so a wrong gradient of A is first seen in the second.
 """
 
 from pathlib import Path
@@ -39,8 +39,8 @@ LORA = {"lora_rank": 3, "lora_alpha": 6, "train_iters": STEPS}
 SP2 = {"tp": 2, "sequence_parallel": True}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_shared_expert_intermediate_size": 80,
-    "moe_shared_expert_gate": True, "moe_layer_freq": "[0]*1+[1]*3", "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 0.05, "global_batch_size": 8,
+    "moe_shared_expert_gate": True, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.05,
+    "moe_router_load_balancing_type": "seq_aux_loss", "global_batch_size": 8,
 }  # fmt: skip
 EP2 = {"expert_model_parallel_size": 2}
 LATENT: dict[str, Any] = {
@@ -61,26 +61,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp8": {"precision": "fp8"},
 }
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+ZERO2 = {"data_parallel_sharding": "gradients"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP": ("llama", {"tp": 2}),
     "TP, plain messages": ("llama", {"tp": 2, "tp_comm_overlap": False}),
-    "SP, full": ("llama", {**SP2, "recompute_granularity": "full"}),
-    "SP, selective, fused": ("llama", {**SP2, "recompute_granularity": "selective", "gradient_accumulation_fusion": True}),
+    "SP, full": ("llama", {**SP2, **FULL}),
+    "SP, selective, fused": ("llama", {**SP2, **SELECTIVE, "gradient_accumulation_fusion": True}),
     "some, SP": ("some", {**SP2, "tp_comm_overlap": False}),
-    "down, TP, selective": ("down", {"tp": 2, "recompute_granularity": "selective"}),
-    "PP interleaved, full": ("llama", {"pp": 2, "stage": 1, "recompute_granularity": "full"}),
+    "down, TP, selective": ("down", {"tp": 2, **SELECTIVE}),
+    "PP interleaved, full": ("llama", {"pp": 2, "stage": 1, **FULL}),
     "CP ring": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
-    "CP a2a, block": ("some", {"cp": 2, "cp_comm_type": "a2a", "recompute_granularity": "full", "recompute_method": "block"}),
+    "CP a2a, block": ("some", {"cp": 2, "cp_comm_type": "a2a", **FULL, "recompute_method": "block"}),
     "ZeRO-1, half offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "optimizer", **HALF}),
-    "ZeRO-2, activations offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "gradients", "cpu_offloading": True}),
-    "EP": ("experts", {"dp": 2, "data_parallel_sharding": "gradients", **EP2}),
+    "ZeRO-2, activations offloaded": ("llama", {"dp": 2, **ZERO2, "cpu_offloading": True}),
+    "EP": ("experts", {"dp": 2, **ZERO2, **EP2}),
     "EP over TP, ETP=1": ("experts", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "ETP=2": ("experts", {**SP2, **FULL}),
     "latents, TP": ("latents", {"tp": 2}),
     "latents, SP": ("latents", SP2),
-    "bf16, SP, ZeRO-2": ("bf16", {**SP2, "data_parallel_sharding": "gradients", "recompute_granularity": "full"}),
+    "bf16, SP, ZeRO-2": ("bf16", {**SP2, **ZERO2, **FULL}),
     "fp8, TP": ("fp8", {"tp": 2}),
-    "ETP=2": ("experts", {**SP2, "recompute_granularity": "full"}),
-}  # fmt: skip
+}
 
 
 class Trained(NamedTuple):
