@@ -52,6 +52,12 @@ class AdapterConfig:
         ALL_LINEAR,
     )
     lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
+    lora_load: str | None = flag(
+        "a folder of PEFT whose adapters the run begins with; rank, alpha and targets are theirs; none: new "
+        "ones",
+        None,
+        none="none",
+    )
 
     @property
     def alpha(self) -> float:

@@ -10,6 +10,7 @@ has absolute paths only, so that its config.yaml can be used from any directory.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -33,9 +34,11 @@ from patch.families import (
     UNUSED_ROTARY_BASE,
     family_called,
 )
+from patch.families.adapters import AdapterConfig
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
+    adapter_at,
     has_hf_config,
     refuse_other_forms,
     run_behind,
@@ -45,7 +48,7 @@ from patch.preflight.stored_shape import (
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
-_PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
+_PATHS = ("tokenizer_name_or_path", "load", "lora_load", "output_path", "log_dir")
 _DATA = ("train_data_path", "valid_data_path")
 _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
 """Fields that the user must give if neither a preset nor a config.json sets them."""
@@ -105,7 +108,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _make_absolute(merged)
-    config = _build(merged)
+    config = _with_loaded_adapters(_build(merged), merged)
     _check_family(config, flags.fields.get("model_type"))
     return Invocation(config, flags.dry_run, cluster.rendezvous, flags.force, notes)
 
@@ -236,6 +239,21 @@ def _replica(merged: Mapping[str, Any]) -> int:
     """Processes of one model replica: TP x PP x CP."""
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     return math.prod(merged.get(name, FIELDS[name].default) for name in axes)
+
+
+def _with_loaded_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
+    """The run with the adapters of --lora-load; only their dropout may be given otherwise."""
+    if config.adapter.lora_load is None:
+        return config
+    found = adapter_at(Path(config.adapter.lora_load), config.model)
+    own = {name: getattr(found, name) for name in AdapterConfig.__slots__ if name != "lora_load"}
+    for name in own.keys() & merged.keys():
+        if name == "lora_dropout":
+            own[name] = merged[name]
+        elif merged[name] != own[name]:
+            expected = f"{FIELDS[name].to_scalar(own[name])}, as {where('lora_load')} has it"
+            raise ConfigError(f"got {FIELDS[name].to_scalar(merged[name])}, expected {expected}", field=name)
+    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, **own))
 
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:

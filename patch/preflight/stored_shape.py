@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.families import SHAPE_FIELDS, ConfigReader, read_config
+from patch.families import SHAPE_FIELDS, ConfigReader, ModelConfig, read_config
+from patch.families.adapters import AdapterConfig, read_adapter
 from patch.preflight.checkpoint_places import store_errors, was_begun
-from patch.storage.names import CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
+from patch.storage.names import ADAPTER_CONFIG_NAME, CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
 from patch.storage.places import AnyPath, any_path
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json
@@ -67,11 +68,11 @@ def _other_weights(folder: Path) -> str | None:
     """What a folder without a model's weights, or a file, holds instead of them, and the cure."""
     if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
-    if (folder / "adapter_config.json").is_file():
-        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        base = _read_json(folder / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
         return (
-            f"a PEFT adapter of {base}, expected a whole model: merge it (peft's "
-            "AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained()) and give the merged folder"
+            f"a PEFT adapter of {base}, expected a whole model: give that one, and at --lora-load the "
+            "adapter to train it further, or merge both (llama-patch merge) and give the merged folder"
         )
     if gguf := [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")):
         return (
@@ -93,6 +94,16 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: got a JSON {type(values).__name__}, expected an object")
     return values
+
+
+def adapter_at(folder: Path, model: ModelConfig) -> AdapterConfig:
+    """The adapters of a model that a folder of PEFT describes.
+
+    Raises:
+        ConfigError: there is no adapter_config.json, or what it describes is not supported.
+    """
+    file = folder / ADAPTER_CONFIG_NAME
+    return read_adapter(ConfigReader(file, _read_json(file)), model)
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:

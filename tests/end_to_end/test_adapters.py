@@ -7,6 +7,7 @@ import pytest
 import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import call, call_workers, command, cut_back, loss_in_transformers, losses
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.long
@@ -60,3 +61,18 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert result.returncode == 4 and "adapters of weights with checksum" in result.stderr, result.stderr
     result = call(arguments(office, unbroken.with_name("x"), PRETRAIN_CHECKPOINT_PATH=unbroken))
     assert result.returncode == 2 and "checkpoints of adapters of" in result.stderr, result.stderr
+
+
+def test_run_begins_with_a_folder_of_peft_and_writes_the_same_bits(office: Office, unbroken: Path) -> None:
+    output, loaded = unbroken.with_name("loaded"), f"--lora-load={unbroken / 'adapter'}"
+    steps = {"TRAIN_TOKENS_OR_ITERS": 1, "WARMUP_TOKENS_OR_ITERS": 0, "LR": "1e-30", "MIN_LR": "1e-30"}
+    line = command(**{**office.positions(output), **steps})
+    result = call([*line, loaded, "--lora-rank=8"])
+    assert result.returncode == 2 and "got 8, expected 4, as --lora-load has it" in result.stderr
+    result = call([*line, loaded])
+    assert result.returncode == 0 and f"adapters from {unbroken / 'adapter'}" in result.stderr, result.stderr
+    before, after = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (unbroken, output))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert (output / "adapter" / "adapter_config.json").read_bytes() == (
+        unbroken / "adapter" / "adapter_config.json"
+    ).read_bytes()

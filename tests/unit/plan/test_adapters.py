@@ -17,6 +17,7 @@ from patch.plan.parameters import parameters_of, total_parameters, trained_param
 from patch.plan.resolve import stage_cost
 from patch.plan.timing.step_time import step_time
 
+REASON = "peft is not installed: make test installs it"
 OF_8B = 41_943_040
 """What PEFT prints for LLaMA 3 8B at rank 16 in all linear layers."""
 
@@ -26,7 +27,7 @@ OF_8B = 41_943_040
     [("8B", "all-linear", (4096, 14336, 32, 32)), ("70B", "q_proj,v_proj", (8192, 28672, 64, 80))],
 )
 def test_parameters_are_those_that_peft_counts(size: str, targets: str, shape: tuple[int, ...]) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason=REASON)
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     hidden, ffn, heads, layers = shape
@@ -46,7 +47,7 @@ def test_parameters_are_those_that_peft_counts(size: str, targets: str, shape: t
 
 def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path) -> None:
     """Sequences of one token, so that a mask hides nothing; gradients reach the first layer's input."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason=REASON)
     model = family_model("llama-2-70B", tmp_path, attn_implementation="eager")
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model.train(), lora)
