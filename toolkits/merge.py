@@ -21,13 +21,13 @@ def _merge(options: argparse.Namespace) -> None:
     from patch.compat import quick_start
 
     with quick_start():
-        from patch.convert import merge
+        from patch.convert import merge_adapter
     from patch.errors import ConversionError
     from patch.storage.hub import fetch_model, hub_name
 
     name = hub_name(str(options.base), "model")
     base = options.base if name is None else fetch_model(name, weights=True, error=ConversionError)
-    merge(base, options.adapter, options.save, overwrite=options.overwrite)
+    merge_adapter(base, options.adapter, options.save, overwrite=options.overwrite)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 Files: `hf_to_mcore`, `mcore_to_hf`, in one process without a process group. A live model that is cut over TP,
 PP and VPP: `import_hf`, `export_hf`, `iter_hf_weights`; `model_of` reads the shape that they ask for.
-Adapters of PEFT: `merge` of files, `import_adapter` and `export_adapter` of a live model; `adapter_of` reads
+Adapters of PEFT: `merge_adapter` of files, `import_adapter` and `export_adapter` of a live model; `adapter_of` reads
 what they are. None of them needs `compat.apply`; the host's model on a CPU does.
 
 What cannot be read, written or does not fit raises a `ConversionError` of `patch.errors`; a damaged
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from patch.convert.hf_config_files import model_of
     from patch.convert.live_adapters import export_adapter, import_adapter
     from patch.convert.live_weights import export_hf, import_hf, iter_hf_weights
-    from patch.convert.merge import adapter_of, merge
+    from patch.convert.merge import adapter_of, merge_adapter
     from patch.convert.offline import hf_to_mcore, mcore_to_hf
 
 _MODULES = {
     "model_of": "hf_config_files", "export_hf": "live_weights", "import_hf": "live_weights",
     "iter_hf_weights": "live_weights", "mcore_to_hf": "offline", "hf_to_mcore": "offline",
     "export_adapter": "live_adapters", "import_adapter": "live_adapters", "adapter_of": "merge",
-    "merge": "merge",
+    "merge_adapter": "merge",
 }  # fmt: skip
 """Imported where they are asked for (PEP 562): most users need one way of conversion."""
 
 __all__ = [
     "CheckpointError", "ConversionError", "adapter_of", "export_adapter", "export_hf", "hf_to_mcore",
-    "import_adapter", "import_hf", "iter_hf_weights", "mcore_to_hf", "merge", "model_of",
+    "import_adapter", "import_hf", "iter_hf_weights", "mcore_to_hf", "merge_adapter", "model_of",
 ]  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
     return weight
 
 
-def merge(base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool = False) -> None:
+def merge_adapter(base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool = False) -> None:
     """Write a Hugging Face folder with an adapter merged into its weights; each keeps its type.
 
     Tensor by tensor; on failure the target stays as it was.

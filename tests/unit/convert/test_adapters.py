@@ -23,7 +23,7 @@ from patch.convert import ConversionError, export_hf, import_hf
 from patch.convert.hf_config_files import model_of
 from patch.convert.live_adapters import export_adapter, import_adapter
 from patch.convert.live_weights import ExpertRanks, iter_hf_weights
-from patch.convert.merge import adapter_of, merge, open_adapter
+from patch.convert.merge import adapter_of, merge_adapter, open_adapter
 from patch.errors import ConfigError
 from patch.families.adapters import AdapterConfig, adapters_of
 from toolkits.merge import main
@@ -97,7 +97,7 @@ def test_merge_is_pefts_to_the_bit_and_has_the_files_of_the_base(
 ) -> None:
     adapter = adapter_of(root / f"{name} adapter", model_of(root / name))
     assert adapter.scale == CASES[name].scale
-    merge(root / name, root / f"{name} adapter", tmp_path / "out")
+    merge_adapter(root / name, root / f"{name} adapter", tmp_path / "out")
     expected = load_file(root / f"{name} merged.safetensors")
     assert not _equal(expected, _tensors(root / name)) and _equal(_tensors(tmp_path / "out"), expected)
     assert (tmp_path / "out" / "config.json").read_bytes() == (root / name / "config.json").read_bytes()
@@ -124,7 +124,7 @@ def test_merge_rounds_once_and_keeps_the_layout(tmp_path: Path) -> None:
     model, adapter = model_of(tmp_path / "hf"), AdapterConfig(lora_rank=4, lora_alpha=6)
     found = peft_model(whole, model, adapter)
     found.save_pretrained(tmp_path / "adapter")
-    merge(tmp_path / "hf", tmp_path / "adapter", tmp_path / "out")
+    merge_adapter(tmp_path / "hf", tmp_path / "adapter", tmp_path / "out")
     exact = found.float().merge_and_unload()
     assert _equal(_tensors(tmp_path / "out"), {k: v.bfloat16() for k, v in exact.named_parameters()})
     index = "model.safetensors.index.json"
@@ -339,7 +339,7 @@ def test_hostile_folder_is_refused_at_once_and_leaves_nothing(
     spoil(adapter)
     begin = time.perf_counter()
     with pytest.raises(ConversionError, match=message):
-        merge(root / "llama-2-70B", adapter, tmp_path / "out")
+        merge_adapter(root / "llama-2-70B", adapter, tmp_path / "out")
     assert time.perf_counter() - begin < SECONDS and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
