@@ -56,7 +56,8 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert "resumed after step 3" in result.stderr and losses(unbroken) == before
     result = call(arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9)[:-4] + ["--lora-rank=8"])
     assert result.returncode == 2 and "has a run with other adapters" in result.stderr
-    result = call(arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9, PRETRAIN_CHECKPOINT_PATH=unbroken / "hf"))
+    other = arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9, PRETRAIN_CHECKPOINT_PATH=unbroken / "hf")
+    result = call(other)
     assert result.returncode == 4 and "adapters of weights with checksum" in result.stderr, result.stderr
     result = call(arguments(office, unbroken.with_name("x"), PRETRAIN_CHECKPOINT_PATH=unbroken))
     assert result.returncode == 2 and "checkpoints of adapters of" in result.stderr, result.stderr
