@@ -20,13 +20,11 @@ from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import hf_tensors
 from patch.errors import ConfigError, ConversionError
-from patch.families import ConfigReader
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, read_adapter
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig
 from patch.logger import get_logger
+from patch.preflight.stored_shape import adapter_at
 from patch.progress import progress
-from patch.storage.names import ADAPTER_CONFIG_NAME
 from patch.storage.places import StrPath, local_path
-from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 FactorOf = Callable[[str], torch.Tensor | None]
@@ -38,16 +36,10 @@ def adapter_of(folder: StrPath, model: ModelConfig) -> AdapterConfig:
     Raises:
         ConversionError: there is no adapter_config.json, or what it describes is not supported.
     """
-    file = local_path(folder) / ADAPTER_CONFIG_NAME
     try:
-        values = read_json(file)
-        if not isinstance(values, dict):
-            raise ValueError(f"got a {type(values).__name__}")
-        return read_adapter(ConfigReader(file, values), model)
+        return adapter_at(local_path(folder), model)
     except ConfigError as error:
         raise ConversionError(str(error)) from error
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{file} cannot be read: {error}; expected a folder of PEFT") from error
 
 
 def open_adapter(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> HFFolder:

@@ -52,6 +52,12 @@ class AdapterConfig:
         ALL_LINEAR,
     )
     lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
+    lora_load: str | None = flag(
+        "start from the adapters in this folder of PEFT, which also gives rank, alpha and targets; none: new "
+        "ones",
+        None,
+        none="none",
+    )
 
     @property
     def alpha(self) -> float:

@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
+from patch.convert.live_adapters import import_adapter
 from patch.data import Batch, BatchReader, load_tokenizer
 from patch.data.order import StepReader
 from patch.data.samples import SampleSource
@@ -212,8 +213,13 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
 
     A checkpoint of adapters needs these weights too.
     """
-    if progress is None or run.config.adapter.lora_rank:
+    adapter, model = run.config.adapter, run.config.model
+    if progress is None or adapter.lora_rank:
         _load_start(run)
+    if progress is None and adapter.lora_load:
+        with run.optimizer.full_weights():
+            import_adapter(run.stages, adapter.lora_load, model, adapter, run.groups)
+        run.optimizer.reload_model_params()
     if progress is not None:
         training = run.config.training
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)

@@ -61,3 +61,18 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert result.returncode == 4 and "adapters of weights with checksum" in result.stderr, result.stderr
     result = call(arguments(office, unbroken.with_name("x"), PRETRAIN_CHECKPOINT_PATH=unbroken))
     assert result.returncode == 2 and "checkpoints of adapters of" in result.stderr, result.stderr
+
+
+def test_run_that_starts_from_a_folder_of_peft_and_learns_nothing_writes_it_again(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    steps = {"TRAIN_TOKENS_OR_ITERS": 1, "WARMUP_TOKENS_OR_ITERS": 0, "LR": "1e-30", "MIN_LR": "0"}
+    other = command(**{**office.positions(tmp_path / "other"), **steps, "PP": 2})
+    other.append(f"--lora-load={unbroken / 'adapter'}")
+    result = call_workers(2, other)
+    assert result.returncode == 0, result.stderr
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        ours, theirs = (folder / "adapter" / name for folder in (tmp_path / "other", unbroken))
+        assert ours.read_bytes() == theirs.read_bytes()
+    result = call([*other, "--lora-alpha=3"])
+    assert result.returncode == 2 and "--lora-alpha: got 3.0, expected 8" in result.stderr, result.stderr
