@@ -31,4 +31,4 @@ def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
         refuse("fp8_param_gather", "true", f"false {beside}", why)
     if config.optimizer.decoupled_lr is not None:
         why = "embedding and output layer are not trained"
-        refuse("decoupled_lr", config.optimizer.decoupled_lr, f"0 {beside}", why)
+        refuse("decoupled_lr", config.optimizer.decoupled_lr, f"none {beside}", why)

@@ -1,8 +1,8 @@
 """Hugging Face <-> megatron-core conversion; see README.md.
 
 Files: `hf_to_mcore`, `mcore_to_hf`, in one process without a process group. A live model that is cut over TP,
-PP and VPP: `import_hf`, `export_hf`, `iter_hf_weights`; `model_of` reads the shape that they ask for.
-Adapters of PEFT: `merge_adapter` of files, `import_adapter` and `export_adapter` of a live model; `adapter_of` reads
+PP and VPP: `import_hf`, `export_hf`, `iter_hf_weights`; `model_of` reads the shape that they ask for. PEFT's
+adapters: `merge_adapter` of files, `import_adapter` and `export_adapter` of a live model; `adapter_of` reads
 what they are. None of them needs `compat.apply`; the host's model on a CPU does.
 
 What cannot be read, written or does not fit raises a `ConversionError` of `patch.errors`; a damaged

@@ -53,7 +53,7 @@ class AdapterConfig:
     )
     lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
     lora_load: str | None = flag(
-        "a folder of PEFT whose adapters the run begins with; rank, alpha and targets are theirs; none: new "
+        "start from the adapters in this folder of PEFT, which also gives rank, alpha and targets; none: new "
         "ones",
         None,
         none="none",

@@ -153,7 +153,8 @@ class LocalExperts(SequentialMLP):
         parts = zip(self.local_experts, tokens.split(sizes), weights.split(sizes), strict=True)
         for expert, own, weight in parts:
             hidden, _ = expert.linear_fc1(own)
-            results.append(expert.linear_fc2(self._activate(hidden) * weight.unsqueeze(-1))[0])
+            active = self._activate(hidden) * weight.unsqueeze(-1)
+            results.append(expert.linear_fc2(active.to(hidden.dtype))[0])
         return torch.cat(results)
 
 

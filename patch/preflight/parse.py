@@ -10,10 +10,10 @@ has absolute paths only, so that its config.yaml can be used from any directory.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _make_absolute(merged)
-    config = _with_loaded_adapters(_build(merged), merged)
+    config = _take_adapters(_build(merged), merged)
     _check_family(config, flags.fields.get("model_type"))
     return Invocation(config, flags.dry_run, cluster.rendezvous, flags.force, notes)
 
@@ -217,6 +217,15 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
 
 
+def _take_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
+    """Use the adapters that the folder at --lora-load describes, as far as nothing else is said."""
+    folder = config.adapter.lora_load
+    if folder is None:
+        return config
+    given = {name: getattr(config.adapter, name) for name in AdapterConfig.__slots__ if name in merged}
+    return replace(config, adapter=replace(adapter_at(folder, config.model), **given))
+
+
 def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
         if merged.get(name) is not None and not is_url(merged[name]):
@@ -239,21 +248,6 @@ def _replica(merged: Mapping[str, Any]) -> int:
     """Processes of one model replica: TP x PP x CP."""
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     return math.prod(merged.get(name, FIELDS[name].default) for name in axes)
-
-
-def _with_loaded_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
-    """The run with the adapters of --lora-load; only their dropout may be given otherwise."""
-    if config.adapter.lora_load is None:
-        return config
-    found = adapter_at(Path(config.adapter.lora_load), config.model)
-    own = {name: getattr(found, name) for name in AdapterConfig.__slots__ if name != "lora_load"}
-    for name in own.keys() & merged.keys():
-        if name == "lora_dropout":
-            own[name] = merged[name]
-        elif merged[name] != own[name]:
-            expected = f"{FIELDS[name].to_scalar(own[name])}, as {where('lora_load')} has it"
-            raise ConfigError(f"got {FIELDS[name].to_scalar(merged[name])}, expected {expected}", field=name)
-    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, **own))
 
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:

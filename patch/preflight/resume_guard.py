@@ -104,7 +104,7 @@ def resume_notes(config: RunConfig) -> list[str]:
 
 def _now(config: RunConfig, field: str) -> str:
     now = scalar_of(config, field)
-    if field == "load" and not config.adapter.lora_rank:
+    if field == "lora_load" or (field == "load" and not config.adapter.lora_rank):
         return f"{now} has no effect on a run with checkpoints; for these weights give {_ANEW}"
     return f"{now} from here on"
 

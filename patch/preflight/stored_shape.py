@@ -68,11 +68,11 @@ def _other_weights(folder: Path) -> str | None:
     """What a folder without a model's weights, or a file, holds instead of them, and the cure."""
     if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
-    if (folder / ADAPTER_CONFIG_NAME).is_file():
-        base = _read_json(folder / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
+    if (folder / "adapter_config.json").is_file():
+        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
-            f"a PEFT adapter of {base}, expected a whole model: give that one, and at --lora-load the "
-            "adapter to train it further, or merge both (llama-patch merge) and give the merged folder"
+            f"a PEFT adapter of {base}, expected a whole model: give that one, and the adapter as "
+            "--lora-load; or merge them (llama-patch merge)"
         )
     if gguf := [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")):
         return (
@@ -86,24 +86,13 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         values = read_json(file)
     except OSError as error:
-        raise ConfigError(
-            f"{file}: cannot be read: {error.strerror}; expected a Hugging Face folder"
-        ) from error
+        expected = "a folder of PEFT" if file.name == ADAPTER_CONFIG_NAME else "a Hugging Face folder"
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; expected {expected}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: malformed JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: got a JSON {type(values).__name__}, expected an object")
     return values
-
-
-def adapter_at(folder: Path, model: ModelConfig) -> AdapterConfig:
-    """The adapters of a model that a folder of PEFT describes.
-
-    Raises:
-        ConfigError: there is no adapter_config.json, or what it describes is not supported.
-    """
-    file = folder / ADAPTER_CONFIG_NAME
-    return read_adapter(ConfigReader(file, _read_json(file)), model)
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -119,6 +108,16 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
         raise ConfigError(f"{folder}: {found}")
     return read_config(ConfigReader(file, _read_json(file)))
+
+
+def adapter_at(folder: str | Path, model: ModelConfig) -> AdapterConfig:
+    """The adapters of a model that a folder of PEFT describes.
+
+    Raises:
+        ConfigError: there is no adapter_config.json, or what it describes is not supported.
+    """
+    file = Path(folder) / ADAPTER_CONFIG_NAME
+    return read_adapter(ConfigReader(file, _read_json(file)), model)
 
 
 def vocabulary_at(folder: str | Path) -> dict[str, int]:

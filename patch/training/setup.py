@@ -14,7 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
-from patch.convert import import_adapter, import_hf
+from patch.convert import import_hf
+from patch.convert.live_adapters import import_adapter
 from patch.data import Batch, BatchReader, load_tokenizer
 from patch.data.order import StepReader
 from patch.data.samples import SampleSource
@@ -212,16 +213,21 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
 
     A checkpoint of adapters needs these weights too.
     """
-    if progress is None or run.config.adapter.lora_rank:
-        _load_start(run, None if progress is not None else run.config.adapter.lora_load)
+    adapter, model = run.config.adapter, run.config.model
+    if progress is None or adapter.lora_rank:
+        _load_start(run)
+    if progress is None and adapter.lora_load:
+        with run.optimizer.full_weights():
+            import_adapter(run.stages, adapter.lora_load, model, adapter, run.groups)
+        run.optimizer.reload_model_params()
     if progress is not None:
         training = run.config.training
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
 
 
-def _load_start(run: Run, adapter: str | None) -> None:
-    """The weights with which the run began, and the adapters of this folder."""
+def _load_start(run: Run) -> None:
+    """The weights with which the run began."""
     load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():
         initialize_weights(run.stages, run.config.model, seed, adapters=None if load is None else True)
@@ -233,9 +239,6 @@ def _load_start(run: Run, adapter: str | None) -> None:
             with all_or_none():
                 folder = any_path(load)
             load_weights(folder, run.stages, run.config)
-        if adapter is not None:
-            import_adapter(run.stages, adapter, run.config.model, run.config.adapter, run.groups)
-            load = f"{load}, adapters from {adapter}"
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 
