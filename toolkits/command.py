@@ -16,6 +16,7 @@ COMMANDS = {
         "train a model: 25 positions and flags, as run_mcore_llama.sh, or flags",
     ),
     "convert": ("toolkits.convert", "a Hugging Face folder to a checkpoint, and back"),
+    "merge": ("toolkits.merge", "a LoRA adapter of PEFT into the weights of its Hugging Face folder"),
     "plan": ("toolkits.plan", "memory, time and cost of a run on any machine; layouts that suit it"),
     "doctor": ("toolkits.doctor.__main__", "what this machine has, lacks and can do"),
     "preview": ("toolkits.preview_data", "data as tokens, learned or not, with its figures"),

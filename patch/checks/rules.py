@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patch.checks import activations, experts, layout, model, precision, run_length
+from patch.checks import activations, adapters, experts, layout, model, precision, run_length
 from patch.config.fields import FIELDS, Field, value_of
 from patch.config.positions import refuse
 from patch.config.schema import RunConfig
@@ -73,6 +73,8 @@ RULES: tuple[Rule, ...] = (
     experts.experts_are_possible,
     experts.experts_are_distributed,
     experts.experts_share_pipelines,
+    adapters.adapters_are_asked_for,
+    adapters.adapters_are_possible,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
     layout.micro_batch_groups_fit,

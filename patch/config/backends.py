@@ -39,6 +39,8 @@ def engine_obstacle(config: RunConfig) -> str:
         return f"{where('precision_align')} computes in transformers' order of operations"
     if config.model.num_experts:
         return "experts are of our own layers"
+    if config.adapter.lora_rank:
+        return "adapters are of our own layers"
     if config.model.kv_lora_rank is not None:
         return "latent attention is of our own layers"
     if not traits_of(config.model).is_llama_like:

@@ -19,6 +19,7 @@ from patch.config.choices import (
     RecomputeMethod,
 )
 from patch.config.experts import ExpertsConfig
+from patch.families.adapters import AdapterConfig
 
 if TYPE_CHECKING:
     from patch.config.schema import RunConfig
@@ -75,6 +76,7 @@ class Execution:
     """Needed with context parallelism only."""
     experts: ExpertsConfig = ExpertsConfig()
     """Used by a model with experts only."""
+    adapter: AdapterConfig = AdapterConfig()
 
     @classmethod
     def of(cls, config: RunConfig) -> Execution:

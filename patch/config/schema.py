@@ -8,8 +8,8 @@ be built. A RunConfig never changes. Rules that relate several fields are in `pa
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-Fields of model: `patch/families/shape.py`; of data, checkpoint: `data_schema.py`; of the optimizer:
-`optimizer_schema.py`; of experts: `experts.py`.
+Fields of model, adapter: `patch/families/shape.py`, `adapters.py`; of data, checkpoint: `data_schema.py`; of
+the optimizer: `optimizer_schema.py`; of experts: `experts.py`.
 Imports neither torch nor megatron.
 """
 
@@ -36,6 +36,7 @@ from patch.config.execution import Execution, Fp8
 from patch.config.experts import ExpertsConfig
 from patch.config.optimizer_schema import OptimizerConfig
 from patch.families import ModelConfig
+from patch.families.adapters import AdapterConfig
 from patch.flag_field import flag
 from patch.layout import apart
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
@@ -292,6 +293,7 @@ class RunConfig:
     data: DataConfig
     checkpoint: CheckpointConfig
     experts: ExpertsConfig = ExpertsConfig()
+    adapter: AdapterConfig = AdapterConfig()
 
     @property
     def world_size(self) -> int:

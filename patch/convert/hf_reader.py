@@ -10,6 +10,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from patch.families import StackedPart, stacked_part
 from patch.families.weights import EMBEDDING_PARAMETER
 from patch.logger import get_logger
 from patch.storage.names import (
+    ADAPTER_WEIGHTS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
@@ -36,7 +38,9 @@ _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that can be read, in safetensors' spelling."""
 SPELLINGS = {dtype: spelling for spelling, dtype in DTYPES.items()}
-_CURE = "model_size auto takes the shape from config.json"
+_MODEL_CURE = ("model_size auto takes the shape from config.json", "model_size")
+_ADAPTER_CURE = ("give the model that it is an adapter of", "load")
+"""What cures tensors that do not fit, and the field that does."""
 _ROWS = 4096
 """Rows that are compared at a time."""
 _DERIVED = "rotary_emb.inv_freq"
@@ -75,16 +79,20 @@ class _StackedSlice(NamedTuple):
 class HFFolder:
     """The tensors of a Hugging Face folder by name.
 
+    Args:
+        folder: the folder.
+        adapter: it is one of PEFT.
     Raises:
         ConversionError: the folder holds neither safetensors nor .bin files, or one is missing or broken.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, adapter: bool = False) -> None:
         self.folder = folder
+        self._cure, self._field = _ADAPTER_CURE if adapter else _MODEL_CURE
         self.tensors: list[HFTensor] = []
         """The tensors that a model needs; set by `check` when it has found them all."""
         self._headers: dict[str, _TensorHeader] = {}
-        for path in _weight_files(folder):
+        for path in [_adapter_file(folder)] if adapter else _weight_files(folder):
             found = _headers(path)
             if twice := found.keys() & self._headers.keys():
                 name = min(twice)
@@ -135,8 +143,8 @@ class HFFolder:
             raise ConversionError(
                 f"{header.path} holds {extra[0]} (shape {header.shape}), which this "
                 f"model has no place for ({len(extra)} such tensors); expected a model of the "
-                f"configured family and layers: {_CURE}",
-                field="model_size",
+                f"configured family and layers: {self._cure}",
+                field=self._field,
             )
         self.tensors = expected
 
@@ -192,8 +200,8 @@ class HFFolder:
         if header.shape != tensor.shape:
             raise ConversionError(
                 f"{tensor.name} in {header.path} has shape {header.shape}, the model expects "
-                f"{tensor.shape}: {_CURE}",
-                field="model_size",
+                f"{tensor.shape}: {self._cure}",
+                field=self._field,
             )
         if header.dtype not in DTYPES:
             raise ConversionError(
@@ -289,6 +297,18 @@ def _headers(path: Path) -> dict[str, _TensorHeader]:
         name: _TensorHeader(path, name, tuple(lazy.get_shape()), lazy.get_dtype())
         for name, lazy in slices.items()
     }
+
+
+def _adapter_file(folder: Path) -> Path:
+    """The file of an adapter; PEFT has one, and none of another kind is opened."""
+    file = folder / ADAPTER_WEIGHTS_NAME
+    if not file.is_file():
+        found = ", ".join(sorted(path.name for path in islice(folder.glob("adapter_model*"), 9))) or "nothing"
+        raise ConversionError(
+            f"{folder} has {found} of an adapter's weights, expected {ADAPTER_WEIGHTS_NAME}: save it anew "
+            "with PEFT, which writes safetensors"
+        )
+    return file
 
 
 def _weight_files(folder: Path) -> list[Path]:

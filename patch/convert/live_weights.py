@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,13 @@ from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_layout import FILE_BYTES, divide, name_files
 from patch.convert.hf_reader import open_checked
 from patch.convert.mappings import HFBlock, HFTensor, TPShard, WeightMapping
+from patch.convert.merge import FactorOf, merged
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
-from patch.convert.weight_table import Table, parameter_table, table_name, weights_table
+from patch.convert.weight_table import Table, adapter_table, parameter_table, table_name, weights_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
+from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import TIED_OUTPUT
 from patch.logger import get_logger
 from patch.storage.places import StrPath, local_path
@@ -89,6 +91,7 @@ def iter_hf_weights(
     *,
     receivers: Receivers = "all",
     device: torch.device | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the Hugging Face tensors of a running model that is sharded over TP, PP and VPP.
 
@@ -97,27 +100,27 @@ def iter_hf_weights(
     embedding, layer after layer, final norm, output layer; within a layer that of the weight table. At most
     the tensors of one parameter are in memory at a time. They are new tensors, which the next training step
     does not change. Padding of the vocabulary is removed. With tied embeddings there is no `lm_head.weight`.
-    Experts that are distributed travel to all ranks of their stage: then every rank of the job must iterate.
+    Distributed experts travel to all ranks of their stage: then every rank of the job must iterate.
 
     Args:
-        stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP, Float16Module).
+        stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP).
         model: the shape of the whole model.
         groups: only `tp` and `pp` are used; with experts also `ep` and `expt_tp`.
-        receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank gets
-            every tensor. "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages, and
-            nothing crosses the pipeline; with VPP its stages are not neighbours.
+        receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank does.
+            "stage": TP rank 0 of each pipeline rank gets those of its own stages.
         device: the device of the tensors; None: the device of the parameters.
+        adapter: iterate over its tensors, by PEFT's names after `base_model.model.`; None: over the base's.
     Yields:
         name and full tensor, in the type of the parameter.
     Raises:
         ConversionError: the stages do not make up such a model.
     """
     tp, pp, to_all = groups.tp, groups.pp, receivers == "all"
-    mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model))
+    mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model), adapter)
     own = {(each.name, each.layer, each.expert): each.parameter for each in mapped}
     dtypes = {(each.name, each.layer): each.parameter.dtype for each in mapped}
     owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
-    table = weights_table(model, stages[0].vocab_size)
+    table = adapter_table(model, adapter) if adapter else weights_table(model, stages[0].vocab_size)
     where = next(stages[0].parameters()).device
     for name, layer, expert in _in_order(table, model.num_layers):
         mapping, shard, shares = table[name].at(layer, expert), own.get((name, layer, expert)), tp
@@ -144,7 +147,11 @@ def iter_hf_weights(
 
 
 def mapped_parameters(
-    stages: Sequence[GPTModel], model: ModelConfig, tp_size: int, experts: ExpertRanks | None = None
+    stages: Sequence[GPTModel],
+    model: ModelConfig,
+    tp_size: int,
+    experts: ExpertRanks | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> list[MappedParameter]:
     """The parameters of this rank's pipeline stages with their mappings, in the order of `iter_hf_weights`.
 
@@ -156,16 +163,17 @@ def mapped_parameters(
         tp_size: number of tensor-parallel ranks.
         experts: the place of this rank among those that share experts; None: every rank has all of them, cut
             over TP.
+        adapter: the parameters of these adapters; None: all others.
     Raises:
         ConversionError: a parameter has no place in such a model, or has another shape.
     """
-    table = parameter_table(model, stages[0].vocab_size)
+    table = adapter_table(model, adapter) if adapter else parameter_table(model, stages[0].vocab_size)
     experts = experts or ExpertRanks(tp=TPShard(0, tp_size))
     first_expert = experts.rank * ((model.num_experts or 0) // experts.size)
     found: dict[tuple[str, int, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if name in getattr(stage, "added", ()):
+            if (INSIDE in name) is (adapter is None):
                 continue
             layer = expert = 0
             key = name
@@ -298,24 +306,23 @@ def export_hf(
     hf_source: StrPath | None,
     tokenizer: PreTrainedTokenizerBase,
     file_bytes: int = FILE_BYTES,
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
-    All files are written to a temporary folder beside `folder`, which replaces `folder` at the end; on
-    failure `folder` stays as it was. Weights keep the dtype of the parameters.
+    A temporary folder beside `folder` replaces it at the end, or never. Weights keep the parameters' dtype.
 
     Args:
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
         folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
-        hf_source: the folder that the weights came from, whose config.json and generation_config.json are
-            kept where they say the same. None: there is no such folder.
+        hf_source: the folder of the weights' origin, whose config files are kept where they say the same.
         tokenizer: the tokenizer to save beside the weights.
         file_bytes: largest size of a safetensors file.
+        adapter: the stages have these adapters, which are merged into the weights.
     Raises:
-        ConversionError: on every rank, if a rank cannot write or `folder` contains something else than a
-            Hugging Face model.
+        ConversionError: on every rank, if one cannot write, or `folder` has anything else than such a model.
     """
     folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
     is_first, is_writer = dist.get_rank() == 0, groups.dp_cp.rank() == 0
@@ -336,10 +343,11 @@ def export_hf(
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if is_writer or experts.size > 1:
-                cpu = torch.device("cpu")
-                weights = iter_hf_weights(stages, model, groups, receivers="stage", device=cpu)
+                how: Any = {"receivers": "stage", "device": torch.device("cpu")}
+                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **how)) if adapter else {}
+                weights = iter_hf_weights(stages, model, groups, **how)
                 has_all = is_writer and groups.tp.rank() == 0
-                _write_weights(weights, partial, dtypes if has_all else {}, layout)
+                _write_weights(weights, partial, dtypes if has_all else {}, layout, own.get, adapter)
         with all_or_none():
             if is_first:
                 with writing(partial):
@@ -375,6 +383,8 @@ def _write_weights(
     partial: Path,
     dtypes: dict[HFTensor, torch.dtype],
     layout: dict[str, str],
+    factor_of: FactorOf,
+    adapter: AdapterConfig | None,
 ) -> None:
     """Write the tensors that this rank receives.
 
@@ -385,11 +395,14 @@ def _write_weights(
         partial: the folder to write to.
         dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that writes none.
         layout: file name by tensor name.
+        factor_of: the factors of adapters, for `merged`.
+        adapter: what they are.
     """
+    scale = adapter.scale if adapter else 1.0
     try:
         with SafetensorsWriter(partial, dtypes, layout) as files:
             for name, tensor in weights if dtypes else ():
-                files.write(HFBlock(name, 0, 0, tensor))
+                files.write(HFBlock(name, 0, 0, merged(name, tensor, factor_of, scale)))
             files.check_complete()
     finally:
         deque(weights, maxlen=0)

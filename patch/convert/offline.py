@@ -79,7 +79,7 @@ def hf_to_mcore(
         )
     model = model_of(source)
     folder = open_checked(source, model, dtype, "--params-dtype")
-    with staging(target, [source], overwrite=overwrite, released=True) as partial:
+    with staging(target, [source], overwrite=overwrite, kind="converted checkpoint") as partial:
         _write_checkpoint(folder, partial / RELEASE, model, dtype)
         with writing(partial):
             copy_descriptions(source, partial)

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError
 
 from patch.errors import ConversionError
 from patch.storage.atomic import StagedFolder
 from patch.storage.lock import check_held, hold_target
-from patch.storage.names import RELEASE
+from patch.storage.names import ADAPTER_CONFIG_NAME, RELEASE
+
+Kind = Literal["Hugging Face model", "converted checkpoint", "PEFT adapter"]
+_MARKS: dict[Kind, str] = {
+    "Hugging Face model": "config.json",
+    "converted checkpoint": f"{RELEASE}/",
+    "PEFT adapter": ADAPTER_CONFIG_NAME,
+}
+"""What a folder of each kind has."""
 
 
 @contextmanager
 def staging(
-    target: Path, sources: Sequence[Path], *, overwrite: bool, released: bool = False
+    target: Path, sources: Sequence[Path], *, overwrite: bool, kind: Kind = "Hugging Face model"
 ) -> Iterator[Path]:
     """An empty folder to write to, which `publish` renames to `target`; locked against other conversions.
 
@@ -24,18 +33,17 @@ def staging(
         target: an absolute path.
         sources: the folders that are read; the target must not be or contain one of them.
         overwrite: replace an existing target of the same kind.
-        released: the target becomes a converted checkpoint; False: a Hugging Face model. Neither replaces the
-            other.
+        kind: what the target becomes; nothing replaces a folder of another kind.
     Yields:
         the folder to write to.
     Raises:
         ConversionError: the target is or contains a source, must not be replaced, is being written by another
             process, or cannot be written.
     """
-    _check_target(target, sources, overwrite, released)
+    _check_target(target, sources, overwrite, kind)
     staged = _staged(target)
     with hold_target(target):
-        _check_target(target, sources, overwrite, released)  # another conversion may have written it
+        _check_target(target, sources, overwrite, kind)  # another conversion may have written it
         try:
             with writing(staged.partial):
                 staged.open()
@@ -55,32 +63,34 @@ def _staged(target: Path) -> StagedFolder:
     )
 
 
-def _check_target(target: Path, sources: Sequence[Path], overwrite: bool, released: bool) -> None:
+def _check_target(target: Path, sources: Sequence[Path], overwrite: bool, kind: Kind) -> None:
     for source in (folder.resolve() for folder in sources):
         if target in (source, *source.parents):
             what = "is the folder" if target == source else f"holds {source},"
             raise ConversionError(f"{target} {what} the weights came from; give another one to write to")
     if target.is_mount():
         raise ConversionError(f"{target} is a mount point, which nothing can replace; give a folder in it")
-    if target.exists() and not _is_replaceable(target, released):
-        kind = (
-            "converted checkpoint (no release/)" if released else "Hugging Face model (it has no config.json)"
-        )
+    if target.exists() and not _is_replaceable(target, kind):
         raise ConversionError(
-            f"{target} exists and is no {kind}, so it is not replaced: give another folder or remove it"
+            f"{target} exists and is no {kind} (it has no {_MARKS[kind]}), so it is not replaced: give "
+            "another folder or remove it"
         )
     if target.exists() and any(target.iterdir()) and not overwrite:
         raise ConversionError(
-            f"{target} holds a {'converted checkpoint' if released else 'Hugging Face model'} already: give "
-            "another folder (--save), or --overwrite to replace it"
+            f"{target} holds a {kind} already: give another folder (--save), or --overwrite to replace it"
         )
 
 
-def _is_replaceable(target: Path, released: bool) -> bool:
+def _is_replaceable(target: Path, kind: Kind) -> bool:
     if not target.is_dir():
         return False
     is_model, is_released = (target / "config.json").is_file(), (target / RELEASE).is_dir()
-    return (is_model and is_released is released) or not any(target.iterdir())
+    is_kind = {
+        "Hugging Face model": is_model and not is_released,
+        "converted checkpoint": is_model and is_released,
+        "PEFT adapter": (target / ADAPTER_CONFIG_NAME).is_file() and not is_model and not is_released,
+    }
+    return is_kind[kind] or not any(target.iterdir())
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from patch.convert.mappings import (
     WeightMapping,
 )
 from patch.families import Kind, WeightRow, expert_layers, weight_rows
+from patch.families.adapters import AdapterConfig, adapter_rows
 from patch.families.weights import TIED_OUTPUT
 
 OUTPUT = "lm_head.weight"
@@ -87,6 +88,11 @@ def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
     return {row.name: _mapping(row, model, padded_vocab_size) for row in weight_rows(model)}
 
 
+def adapter_table(model: ModelConfig, adapter: AdapterConfig) -> Table:
+    """Every parameter of a model's adapters; names are PEFT's without `base_model.model.`."""
+    return {row.name: _mapping(row, model, 0) for row in adapter_rows(model, adapter)}
+
+
 def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> Table:
     """The table of the stored weights, without a tied output layer, which is not stored.
 
@@ -117,12 +123,10 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
             return VocabParallelMapping(hf, padded_vocab_size)
 
 
-def hf_tensors(model: ModelConfig) -> list[HFTensor]:
-    """Every tensor that a Hugging Face folder of this model must contain."""
+def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list[HFTensor]:
+    """Every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
+    table = parameter_table(model, model.vocab_size) if adapter is None else adapter_table(model, adapter)
     tensors = [
-        tensor
-        for mapping in parameter_table(model, model.vocab_size).values()
-        for copy in mapping.copies
-        for tensor in mapping.at(*copy).hf
+        tensor for mapping in table.values() for copy in mapping.copies for tensor in mapping.at(*copy).hf
     ]
     return list({tensor.name: tensor for tensor in tensors}.values())

@@ -215,6 +215,8 @@ class LocalExperts(SequentialMLP):
         Returns:
             [T, H], and no bias.
         """
+        if any(hasattr(layer, "adapters") for layer in self.local_experts[0].children()):
+            return self._one_by_one(tokens, weights, tokens_per_expert.tolist()), None
         experts = [*self.local_experts]
         if self.is_grouped:
             experts.reverse()
@@ -225,6 +227,16 @@ class LocalExperts(SequentialMLP):
             ends = on_device.cumsum(0, dtype=torch.int32)
             return GroupedExperts.apply(tokens, weights, ends, self._activate, *matrices), None
         return _Experts.apply(tokens, weights, tokens_per_expert.tolist(), self._activate, *matrices), None
+
+    def _one_by_one(self, tokens: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """The same by the experts' own layers, which have adapters; backward keeps more."""
+        results = []
+        parts = zip(self.local_experts, tokens.split(sizes), weights.split(sizes), strict=True)
+        for expert, own, weight in parts:
+            hidden, _ = expert.linear_fc1(own)
+            active = self._activate(hidden) * weight.unsqueeze(-1)
+            results.append(expert.linear_fc2(active.to(hidden.dtype))[0])
+        return torch.cat(results)
 
 
 class _Experts(torch.autograd.Function):

@@ -51,10 +51,10 @@ class LatentAttention(TableAttention, MLASelfAttention):
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            latent = PLAIN(hidden_states, self.linear_q_down_proj.weight)
+            latent = _uncut(self.linear_q_down_proj, hidden_states)
             query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
         query = query.unflatten(-1, (heads, -1))
-        latent, rotary_key = PLAIN(hidden_states, self.linear_kv_down_proj.weight).split(
+        latent, rotary_key = _uncut(self.linear_kv_down_proj, hidden_states).split(
             (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
         )
         # Each rank's heads have a part of its gradient.
@@ -79,3 +79,9 @@ class LatentAttention(TableAttention, MLASelfAttention):
         assert self._table is not None, "called by forward only"
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return Turn.apply(halves, self._table, self._kernels)
+
+
+def _uncut(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The latents [S, B, L] of hidden states, whose layer may have adapters."""
+    latent: torch.Tensor = PLAIN(hidden, layer.weight)
+    return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent

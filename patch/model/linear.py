@@ -177,6 +177,8 @@ PLAIN = Product()
 class _OfParts:
     """What both layers below have in common; upstream's classes call `_forward_impl` for the product.
 
+    They may have `adapters` (adapters.py), whose entries in a checkpoint stand beside the layer's own.
+
     Args:
         product: see the module.
         in_pieces: whether messages travel in pieces of the product, which is the plain one then.
@@ -191,6 +193,16 @@ class _OfParts:
         self.product, self.in_pieces = product.of(self.weight), in_pieces  # type: ignore[attr-defined]
         if product.adds_bias:
             self.skip_bias_add = False
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Upstream's, which takes all but the layer's own weight for uncut."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        adapters = getattr(self, "adapters", None)
+        if adapters is not None:
+            state |= adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+        return state
 
     def _forward_impl(self, **named: Any) -> torch.Tensor:
         return _multiply(self.product, **named)

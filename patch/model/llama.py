@@ -33,8 +33,10 @@ from patch.config.backends import Backends
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.distributed.context_group import Zigzag
+from patch.families.adapters import INSIDE
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
+from patch.model.adapters import add_adapters
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
 from patch.model.eight_bit_product import StepWeights
@@ -70,8 +72,10 @@ class LlamaModel(GPTModel):
     """Saved tensors of all stages of the process, with AC=offload; call its `end_step` after each step."""
     step_weights: StepWeights | None
     """8-bit weights of all stages; open `unchanged_weights` while nobody changes a weight."""
-    added: frozenset[str] = frozenset()
-    """Names of parameters beside those of the architecture (an adapter's): no folder of a model has them."""
+    is_adapted: bool = False
+    """Whether adapters alone train, and are stored; this stage may have none of them."""
+    base: str | None = None
+    """With adapters the checksum of all other weights of the model, once it is computed."""
 
     def __init__(self, blueprint: Blueprint, vp_stage: int) -> None:
         model, groups, traits = blueprint.model, blueprint.groups, blueprint.traits
@@ -235,7 +239,10 @@ def build_llama_model(
     saved = _activation_offload(device) if execution.cpu_offloading else None
     blueprint = kind(model, execution, upstream, groups, backends, aligned, step_weights, saved)
     num_stages = upstream.virtual_pipeline_model_parallel_size or 1
-    return [LlamaModel(blueprint, vp_stage).to(device) for vp_stage in range(num_stages)]
+    stages = [LlamaModel(blueprint, vp_stage).to(device) for vp_stage in range(num_stages)]
+    for stage in stages if execution.adapter.lora_rank else ():
+        add_adapters(stage, model, execution, groups)
+    return stages
 
 
 def _te_attention_backend(backends: Backends, model: ModelConfig) -> AttnBackend:
@@ -256,7 +263,7 @@ WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
 """Prefixes of the names under which the weights of a GPTModel are stored."""
 
 
-def sharded_weights(stages: Sequence[GPTModel], *, added: bool | None = None) -> ShardedStateDict:
+def sharded_weights(stages: Sequence[GPTModel], *, adapters: bool | None = None) -> ShardedStateDict:
     """The weights of a rank's stages as megatron-core's dist_checkpointing takes them.
 
     In a checkpoint, layers are numbered over the whole model. The outer keys only separate the stages,
@@ -264,13 +271,15 @@ def sharded_weights(stages: Sequence[GPTModel], *, added: bool | None = None) ->
 
     Args:
         stages: all pipeline stages of this rank.
-        added: only those that are, or are not, `LlamaModel.added`; None: all.
+        adapters: only those of adapters, or only the others; None: all.
     """
     state = {
         f"stage{index}": stage.sharded_state_dict(metadata={"dp_cp_group": stage.pg_collection.dp_cp})
         for index, stage in enumerate(stages)
     }
-    for own, stage in zip(state.values(), stages if added is not None else (), strict=False):
-        for name in [name for name in own if (name in stage.added) != added]:
-            del own[name]
-    return state
+    if adapters is None:
+        return state
+    return {
+        stage: {name: entry for name, entry in own.items() if (INSIDE in name) is adapters}
+        for stage, own in state.items()
+    }

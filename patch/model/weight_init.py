@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from patch.config.schema import ModelConfig
+from patch.families.adapters import INSIDE
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model.llama import sharded_weights
 
@@ -38,19 +39,20 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
 
 @torch.no_grad()
 def initialize_weights(
-    stages: Sequence[GPTModel], model: ModelConfig, seed: int, *, added: bool | None = None
+    stages: Sequence[GPTModel], model: ModelConfig, seed: int, *, adapters: bool | None = None
 ) -> None:
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
-    With `init_method_xavier_uniform` the embedding is uniform with Glorot and Bengio's deviation.
+    With `init_method_xavier_uniform` the embedding is uniform with Glorot and Bengio's deviation. Adapters
+    begin as PEFT's: A uniform between -1 and 1 over the root of its inputs, B 0.
 
     Args:
         stages: all pipeline stages of this rank.
         model: the shape they were built from.
         seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
-        added: see `sharded_weights`.
+        adapters: see `sharded_weights`.
     """
-    state = sharded_weights(stages, added=added)
+    state = sharded_weights(stages, adapters=adapters)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if shard.data.ndim == 1:
@@ -63,8 +65,10 @@ def initialize_weights(
         shape, offset = shard.global_shape[number:], shard.global_offset[number:]
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
-        is_uniform = shard.key == EMBEDDING_PARAMETER and model.init_method_xavier_uniform
-        std = math.sqrt(2 / sum(shape)) if is_uniform else _std(shard.key, model)
+        if INSIDE in shard.key and shard.key.endswith("lora_B.weight"):
+            shard.data.zero_()
+            continue
+        is_uniform, std = _spread(shard.key, shape, model)
         name, device = f"{seed} {shard.key} {place}", shard.data.device
         whole = _draw(name, shape, std, device, is_uniform=is_uniform)
         if num_padded:
@@ -73,9 +77,14 @@ def initialize_weights(
         shard.data.copy_(whole[part])
 
 
-def _std(key: str, model: ModelConfig) -> float:
+def _spread(key: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[bool, float]:
+    """Whether a full weight is uniform, and its standard deviation."""
+    if INSIDE in key:
+        return True, 1 / math.sqrt(3 * shape[1])  # PEFT's: kaiming_uniform_ with a = sqrt(5)
+    if key == EMBEDDING_PARAMETER and model.init_method_xavier_uniform:
+        return True, math.sqrt(2 / sum(shape))
     std = model.init_method_std
-    return std / math.sqrt(2 * model.num_layers) if key.endswith(_SCALED) else std
+    return False, std / math.sqrt(2 * model.num_layers) if key.endswith(_SCALED) else std
 
 
 def _draw(

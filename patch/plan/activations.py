@@ -13,6 +13,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
 from patch.families import attended_channels, traits_of, widths
+from patch.families.adapters import adapters_of
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import by_layer, element_bytes
@@ -125,7 +126,7 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         ends=ends,
         forward=forward + travelling,
         backward=_backward(layers) + travelling,
-        embedding=rows * model.hidden_size * size if stage == 0 else 0,
+        embedding=rows * model.hidden_size * size if stage == 0 and not config.adapter.lora_rank else 0,
         on_host=sum(layer.on_host for layer in layers),
     )
 
@@ -218,6 +219,8 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
     has_sum = chunk < tokens and size != _FP32
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
+    if config.adapter.lora_rank:  # the weight has no gradient
+        return tokens * hidden * size, logits
     return (tokens + rows) * hidden * size, logits + weight_sum
 
 
@@ -268,7 +271,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
     size, hidden = element_bytes(training.precision), _own_hidden(config)
     norm = _norm_bytes(config, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
-    attention = _attention_bytes(config, cuda=cuda)
+    attention = _attention_bytes(config, cuda=cuda) + _adapter_bytes(config)
     gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     # The product of silu(gate) and up; that of experts is computed again.
@@ -298,6 +301,20 @@ def _rope_table_bytes(config: RunConfig) -> int:
 def boundary_bytes(config: RunConfig) -> int:
     """Bytes of what a layer gives to the next one, of one micro-batch on one rank."""
     return config.micro_batch_tokens * _own_hidden(config) * element_bytes(config.training.precision)
+
+
+def _adapter_bytes(config: RunConfig) -> float:
+    """Bytes of one token: what each A gives; with dropout the input of each, and what became zero of it."""
+    size, found, dropout = element_bytes(config.training.precision), 0.0, config.adapter.lora_dropout > 0
+    tp_size, of_stream = config.parallel.tensor_model_parallel_size, _own_hidden(config)
+    for each in adapters_of(config.model, config.adapter):
+        is_of_expert = each.base.part == "expert"
+        rank, taken = each.a.shard_shape(config.etp_size if is_of_expert else tp_size)
+        if not is_of_expert and taken == config.model.hidden_size:  # with SP A takes a rank's own tokens
+            taken = of_stream
+        visits = each.base.active * each.base.num_experts * len(each.base.layers) / config.model.num_layers
+        found += size * visits * (rank + dropout * 2 * taken)
+    return found
 
 
 def _own_hidden(config: RunConfig) -> int:

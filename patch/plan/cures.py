@@ -20,6 +20,7 @@ from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
 
+_ADAPTERS = Change("adapter", (("adapter", "lora_rank", 16),))
 _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 
@@ -72,6 +73,19 @@ def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = N
     return sorted(best.values(), key=_rank)[:_NUM_SHOWN]
 
 
+def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> str:
+    """That adapters beside the weights of a run fit, which is another training; "" if they do not.
+
+    Args:
+        config, machine, timed_on: see `cures`.
+    """
+    run = None if config.adapter.lora_rank else resolve_if_legal(_ADAPTERS.applied(config), machine)
+    if run is None or not (fit := fit_of(run, machine)).is_whole:
+        return ""
+    cure = ChangeSet((_ADAPTERS,), fit, _seconds(run, timed_on or machines_of(config, machine)))
+    return f"LoRA of this run fits: {cure}"
+
+
 def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
     """What a run needs that no set of changes makes fit.
 
@@ -112,6 +126,8 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
         return
     found = "".join(f"\n    {cure}" for cure in cures(config, machine))
     cure = f"it would fit with one of{found}\n" if found else f"{what_lacks(config, machine)} "
+    if lora := lora_line(config, machine):
+        cure = f"{cure.rstrip()}\n    {lora}\n"
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 

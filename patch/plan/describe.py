@@ -25,9 +25,12 @@ from patch.plan.memory import (
 from patch.plan.parameters import (
     active_elements,
     element_bytes,
+    frozen_of,
     layer_kinds,
     parameters_of,
+    parameters_per_rank,
     total_parameters,
+    trained_parameters,
 )
 from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
 from patch.plan.savings import Mix
@@ -61,6 +64,11 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         yield PlanRow([f"layers      {model.num_layers} = {split} over the pipeline stages"])
     total, active = (total_parameters(model, active=active) for active in (False, True))
     size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
+    if config.adapter.lora_rank:
+        trained = trained_parameters(config)
+        size += (
+            f"; adapters of rank {config.adapter.lora_rank} train: {scaled(trained)} ({trained / total:.2%})"
+        )
     papers = _papers(config)
     yield PlanRow([f"parameters  {size}"], [*_shapes(config), *papers.parameters])
     if model.num_experts:
@@ -123,7 +131,8 @@ def _experts(config: RunConfig) -> PlanRow:
         f"{shared}; {number // ep_size} on a rank, which sends {size_text(int(way.sent))} a layer and "
         f"micro-batch, and as much back ({way.words})"
     )
-    of_rank = parameters_of(config, None, of_experts=True)
+    parallel, experts = config.parallel, config.experts
+    of_rank = max(parameters_per_rank(model, parallel, experts, of_experts=True))
     return PlanRow([line], [
         f"{of_rank} parameters of experts on the heaviest rank; {config.num_expert_copies} ranks have the "
         "same, and share their states if these are sharded",
@@ -186,7 +195,7 @@ def _papers(config: RunConfig) -> _Papers:
 
 def _checkpoint(config: RunConfig) -> PlanRow:
     """What one checkpoint takes on disk; no layout changes it."""
-    kind, count = PRECISIONS[config.training.precision], total_parameters(config.model)
+    kind, count = PRECISIONS[config.training.precision], trained_parameters(config)
     weights, states = (int(count * num_bytes) for num_bytes in (kind.weight_bytes, kind.state_bytes))
     line = (
         f"checkpoint  {size_text(weights + states)} = weights {size_text(weights)} + optimizer "
@@ -194,7 +203,7 @@ def _checkpoint(config: RunConfig) -> PlanRow:
     )
     return PlanRow([line], [
         f"{count:.0f} parameters x ({kind.weight_bytes} + {kind.state_bytes} bytes); the weights alone are "
-        "what an export takes",
+        f"what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
     ])  # fmt: skip
 
 
@@ -212,6 +221,7 @@ def _state(config: RunConfig) -> PlanRow:
         + f" (data-parallel sharding: {stage.name.lower()}"
         + (f" in {instances} instances)" if instances > 1 else ")")
     )
+    beside = f", and {frozen} that do not train" if (frozen := frozen_of(config, None)) else ""
     experts = parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     gradient_parts, state_parts = (
@@ -220,8 +230,8 @@ def _state(config: RunConfig) -> PlanRow:
     )
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
-        f"{parallel.tensor_model_parallel_size}",
-        f"weights: {count} x {element_bytes(precision)} bytes = {weights}",
+        f"{parallel.tensor_model_parallel_size}{beside}",
+        f"weights: {count + frozen} x {element_bytes(precision)} bytes = {weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
         f"optimizer: {count} x {PRECISIONS[precision].state_bytes} bytes{state_parts} (moments 8, and what "
         f"a float32 master has beyond the weight), less what is on the host = {optimizer}",
@@ -327,11 +337,15 @@ def _step(config: RunConfig, papers: Sequence[str]) -> PlanRow:
     )
     heads = channels_of_heads(model)
     pairs = attended_pairs([length], model.window_size)
+    times, rest = 3, f"{samples} x 4 x {model.num_layers} x {heads} x {pairs} pairs)"
+    beside = "backward is twice forward"
+    if config.adapter.lora_rank:
+        times, rest = 2, f"3 / 2 x {rest[:-1]}) + 6 x {tokens} tokens x adapters that a token uses"
+        beside = "backward of weights beside adapters is one forward, else twice"
     return PlanRow([line], [
-        f"3 x (2 x {tokens} tokens x ({model.num_layers} layers x {active_elements(model)} + output "
-        f"{config.padded_vocab_size} x {model.hidden_size}) + {samples} x 4 x "
-        f"{model.num_layers} x {heads} x {pairs} pairs) = {flops.model:.4g}",
-        "a multiply-add is 2 FLOPs, backward is twice forward, attention counts the pairs under its mask",
+        f"{times} x (2 x {tokens} tokens x ({model.num_layers} layers x {active_elements(model)} + output "
+        f"{config.padded_vocab_size} x {model.hidden_size}) + {rest} = {flops.model:.4g}",
+        f"a multiply-add is 2 FLOPs, {beside}, attention counts the pairs under its mask",
         *papers,
     ])  # fmt: skip
 

@@ -1,7 +1,8 @@
 """FLOPs of training, and the peak FLOP/s of GPUs: numerator and denominator of MFU and HFU.
 
 Only matrix products count; a multiply-add is 2 FLOPs; the backward costs twice the forward; the output layer
-counts the padded vocabulary. Attention counts the pairs of a token and one that it attends to: causal, within
+counts the padded vocabulary. Beside adapters weights have no gradient: their backward costs one forward.
+Attention counts the pairs of a token and one that it attends to: causal, within
 the window, within each packed sequence. (Megatron-LM's `num_floating_point_operations` counts half of the
 square, half a diagonal less; PaLM, arXiv 2204.02311, appendix B, the whole square.) Model FLOPs leave
 recomputation out, hardware FLOPs count it.
@@ -14,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
+from patch.families.adapters import adapter_rows
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import active_elements, by_layer
 
@@ -50,16 +52,20 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
         pairs = samples * attended_pairs([config.sample_length], model.window_size)
     tokens = samples * config.sample_length
     layers, attention = _forward_of_layers(model, tokens, pairs)
-    forward = (
-        layers + attention + _forward_of_output(model, tokens, config.parallel.tensor_model_parallel_size)
-    )
+    output = _forward_of_output(model, tokens, config.parallel.tensor_model_parallel_size)
+    needed = 3 * (layers + attention + output)
+    if config.adapter.lora_rank:
+        rows = adapter_rows(model, config.adapter)
+        added = 2 * tokens * sum(len(row.layers) * row.active * row.num_elements for row in rows)
+        needed += 3 * added - layers - output
+        layers += added
     repeated = 0.0
     if config.training.recompute_granularity == "full":
         of_layers = by_layer(config, lambda run: sum(_forward_of_layers(run.model, tokens, pairs)))
         repeated = sum(map(sum, recomputed_layers(config, of_layers))) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
-    return StepFlops(3 * forward, 3 * forward + repeated)
+    return StepFlops(needed, needed + repeated)
 
 
 def layer_flops(config: RunConfig) -> float:

@@ -11,6 +11,7 @@ from patch.device import MachineFacts
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
     element_bytes,
+    frozen_of,
     kept_parts,
     layer_kinds,
     matrices_per_rank,
@@ -39,6 +40,8 @@ class RankBytes(NamedTuple):
 def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     """Weights, main gradients and optimizer states of a rank, without staging buffers.
 
+    Weights beside adapters have neither gradients nor states.
+
     Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2); those of experts
     over the ranks that have the same experts.
 
@@ -47,7 +50,8 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     return RankBytes(
-        weights=gathered_bytes(config, pp_rank),
+        weights=gathered_bytes(config, pp_rank)
+        + frozen_of(config, pp_rank) * element_bytes(config.training.precision),
         gradients=kept_parts(
             config,
             pp_rank,
@@ -59,7 +63,7 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
 
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of a rank's weights as its layers read them, and as replicas gather them.
+    """Bytes of the weights that a rank trains, as its layers read them, and as replicas gather them.
 
     Args:
         config: the run.
@@ -115,7 +119,8 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     """Bytes of the dummy weight gradient that is returned with --gradient-accumulation-fusion."""
     is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
     is_wanted = cuda if is_fused is None else is_fused
-    if not is_wanted or config.has_8_bits or model.precision_align is not None:
+    is_plain = config.has_8_bits or model.precision_align is not None or config.adapter.lora_rank
+    if not is_wanted or is_plain:
         return 0
     largest = max(max(matrices_per_rank(kind)) for kind in layer_kinds(config))
     return largest * element_bytes(config.training.precision)

@@ -16,6 +16,7 @@ from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
+from patch.families.adapters import AdapterConfig, adapter_rows
 
 _T = TypeVar("_T")
 
@@ -47,6 +48,13 @@ def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
         for row in weight_rows(model)
         if row.part != "head" or model.untie_embeddings_and_output_weights
     )
+
+
+def trained_parameters(config: RunConfig) -> float:
+    """Parameters of the whole model that a run trains: of its adapters, if it has any."""
+    if not config.adapter.lora_rank:
+        return total_parameters(config.model)
+    return sum(row.num_elements * len(row.layers) for row in adapter_rows(config.model, config.adapter))
 
 
 class Cut(NamedTuple):
@@ -97,6 +105,7 @@ def parameters_per_rank(
     experts: ExpertsConfig = ExpertsConfig(),  # noqa: B008 - it never changes
     *,
     of_experts: bool = False,
+    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
 ) -> list[int]:
     """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
 
@@ -106,22 +115,28 @@ def parameters_per_rank(
     Args:
         model, parallel, experts: of the run.
         of_experts: only those of experts.
+        adapter: with a rank, those of adapters in place of the model's.
     """
     stage_layers, stages = (
         tuple(parallel.stage_layers(model.num_layers)),
         parallel.pipeline_model_parallel_size,
     )
-    return list(_counts(model, Cut.of(parallel, experts), stages, stage_layers, of_experts))
+    return list(_counts(model, Cut.of(parallel, experts), stages, stage_layers, of_experts, adapter))
 
 
 @lru_cache(maxsize=256)
 def _counts(
-    model: ModelConfig, cut: Cut, stages: int, stage_layers: tuple[int, ...], of_experts: bool
+    model: ModelConfig,
+    cut: Cut,
+    stages: int,
+    stage_layers: tuple[int, ...],
+    of_experts: bool,
+    adapter: AdapterConfig,
 ) -> tuple[int, ...]:
     """`parameters_per_rank`; a search of layouts asks for the same ones many times."""
     has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
-    for row in weight_rows(model):
+    for row in adapter_rows(model, adapter) or weight_rows(model):
         elements = elements_per_rank(row, model, cut)
         if of_experts and row.part != "expert":
             continue
@@ -136,12 +151,24 @@ def _counts(
 
 
 def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
-    """Parameters on a rank of one place in the pipeline, or those of experts; None: on the heaviest one."""
+    """Parameters that a rank of one place in the pipeline trains, or those of experts.
+
+    With adapters they are theirs. None: on the rank with the most parameters.
+    """
+    if pp_rank is None:
+        of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
+        pp_rank = of_ranks.index(max(of_ranks))
+    return parameters_per_rank(
+        config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter
+    )[pp_rank]
+
+
+def frozen_of(config: RunConfig, pp_rank: int | None) -> int:
+    """Parameters on a rank that are not trained: the model's beside adapters."""
     of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
-    pp_rank = of_ranks.index(max(of_ranks)) if pp_rank is None else pp_rank
-    if of_experts:
-        return parameters_per_rank(config.model, config.parallel, config.experts, of_experts=True)[pp_rank]
-    return of_ranks[pp_rank]
+    if not config.adapter.lora_rank:
+        return 0
+    return max(of_ranks) if pp_rank is None else of_ranks[pp_rank]
 
 
 def kept_parts(

@@ -10,7 +10,7 @@ from patch.config.fields import scalars_of
 from patch.device import MachineFacts
 from patch.layout import groups_along
 from patch.numbers import counted, scaled, size_text, timed
-from patch.plan.cures import cures, what_lacks
+from patch.plan.cures import cures, lora_line, what_lacks
 from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
 from patch.plan.fits import fit_of
 from patch.plan.memory import bytes_per_rank
@@ -170,6 +170,8 @@ def _advice(planned: Planned) -> Iterator[str]:
     found = cures(config, facts, planned.machine)
     yield f"fits        no: {'it would with one of' if found else what_lacks(config, facts)}"
     yield from (f"{INDENT}{cure}" for cure in found)
+    if lora := lora_line(config, facts, planned.machine):
+        yield f"{INDENT}{lora}"
 
 
 def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:

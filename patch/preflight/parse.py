@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +34,11 @@ from patch.families import (
     UNUSED_ROTARY_BASE,
     family_called,
 )
+from patch.families.adapters import AdapterConfig
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
+    adapter_at,
     has_hf_config,
     refuse_other_forms,
     run_behind,
@@ -45,7 +48,7 @@ from patch.preflight.stored_shape import (
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
-_PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
+_PATHS = ("tokenizer_name_or_path", "load", "lora_load", "output_path", "log_dir")
 _DATA = ("train_data_path", "valid_data_path")
 _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
 """Fields that the user must give if neither a preset nor a config.json sets them."""
@@ -105,7 +108,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _make_absolute(merged)
-    config = _build(merged)
+    config = _take_adapters(_build(merged), merged)
     _check_family(config, flags.fields.get("model_type"))
     return Invocation(config, flags.dry_run, cluster.rendezvous, flags.force, notes)
 
@@ -212,6 +215,15 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
         return
     if (run := run_behind(load)) is not None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
+
+
+def _take_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
+    """Use the adapters that the folder at --lora-load describes, as far as nothing else is said."""
+    folder = config.adapter.lora_load
+    if folder is None:
+        return config
+    given = {name: getattr(config.adapter, name) for name in AdapterConfig.__slots__ if name in merged}
+    return replace(config, adapter=replace(adapter_at(folder, config.model), **given))
 
 
 def _make_absolute(merged: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ _LENGTH = _Reason(
     "has a pre-training run of another length, which decides the order of its samples",
     _CHANGE,
 )
+_ADAPTERS = _Reason("has a run with other adapters", _ANEW)
 _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
@@ -58,6 +59,7 @@ _FIXED: dict[str, _Reason] = {
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _SAMPLES),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     "precision": _TYPE,
+    **dict.fromkeys(["lora_rank", "lora_alpha", "lora_target_modules", "lora_rslora"], _ADAPTERS),
 }
 """Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
 offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
@@ -102,7 +104,7 @@ def resume_notes(config: RunConfig) -> list[str]:
 
 def _now(config: RunConfig, field: str) -> str:
     now = scalar_of(config, field)
-    if field == "load":
+    if field == "lora_load" or (field == "load" and not config.adapter.lora_rank):
         return f"{now} has no effect on a run with checkpoints; for these weights give {_ANEW}"
     return f"{now} from here on"
 

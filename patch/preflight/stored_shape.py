@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.families import SHAPE_FIELDS, ConfigReader, read_config
+from patch.families import SHAPE_FIELDS, ConfigReader, ModelConfig, read_config
+from patch.families.adapters import AdapterConfig, read_adapter
 from patch.preflight.checkpoint_places import store_errors, was_begun
-from patch.storage.names import CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
+from patch.storage.names import ADAPTER_CONFIG_NAME, CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
 from patch.storage.places import AnyPath, any_path
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json
@@ -70,8 +71,8 @@ def _other_weights(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
-            f"a PEFT adapter of {base}, expected a whole model: merge it (peft's "
-            "AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained()) and give the merged folder"
+            f"a PEFT adapter of {base}, expected a whole model: give that one, and the adapter as "
+            "--lora-load; or merge them (llama-patch merge)"
         )
     if gguf := [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")):
         return (
@@ -85,9 +86,8 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         values = read_json(file)
     except OSError as error:
-        raise ConfigError(
-            f"{file}: cannot be read: {error.strerror}; expected a Hugging Face folder"
-        ) from error
+        expected = "a folder of PEFT" if file.name == ADAPTER_CONFIG_NAME else "a Hugging Face folder"
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}; expected {expected}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: malformed JSON: {error}") from error
     if not isinstance(values, dict):
@@ -108,6 +108,16 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
         raise ConfigError(f"{folder}: {found}")
     return read_config(ConfigReader(file, _read_json(file)))
+
+
+def adapter_at(folder: str | Path, model: ModelConfig) -> AdapterConfig:
+    """The adapters of a model that a folder of PEFT describes.
+
+    Raises:
+        ConfigError: there is no adapter_config.json, or what it describes is not supported.
+    """
+    file = Path(folder) / ADAPTER_CONFIG_NAME
+    return read_adapter(ConfigReader(file, _read_json(file)), model)
 
 
 def vocabulary_at(folder: str | Path) -> dict[str, int]:

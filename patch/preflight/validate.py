@@ -25,8 +25,9 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError, nearest
 from patch.families import PRESETS, SHAPE_FIELDS, differences
+from patch.families.adapters import adapters_of
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
-from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
+from patch.preflight.stored_shape import adapter_at, has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
 from patch.storage.names import (
     RELEASE,
@@ -49,6 +50,12 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
         return
     with store_errors("load"):
         found = _lack_of_weights(load)
+    run = None if found else run_behind(load)
+    if run is not None and run.adapter.lora_rank:
+        found = (
+            f"checkpoints of adapters of {run.checkpoint.load or 'random weights'}; give hf/ beside them "
+            "(--export-hf), or merge adapter/ there into these weights (llama-patch merge)"
+        )
     if found:
         either = "a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
         refuse("load", load, f"none, {either}", found)
@@ -100,6 +107,21 @@ def numerics_notes(config: RunConfig) -> Iterator[str]:
     """One line for each value that differs from the loaded model's although the weights fit."""
     for file, field, theirs, ours, _ in _differences(config):
         yield f"{where(field)}: {ours} here, {theirs} in {file}"
+
+
+def adapters_are_those_loaded(config: RunConfig, machine: MachineFacts) -> None:
+    """--lora-load is a folder of PEFT with the adapters of the run; only their dropout may be another."""
+    folder = config.adapter.lora_load
+    if folder is None:
+        return
+    theirs, ours = adapter_at(folder, config.model), config.adapter
+    for name in ("lora_rank", "alpha", "lora_rslora"):
+        got, expected = getattr(ours, name), getattr(theirs, name)
+        if got != expected:
+            refuse("lora_alpha" if name == "alpha" else name, got, expected, f"{folder} has it")
+    if adapters_of(config.model, theirs) != adapters_of(config.model, ours):
+        expected = theirs.lora_target_modules
+        refuse("lora_target_modules", ours.lora_target_modules, expected, f"{folder} has them")
 
 
 def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -223,6 +245,7 @@ def _can_hold_files(folder: Path) -> bool:
 FILE_RULES: tuple[Rule, ...] = (
     weights_are_there,
     weights_have_this_shape,
+    adapters_are_those_loaded,
     tokenizer_is_there,
     chat_template_is_there,
     output_is_writable,

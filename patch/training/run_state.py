@@ -7,6 +7,7 @@ number of consumed samples, so only these are saved for them.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -29,9 +30,9 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure
+from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure, shards_of
 from patch.config.schema import RANK_AXES, RunConfig
-from patch.distributed.collectives import all_or_none, from_rank_0
+from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -63,6 +64,8 @@ _VERSIONS = {
 """Stored for people who look at a checkpoint; nothing reads it."""
 _WEIGHTS_ONLY = "weights_only"
 """True among the common values of a checkpoint without optimizer states."""
+_BASE = "base"
+"""Among the common values of a checkpoint of adapters: the checksum of the weights that they belong to."""
 
 
 class Progress(NamedTuple):
@@ -155,9 +158,11 @@ def state_to_save(
         weights_only: leave out what only a resume needs: optimizer and random generators.
     """
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
+    if stages[0].is_adapted:
+        common[_BASE] = base_checksum(stages)
     with optimizer.full_weights():
         if weights_only:
-            state: dict[str, Any] = {"model": sharded_weights(stages)}
+            state: dict[str, Any] = {"model": _stored_weights(stages)}
         else:
             state = _sharded_state(stages, optimizer, is_loading=False)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
@@ -176,7 +181,7 @@ def resume(
     seed: int,
     train_iters: int | None = None,
 ) -> None:
-    """Load a checkpoint of any layout into stages and optimizer.
+    """Load a checkpoint of any layout into stages and optimizer; adapters go beside a base that is loaded.
 
     Args:
         root: the run's checkpoint folder.
@@ -186,9 +191,13 @@ def resume(
         seed: the run's; at another layout the random generators are seeded from it and from the iteration.
         train_iters: the steps of the whole run: a checkpoint of weights only is enough if it has done them.
     Raises:
-        CheckpointError: the checkpoint has weights only, and there may be steps left to train.
+        CheckpointError: the checkpoint has weights only, and there may be steps left to train; or its
+            adapters belong to another base.
     """
-    if from_rank_0(lambda: read_common(root, progress.iteration)).get(_WEIGHTS_ONLY):
+    common = from_rank_0(lambda: read_common(root, progress.iteration))
+    if stages[0].is_adapted:
+        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), base_checksum(stages))
+    if common.get(_WEIGHTS_ONLY):
         _load_finished(root, progress.iteration, stages, optimizer, train_iters)
         return
     then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
@@ -212,6 +221,17 @@ def resume(
     )  # fmt: skip
 
 
+def _check_base(folder: AnyPath, then: str | None, now: str) -> None:
+    """Refuse adapters of other weights than those that are loaded; the same on all ranks."""
+    if then != now:
+        was = "no adapters" if then is None else f"adapters of weights with checksum {then}"
+        raise CheckpointError(
+            f"{folder} has {was}, and the weights of this run have {now}; expected the weights beside "
+            "which they were trained: give these again (--load, position 22), in the same precision",
+            field="load",
+        )
+
+
 def _load_finished(
     root: AnyPath,
     iteration: int,
@@ -228,7 +248,7 @@ def _load_finished(
             field="train_iters",
         )
     with optimizer.full_weights():
-        load_checkpoint(root, iteration, {"model": sharded_weights(stages)}, CURES)
+        load_checkpoint(root, iteration, {"model": _stored_weights(stages)}, CURES)
     optimizer.reload_model_params()
 
 
@@ -240,7 +260,7 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
         stages: this rank's pipeline stages.
         config: the run.
     """
-    state = {"model": sharded_weights(stages, added=False)}
+    state = {"model": sharded_weights(stages, adapters=False)}
     load_only_weights(
         weights_folder(load),
         state,
@@ -250,10 +270,39 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
     )
 
 
+def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
+    """The weights in a checkpoint: all, or those of adapters alone."""
+    return sharded_weights(stages, adapters=stages[0].is_adapted or None)
+
+
+def base_checksum(stages: list[LlamaModel]) -> str:
+    """A checksum of the weights beside adapters, the same at every layout; a collective.
+
+    Each number's bits count with its tensor's name, its layer and its row, so another base has the same one
+    by chance only. It is computed once: these weights stay.
+    """
+    if stages[0].base is not None:
+        return stages[0].base
+    total = 0
+    for shard in shards_of(sharded_weights(stages, adapters=False)):
+        if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
+            continue
+        number = shard.prepend_axis_num
+        assert shard.data is not None, "a state dict to save holds its tensors"
+        data = shard.data.detach().view(len(shard.data), -1)
+        bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
+        first = shard.global_offset[number]
+        rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
+        factor = zlib.crc32(f"{shard.key} {shard.global_offset[:number]}".encode())
+        total += factor * int((bits.sum(1, dtype=torch.int64) * rows).sum())
+    stages[0].base = f"{sum(all_gather_object(total)) % 2**64:016x}"
+    return stages[0].base
+
+
 def _sharded_state(
     stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    weights = sharded_weights(stages)
+    weights = _stored_weights(stages)
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
 
 

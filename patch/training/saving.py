@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -17,17 +18,45 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import Save, Writing, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.config import to_yaml
+from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
 from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
+from patch.preflight.stored_shape import is_hf_folder
+from patch.storage.names import ADAPTER_FOLDER
+from patch.training.hooks import TrainerHook
 from patch.training.run_state import Progress, state_to_save
 from patch.training.setup import Run
 
 _logger = get_logger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.5
+
+
+class AdapterFolder(TrainerHook):
+    """Writes a run's adapters as a folder of PEFT when a checkpoint is complete; on every rank.
+
+    Args:
+        run: this rank's parts of the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_save(self, iteration: int) -> None:
+        """Replace the folder by the adapters of now."""
+        run, load = self._run, self._run.config.checkpoint.load
+        with run.optimizer.full_weights():
+            export_adapter(
+                run.stages,
+                Path(run.config.checkpoint.output_path) / ADAPTER_FOLDER,
+                run.config.model,
+                run.config.adapter,
+                run.groups,
+                base=load if load is not None and is_hf_folder(load) else None,
+            )
 
 
 class CheckpointSaver:

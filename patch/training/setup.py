@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
+from patch.convert.live_adapters import import_adapter
 from patch.data import Batch, BatchReader, load_tokenizer
 from patch.data.order import StepReader
 from patch.data.samples import SampleSource
@@ -208,15 +209,28 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
 
 
 def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
-    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights."""
+    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights.
+
+    A checkpoint of adapters needs these weights too.
+    """
+    adapter, model = run.config.adapter, run.config.model
+    if progress is None or adapter.lora_rank:
+        _load_start(run)
+    if progress is None and adapter.lora_load:
+        with run.optimizer.full_weights():
+            import_adapter(run.stages, adapter.lora_load, model, adapter, run.groups)
+        run.optimizer.reload_model_params()
     if progress is not None:
         training = run.config.training
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
-        return
+
+
+def _load_start(run: Run) -> None:
+    """The weights with which the run began."""
     load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():
-        initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
+        initialize_weights(run.stages, run.config.model, seed, adapters=None if load is None else True)
         if load is None:
             load = f"seed {seed}"
         elif is_hf_folder(Path(load)):

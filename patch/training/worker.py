@@ -45,6 +45,7 @@ from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTimeForecast, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog
+from patch.training.saving import AdapterFolder
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.trainer import Trainer
@@ -53,7 +54,7 @@ _logger = get_logger(__name__)
 
 _OF_A_MACHINE = frozenset(
     "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
-    "output_path save stop_file log_dir optimizer_offload_policy optimizer_offload_fraction "
+    "lora_load output_path save stop_file log_dir optimizer_offload_policy optimizer_offload_fraction "
     "optimizer_offload_auto_threshold optimizer_offload_chunk_size simulated_device_memory".split()
 )
 """Fields that may differ between machines: places, and where optimizer states lie."""
@@ -117,6 +118,8 @@ def _train(config: RunConfig) -> int:
 def build_hooks(run: Run) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called."""
     hooks: list[TrainerHook] = [StepTimeForecast(run.optimizer)]
+    if run.config.adapter.lora_rank:
+        hooks.append(AdapterFolder(run))
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)
@@ -218,4 +221,5 @@ def _export(this_run: Run) -> None:
             this_run.groups,
             hf_source=Path(load) if load is not None and has_hf_config(load) else None,
             tokenizer=this_run.tokenizer,
+            adapter=config.adapter if config.adapter.lora_rank else None,
         )

@@ -87,6 +87,9 @@ def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Fixtures:
     ended = call_workers(1, [*command(**positions), "--export-hf"])
     assert ended.returncode == 0, ended.stderr
     shutil.copytree(names["RUN"], names["TRAINED"], symlinks=True)
+    (names["TRAINED"] / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (names["TRAINED"] / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     return Fixtures(folder, {name: str(path) for name, path in names.items()})
 
 

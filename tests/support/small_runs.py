@@ -17,6 +17,7 @@ from patch.config.schema import (
     TrainingConfig,
 )
 from patch.families import with_family
+from patch.families.adapters import AdapterConfig
 
 _SECTIONS = {
     "model": ModelConfig(
@@ -33,6 +34,7 @@ _SECTIONS = {
     "data": DataConfig(dataset_type="raw", train_data_path="none", max_padding_length=32),
     "checkpoint": CheckpointConfig(output_path="none"),
     "experts": ExpertsConfig(),
+    "adapter": AdapterConfig(),
 }  # fmt: skip
 
 

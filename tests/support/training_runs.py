@@ -232,13 +232,14 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def hf_gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.Tensor]:
-    """The `.grad` of these stages' parameters at TP=1, under Hugging Face's names."""
-    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    """The `.grad` of these stages' trained parameters at TP=1, under Hugging Face's or PEFT's names."""
+    parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+    adapter = config.adapter if config.adapter.lora_rank else None
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.grad
     found = {}
-    for weight in mapped_parameters(stages, config.model, tp_size=1):
+    for weight in mapped_parameters(stages, config.model, tp_size=1, adapter=adapter):
         tensors = weight.mapping.megatron_to_hf([weight.parameter])
         found |= {tensor.name: value for tensor, value in zip(weight.mapping.hf, tensors, strict=True)}
     for parameter, weight in zip(parameters, weights, strict=True):

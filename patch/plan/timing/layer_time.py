@@ -12,6 +12,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Precision, Recompute
 from patch.families import Kind, attended_channels, layer_matrices, widths
+from patch.families.adapters import adapters_of
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
@@ -148,7 +149,17 @@ class _Products:
         over_tp = [index for index, row in enumerate(rows) if row.part not in ("expert", "router")]
         self.summed = [index for index in over_tp if rows[index].kind is Kind.ROW_PARALLEL]
         self.cut = [index for index in over_tp if index not in self.summed]
-        self.forward, self.backward = sum(self.each), sum(self.inputs) + sum(self.weights)
+        self.forward, self.backward = sum(self.each), sum(self.inputs)
+        if config.adapter.lora_rank:
+            self.weights = [0.0] * len(rows)
+        of_row = {row.name: own for row, own in zip(rows, sides, strict=True)}
+        for adapter in adapters_of(config.model, config.adapter):
+            times, own, *_ = of_row[adapter.base.name]
+            parts = config.etp_size if adapter.base.part == "expert" else tp_size
+            for out, into in (adapter.a.shard_shape(parts), adapter.b.shard_shape(parts)):
+                once = times * product_seconds(machine, precision, (own, out, into), size)
+                self.forward, self.backward = self.forward + once, self.backward + 2 * once
+        self.backward += sum(self.weights)
 
 
 def _attention(config: RunConfig, machine: Machine) -> float:

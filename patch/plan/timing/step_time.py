@@ -23,7 +23,7 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, usable_device_memory
-from patch.plan.parameters import by_layer, element_bytes, kept_parts, parameters_per_rank
+from patch.plan.parameters import by_layer, element_bytes, kept_parts, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
     Collective,
@@ -67,7 +67,7 @@ class StepCosts:
     of_experts: GradientTravel
     """Those between ranks that have the same experts."""
     parameters: tuple[int, ...]
-    """Elements on a rank of each pipeline rank."""
+    """Elements that each pipeline rank trains."""
     experts: tuple[int, ...]
     """Those of experts."""
     states: int
@@ -89,6 +89,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
     forward[0], backward[0] = forward[0] + embedding[0], backward[0] + embedding[1]
     forward[-1] += loss
     stages, parallel = len(forward), config.parallel
+    ranks = range(parallel.pipeline_model_parallel_size)
     message = neighbour_seconds(machine, config, "pp", boundary_bytes(config)) if stages > 1 else 0.0
     return StepCosts(
         layers=tuple(map(Counter, layers)),
@@ -100,8 +101,8 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
         travel=gradient_travel(config, machine),
         of_experts=expert_travel(config, machine),
-        parameters=tuple(parameters_per_rank(config.model, parallel, config.experts)),
-        experts=tuple(parameters_per_rank(config.model, parallel, config.experts, of_experts=True)),
+        parameters=tuple(parameters_of(config, rank) for rank in ranks),
+        experts=tuple(parameters_of(config, rank, of_experts=True) for rank in ranks),
         states=kept_parts(config, None, is_shared=config.zero_stage.shares_states),
         update=PRECISIONS[config.training.precision].update_bytes / machine.memory_rate,
     )
@@ -127,18 +128,26 @@ def _sum(layers: Iterable[LayerTimes], seconds: Callable[[LayerTimes], float]) -
 
 
 def _loss(config: RunConfig, machine: Machine) -> float:
-    """Three products with the output layer's weight, in 16 bits at most, and the work on logits."""
+    """Products with the output layer's weight, in 16 bits at most, and the work on logits.
+
+    They are three; two where it stays as it is, beside adapters.
+    """
     model, training = config.model, config.training
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     tokens = config.micro_batch_tokens
     precision, sides = PRECISIONS[training.precision].kept_as, (tokens, rows, model.hidden_size)
-    products = 3 * product_seconds(machine, precision, sides, element_bytes(precision))
+    products = (2 if config.adapter.lora_rank else 3) * product_seconds(
+        machine, precision, sides, element_bytes(precision)
+    )
     bandwidth = machine.memory_rate
     return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * summing_seconds(config, machine)
 
 
 def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
-    """Forward reads and writes rows; backward makes a gradient of the whole weight, and adds it up."""
+    """Forward reads and writes rows; backward makes a gradient of the whole weight, and adds it up.
+
+    Beside adapters it has no backward.
+    """
     size, parallel = element_bytes(config.training.precision), config.parallel
     rows = config.padded_vocab_size // parallel.tensor_model_parallel_size
     bandwidth = machine.memory_rate
@@ -146,6 +155,8 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     added = 2 * size + 2 * element_bytes(config.optimizer.main_grads_dtype)
     weight = rows * config.model.hidden_size * added
     forward = 2 * boundary / bandwidth + summing_seconds(config, machine)
+    if config.adapter.lora_rank:
+        return forward, 0.0
     return forward, (weight + 2 * boundary) / bandwidth + summing_seconds(config, machine) / 2
 
 
@@ -230,10 +241,14 @@ def _passes(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
     parts.append(StepPart("recomputation, offload of activations", count * max(0.0, again), text))
     if 0 in own:
         first, second = costs.embedding
-        text = f"{count} x ({timed(first)} + {timed(second)} backward); its gradient is a whole one"
+        text = f"{count} x ({timed(first)} + {timed(second)} backward)"
+        text += "; its gradient is a whole one" if second else ""
         parts.append(StepPart("embedding", count * sum(costs.embedding), text))
     if len(costs.forward) - 1 in own:
-        text = f"{count} x {timed(costs.loss)}: three products with {config.padded_vocab_size} rows, logits"
+        number = "two" if config.adapter.lora_rank else "three"
+        text = (
+            f"{count} x {timed(costs.loss)}: {number} products with {config.padded_vocab_size} rows, logits"
+        )
         parts.append(StepPart("output layer and loss", count * costs.loss, text))
     if pp_size > 1:
         idle = timing.step - sum(part.seconds for part in parts)

@@ -88,7 +88,7 @@ def test_adapters_gguf_and_metas_form_are_named_to_the_converter_too(command):
     with refused(ConfigError, rf"^{folder}: weights in GGUF \(llama-Q4_K_M.gguf\), expected"):
         read_hf_config(folder)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama/8B"}')
-    with refused(ConfigError, f"^{folder}: a PEFT adapter of llama/8B, expected a whole model: merge"):
+    with refused(ConfigError, f"^{folder}: a PEFT adapter of llama/8B, expected a whole model: give"):
         read_hf_config(folder)
     (folder / "model.safetensors").touch()
     assert read_hf_config(folder)

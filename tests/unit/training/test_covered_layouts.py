@@ -104,10 +104,12 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "EP": {"1": {}, "2": {"expert_model_parallel_size": 2}},
     "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
+    "LoRA": {"no": {}, "yes": {"lora_rank": 3}},
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
-    *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens")
+    *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens"),
+    "LoRA",
 }
 """Columns whose values are tested to 5e-6 in pairs; those of others change no bit, which other tests show."""
 VALUES = {column: list(values) for column, values in COLUMNS.items()}
@@ -142,6 +144,7 @@ RULES_OF_ROWS = [
     Rule(("EP", "instances"), lambda ep, instances: ep == "1" or instances == "1"),
     Rule(("TP", "SP", "model"), lambda tp, sp, model: tp == "1" or sp == "yes" or model not in WITH_EXPERTS),
     Rule(("PR", "model"), lambda precision, model: "fp8" not in precision or model not in WITH_EXPERTS),
+    Rule(("PR", "LoRA"), lambda precision, lora: "gather" not in precision or lora == "no"),
     Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
     Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
     Rule(
@@ -189,7 +192,7 @@ def one_process_of(row: Row) -> RunConfig:
     But for the losses of routers, which are means over a micro-batch: it has the same ones, one by one.
     """
     ours = run_of(row)
-    kept = ("PR", "model", "packing") if ours.experts.moe_aux_loss_coeff else ("PR", "model")
+    kept = ("PR", "model", "LoRA", *(["packing"] if ours.experts.moe_aux_loss_coeff else []))
     changes = changes_of(FIRST | {column: row[column] for column in kept})
     size = ours.training.micro_batch_size if "packing" in kept else changes["global_batch_size"]
     layers = {name: getattr(ours.model, name) for name in ("num_layers", "moe_layer_freq")}

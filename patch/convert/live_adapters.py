@@ -1,0 +1,135 @@
+"""The adapters of a running model: filled from a folder of PEFT, and written as one, at any layout.
+
+    FOLDER/adapter_config.json          what they are, and the name of their base
+    FOLDER/adapter_model.safetensors    A and B of every target, in the adapters' type
+
+`PeftModel.from_pretrained` loads it. Experts have the names of transformers 4, each its own A and B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.schema import ModelConfig
+from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters
+from patch.convert.mappings import HFBlock, HFTensor, TPShard
+from patch.convert.merge import open_adapter
+from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.target_folder import partial_folder, publish, staging, writing
+from patch.convert.weight_table import hf_tensors
+from patch.distributed.collectives import all_or_none
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, loads_whole, write_adapter
+from patch.logger import get_logger
+from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from patch.storage.places import StrPath, local_path
+
+_logger = get_logger(__name__)
+
+
+def import_adapter(
+    stages: Sequence[GPTModel],
+    folder: StrPath,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    groups: ProcessGroupCollection,
+) -> None:
+    """Fill the adapters of this rank's pipeline stages from a folder of PEFT; a collective over the job.
+
+    Args:
+        stages: the pipeline stages of this rank: GPTModels with adapters.
+        folder: a folder of PEFT.
+        model: the shape of the whole model.
+        adapter: the adapters that the stages have; `adapter_of(folder)` reads those of the folder.
+        groups: only `tp` is used; with experts also `ep` and `expt_tp`.
+    Raises:
+        ConversionError: on every rank, if the folder cannot be read or does not have these adapters.
+    """
+    shard, experts = TPShard(groups.tp.rank(), groups.tp.size()), ExpertRanks.of(groups, model)
+    with all_or_none():
+        source = open_adapter(local_path(folder), model, adapter)
+        for name, _, _, parameter, mapping in mapped_parameters(stages, model, shard.size, experts, adapter):
+            slices = [source[PEFT_PREFIX + tensor.name] for tensor in mapping.hf]
+            mapping.hf_to_megatron(parameter, slices, experts.tp if "#" in name else shard)
+
+
+def export_adapter(
+    stages: Sequence[GPTModel],
+    folder: StrPath,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    groups: ProcessGroupCollection,
+    *,
+    base: str | None,
+) -> None:
+    """Write the adapters as a folder that PEFT loads; a collective over the whole job.
+
+    Everything is written to a temporary folder beside `folder`, which replaces `folder` at the end; on
+    failure `folder` stays as it was. Rank 0 writes, tensor by tensor.
+
+    Args:
+        stages: the pipeline stages of this rank: GPTModels with adapters.
+        folder: the folder to write.
+        model: the shape of the whole model.
+        adapter: the adapters that the stages have.
+        groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
+        base: the folder or the hub's name of the model beside which they were trained.
+    Raises:
+        ConversionError: on every rank, if rank 0 cannot write or `folder` contains something else than a
+            folder of PEFT.
+    """
+    folder, is_first = local_path(folder).resolve(), dist.get_rank() == 0
+    with ExitStack() as stack:
+        with all_or_none():
+            if is_first:
+                stack.enter_context(staging(folder, [], overwrite=True, kind="PEFT adapter"))
+        with all_or_none():
+            if groups.dp_cp.rank() == 0 or ExpertRanks.of(groups, model).size > 1:
+                cpu = torch.device("cpu")
+                weights = iter_hf_weights(
+                    stages, model, groups, receivers="first", device=cpu, adapter=adapter
+                )
+                tensors = hf_tensors(model, adapter) if is_first else []
+                _write_weights(weights, partial_folder(folder), tensors)
+        with all_or_none():
+            if is_first:
+                described = json.dumps(write_adapter(model, adapter, base), indent=2)
+                with writing(partial_folder(folder)):
+                    (partial_folder(folder) / ADAPTER_CONFIG_NAME).write_text(f"{described}\n")
+                publish(folder)
+    _logger.info("PEFT adapter written: %s", folder)
+    if is_first and not loads_whole(model, adapter):
+        _logger.warning(
+            "PEFT on transformers 5 loads only a part of %s, as this model has MLPs beside its experts: use "
+            "the merged model there (--export-hf, llama-patch merge), or transformers 4", folder,
+        )  # fmt: skip
+
+
+def _write_weights(
+    weights: Iterator[tuple[str, torch.Tensor]], partial: Path, tensors: Sequence[HFTensor]
+) -> None:
+    """Write the tensors that this rank receives, all of the first one's type; `tensors` is empty elsewhere.
+
+    After a failed write the iteration still runs to its end, because other ranks wait for this rank's shards.
+    """
+    try:
+        if tensors:
+            first = next(weights)
+            named = [HFTensor(PEFT_PREFIX + name, shape) for name, shape in tensors]
+            dtypes = dict.fromkeys(named, first[1].dtype)
+            layout = {tensor.name: ADAPTER_WEIGHTS_NAME for tensor in named}
+            with SafetensorsWriter(partial, dtypes, layout) as files:
+                for name, values in chain([first], weights):
+                    files.write(HFBlock(PEFT_PREFIX + name, 0, 0, values))
+                files.check_complete()
+    finally:
+        deque(weights, maxlen=0)

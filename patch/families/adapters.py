@@ -1,0 +1,267 @@
+"""Adapters of a model (LoRA) as rows of the weight table: two small matrices beside a weight that stays.
+
+A target W [out, in] gets A [r, in] and B [out, r]; its layer then computes W x + scale * B (A x). Each
+Hugging Face tensor has its own, as in PEFT: q, k and v, gate and up do not share A, and each expert has its
+own. An adapter of a router, of the embedding or of the output layer is not built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from patch.errors import ConfigError, nearest, shown
+from patch.families import ConfigReader, weight_rows
+from patch.families.shape import ModelConfig
+from patch.families.weights import MLP_PARTS, Kind, WeightRow
+from patch.flag_field import flag
+
+ALL_LINEAR = "all-linear"
+INSIDE = ".adapters."
+"""In the name of every parameter of an adapter, and of no other."""
+PEFT_PREFIX = "base_model.model."
+"""What PEFT has before the names of tensors in a folder."""
+MOST_RANK = 8192
+"""The largest rank of an adapter: more than any weight has to gain from it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+    """What adapters a run trains in place of its weights. Source of the names: PEFT's LoraConfig."""
+
+    lora_rank: int | None = flag(
+        "train adapters of this rank beside the weights, which stay as they are; 0: train all weights",
+        None,
+        none=0,
+        at_least=0,
+        at_most=MOST_RANK,
+    )
+    lora_alpha: float | None = flag(
+        "what an adapter gives is multiplied by alpha / rank; 0: alpha is the rank", None, none=0, at_least=0
+    )
+    lora_dropout: float = flag(
+        "share of the values that an adapter takes which become zero", 0.0, at_least=0, below=1
+    )
+    lora_target_modules: str = flag(
+        "layers that get an adapter: all-linear (attention, MLPs, experts), or names of Hugging Face with "
+        "commas between them, as in q_proj,v_proj or model.layers.*.self_attn.*",
+        ALL_LINEAR,
+    )
+    lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
+    lora_load: str | None = flag(
+        "start from the adapters in this folder of PEFT, which also gives rank, alpha and targets; none: new "
+        "ones",
+        None,
+        none="none",
+    )
+
+    @property
+    def alpha(self) -> float:
+        """`lora_alpha` with its default in place."""
+        return self.lora_alpha or self.lora_rank or 0
+
+    @property
+    def scale(self) -> float:
+        """The factor of what an adapter gives."""
+        assert self.lora_rank, "a run without adapters has no scale"
+        return self.alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
+
+
+class Adapter(NamedTuple):
+    """The adapter of one Hugging Face tensor, in all layers and of all experts that have this tensor."""
+
+    base: WeightRow
+    """The parameter that the target is, or is a part of."""
+    target: str
+    """The Hugging Face tensor: `model.layers.*.self_attn.q_proj.weight`."""
+    a: WeightRow
+    """[r, in]; cut over TP where the base takes its input in parts."""
+    b: WeightRow
+    """[out, r]; cut over TP where the base gives its output in parts."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the target's module: `q_proj`; under this name the base's module has it."""
+        return _module(self.target).rpartition(".")[2]
+
+
+def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ...]:
+    """The adapters of a model, in the order of its weight table; none without a rank."""
+    if adapter.lora_rank is None:
+        return ()
+    targets = [target.strip() for target in adapter.lora_target_modules.split(",")]
+    return tuple(
+        _adapter(base, name, adapter.lora_rank)
+        for name, base in _targets(model).items()
+        if any(_matches(target, _module(name)) for target in targets)
+    )
+
+
+def targets_are_there(model: ModelConfig, adapter: AdapterConfig) -> None:
+    """Each target matches a layer of the model.
+
+    Raises:
+        ConfigError: one matches nothing.
+    """
+    names = [_module(target) for target in _targets(model)]
+    for target in adapter.lora_target_modules.split(","):
+        if not any(_matches(target.strip(), name) for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(
+                f"no layer of the model is called {shown(target)}, expected {ALL_LINEAR}, some of "
+                f"{', '.join(ends)}, or a whole name with * for numbers, such as "
+                f"{names[0]}{nearest(target, ends)}",
+                field="lora_target_modules",
+            )
+
+
+def adapter_rows(model: ModelConfig, adapter: AdapterConfig) -> tuple[WeightRow, ...]:
+    """The parameters of all adapters of a model, A before B; PEFT's names without `base_model.model.`."""
+    return tuple(row for each in adapters_of(model, adapter) for row in (each.a, each.b))
+
+
+def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
+    """Whether PEFT loads all adapters beside a model of transformers 5, whose experts are one parameter.
+
+    PEFT 0.21 translates names of experts, and takes those of shared experts and of MLPs for such names.
+    """
+    parts = {row.part for row in weight_rows(model)}
+    is_mixed = "expert" in parts and not parts.isdisjoint({"mlp", "shared expert"})
+    return not is_mixed or not any(each.base.part in MLP_PARTS for each in adapters_of(model, adapter))
+
+
+def _targets(model: ModelConfig) -> dict[str, WeightRow]:
+    """The Hugging Face tensors that may have an adapter, with the parameter that each is a part of."""
+    parts = ("attention", *MLP_PARTS)
+    bases = [row for row in weight_rows(model) if row.part in parts and row.is_matrix]
+    return {name: base for base in bases for name in base.hf}
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target is a module's name, its end, or a pattern of it.
+
+    A pattern is one of file names (* ? [abc]), as regular expressions, PEFT's patterns, can take for ever.
+    """
+    is_named = f".{module}".endswith(f".{target}") and target != ""
+    return target == ALL_LINEAR or is_named or fnmatchcase(module, target)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _adapter(base: WeightRow, target: str, rank: int) -> Adapter:
+    out, into = base.hf[target]
+    takes_parts, gives_parts = base.kind is Kind.ROW_PARALLEL, base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV)
+    kinds = {
+        "lora_A": Kind.ROW_PARALLEL if takes_parts else Kind.REPLICATED,
+        "lora_B": Kind.COLUMN_PARALLEL if gives_parts else Kind.REPLICATED,
+    }
+    shapes, module = {"lora_A": (rank, into), "lora_B": (out, rank)}, _module(target)
+    inside = f"{base.name.removesuffix('.weight')}{INSIDE}{module.rpartition('.')[2]}"
+    rows = (
+        base._replace(
+            name=f"{inside}.{factor}.weight", kind=kind, hf={f"{module}.{factor}.weight": shapes[factor]}
+        )
+        for factor, kind in kinds.items()
+    )
+    return Adapter(base, target, *rows)
+
+
+_INERT = frozenset(
+    "alpha_pattern auto_mapping base_model_name_or_path bias inference_mode init_lora_weights layers_pattern "
+    "lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r rank_pattern revision "
+    "target_modules task_type use_rslora".split()
+)
+"""Keys of adapter_config.json that are read below, or change nothing. All others must be off."""
+_SAME_BASE = (None, True, False, "gaussian", "orthogonal")
+"""Initial values (`init_lora_weights`) that leave the base as it was."""
+
+
+def read_adapter(config: ConfigReader, model: ModelConfig) -> AdapterConfig:
+    """The adapters of a model that a folder of PEFT describes in its adapter_config.json.
+
+    Raises:
+        ConfigError: it has something that is not supported; the message names the key.
+    """
+    config.accept_only({"peft_type": "LORA", "bias": "none"})
+    for key, value in config.values.items():
+        if key not in _INERT and value:
+            config.refuse(key, value, "null or false: such adapters are not built")
+    if (task := config.values.get("task_type")) not in (None, "CAUSAL_LM"):
+        config.refuse("task_type", task, "CAUSAL_LM")
+    if (initial := config.values.get("init_lora_weights")) not in _SAME_BASE:
+        config.refuse("init_lora_weights", initial, "true: this one is beside weights that it has changed")
+    rank, alpha = config.integer("r", at_most=MOST_RANK), config.number("lora_alpha")
+    dropout = config.number("lora_dropout", 0.0)
+    if rank < 1:
+        config.refuse("r", rank, "at least 1")
+    if alpha <= 0:
+        config.refuse("lora_alpha", alpha, "more than 0")
+    if not 0 <= dropout < 1:
+        config.refuse("lora_dropout", dropout, "at least 0 and below 1")
+    for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        pattern = config.values.get(key) or {}
+        if not isinstance(pattern, dict) or any(value != one for value in pattern.values()):
+            config.refuse(key, pattern, f"{one} for all layers")
+    return AdapterConfig(
+        lora_rank=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        lora_target_modules=_read_targets(config, model),
+        lora_rslora=config.boolean("use_rslora", False),
+    )
+
+
+def _read_targets(config: ConfigReader, model: ModelConfig) -> str:
+    """`lora_target_modules` of a list of names or of their ends, each of one layer and expert or of all."""
+    names = config.values.get("target_modules")
+    if names == ALL_LINEAR:
+        return ALL_LINEAR
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        config.refuse("target_modules", names, f"{ALL_LINEAR} or a list of names: patterns are not taken")
+    modules = [_module(target) for target in _targets(model)]
+    numbered = {module: "." + re.sub(r"[*#]", "0", module) for module in modules}
+    chosen: set[str] = set()
+    for name in {re.sub(r"(?<![^.])\d+(?![^.])", "0", name, flags=re.ASCII) for name in names}:
+        matching = [module for module in modules if numbered[module].endswith(f".{name}")]
+        if not matching:
+            known = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+            config.refuse("target_modules", name, f"some of {known}: the model has no other layers for it")
+        chosen.update(matching)
+    return ALL_LINEAR if len(chosen) == len(modules) else ",".join(m for m in modules if m in chosen)
+
+
+def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
+    """The contents of adapter_config.json.
+
+    Args:
+        model: the model that has the adapters.
+        adapter: what they are.
+        base: its folder, or its name on the hub.
+    """
+    chosen = adapters_of(model, adapter)
+    names = sorted({each.name for each in chosen})
+    if adapters_of(model, dataclasses.replace(adapter, lora_target_modules=",".join(names))) != chosen:
+        names = [
+            _module(each.target).replace("*", str(layer)).replace("#", str(expert))
+            for each in chosen
+            for layer in each.base.layers
+            for expert in range(each.base.num_experts)
+        ]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.lora_rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
+        "lora_dropout": adapter.lora_dropout,
+        "use_rslora": adapter.lora_rslora,
+        "target_modules": names,
+        "bias": "none",
+        "inference_mode": True,
+    }

@@ -1,0 +1,230 @@
+"""Adapters (LoRA, arXiv:2106.09685) of a rank's stages: all that is trained, beside weights that stay.
+
+A linear layer with output W x gives W x + scale * B (A dropout(x)). Each Hugging Face tensor that a layer is
+made of (q, k, v; gate, up) is a part with an A and a B of its own, as in PEFT. Over all parts of a layer A is
+one product, and B is one: a matrix of blocks whose rows lie as those of W.
+
+What an adapter adds is whole, cut or a part of a sum over TP as the layer's own output is. Messages are as
+wide as the rank:
+
+    layer           A         A x             B         summed over TP once a step
+    Column          whole     of all heads    rows      nothing: the gradient of A x is summed
+    Column with SP  whole     gathered        rows      A's gradient, of a rank's tokens
+    Row             columns   summed          whole     nothing
+    Row with SP     columns   reduced and cut whole     B's gradient, of a rank's tokens
+    uncut           whole     -               whole     with SP both
+    of experts      as above  no message      as above  what is whole: the dispatcher has their messages
+
+Shapes: S sequence (with SP a rank has S / TP of it), I inputs and O outputs of this rank, r rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.nn.functional import linear
+
+from patch.config.execution import Execution
+from patch.config.schema import ModelConfig
+from patch.families import Kind
+from patch.families.adapters import Adapter, AdapterConfig, adapters_of
+from patch.families.weights import WeightRow
+
+_AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
+"""The axis along which TP cuts a factor."""
+
+
+_Message = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Factor(torch.nn.Module):
+    """A or B of a part, whose values are not set yet."""
+
+    def __init__(self, row: WeightRow, like: torch.Tensor, tp_size: int, *, sees_part: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(like.new_empty(row.shard_shape(tp_size)))
+        self.weight.allreduce = getattr(like, "allreduce", True)  # type: ignore[attr-defined]
+        if row.kind in _AXES:
+            set_tensor_model_parallel_attributes(self.weight, True, _AXES[row.kind], 1)
+        else:
+            self.weight.sequence_parallel = sees_part  # type: ignore[attr-defined]
+
+
+class _Part(torch.nn.Module):
+    """The two factors with PEFT's names."""
+
+    def __init__(self, make: Callable[[WeightRow], _Factor], adapter: Adapter) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = make(adapter.a), make(adapter.b)
+
+
+class Adapters(torch.nn.ModuleDict):
+    """The adapters of a linear layer, by the names of its parts.
+
+    Args:
+        layer: what they belong to.
+        adapters: of its parts; some parts may have none.
+        config: their scale and dropout.
+        groups: data-parallel ranks, whose dropout differs.
+        num_query_groups: of the model, in whose order the rows of a merged q, k and v lie.
+    """
+
+    _order: torch.Tensor | None
+    _send: _Message | None
+    _dropout: float
+
+    def __init__(
+        self,
+        layer: Any,
+        adapters: Sequence[Adapter],
+        config: AdapterConfig,
+        groups: ProcessGroupCollection,
+        num_query_groups: int,
+    ) -> None:
+        base, group = adapters[0].base, layer.tp_group
+        is_of_experts = getattr(layer, "explicit_expert_comm", False)
+        is_cut = layer.config.sequence_parallel and not is_of_experts
+        make = partial(_Factor, like=layer.weight, tp_size=group.size(), sees_part=is_cut or is_of_experts)
+        super().__init__({each.name: _Part(make, each) for each in adapters})
+        self._scale, self._dropout, self._group = config.scale, config.lora_dropout, group
+        self._send = None if is_of_experts or group.size() == 1 else _message(layer, is_cut=is_cut)
+        self._axes = {
+            f"{each.name}.lora_{factor}.weight": _AXES[row.kind]
+            for each in adapters
+            for factor, row in (("A", each.a), ("B", each.b))
+            if row.kind in _AXES
+        }
+        share = group.size() if base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV) else 1
+        names = {each.target: each.name for each in adapters}
+        self._parts = [(names.get(target), shape[0] // share) for target, shape in base.hf.items()]
+        """Of all parts in their order: the name, None without an adapter, and the rows of B."""
+        order = None
+        if base.kind is Kind.QKV:
+            order = _order([rows for _, rows in self._parts], num_query_groups // share)
+            order = order.to(layer.weight.device)
+        self.register_buffer("_order", order, persistent=False)
+        replicas = groups.expt_dp if is_of_experts else groups.dp_cp
+        self._place = replicas.rank(), group.rank() if is_cut or base.kind is Kind.ROW_PARALLEL else 0
+        """Ranks with the same place take the same input."""
+
+    def forward(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        """The layer's output [..., O] and what the adapters add, from the layer's input [..., I]."""
+        first = [part.lora_A.weight for part in self._own()]
+        if self._dropout and self.training:
+            hidden = torch.cat([linear(self._with_zeros(input), weight) for weight in first], dim=-1)
+        else:
+            hidden = linear(input, torch.cat(first))
+        if self._send is not None:
+            hidden = self._send(hidden)
+        rows, hidden = output.flatten(0, -2), hidden.flatten(0, -2)
+        return torch.addmm(rows, hidden, self._second().t(), alpha=self._scale).view(output.shape)
+
+    def _own(self) -> list[Any]:
+        return [*self.values()]
+
+    def _second(self) -> torch.Tensor:
+        """B of all parts, [O, parts * r]."""
+        known = dict(zip(self, (part.lora_B.weight for part in self._own()), strict=True))
+        like = next(iter(known.values()))
+        blocks = [known[name] if name else like.new_empty(rows, 0) for name, rows in self._parts]
+        stacked = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+        return stacked if self._order is None else stacked[self._order]
+
+    def _with_zeros(self, input: torch.Tensor) -> torch.Tensor:
+        """Dropout by a seed of the CPU's generator, which resume and recomputation restore."""
+        seed = int(torch.randint(2**62, ()))
+        own = zlib.crc32(repr((seed, *self._place)).encode())
+        generator = torch.Generator(input.device).manual_seed(own)
+        kept = torch.empty_like(input).bernoulli_(1 - self._dropout, generator=generator)
+        return input * kept.div_(1 - self._dropout)
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
+    ) -> ShardedStateDict:
+        """As the layer's own: what TP cuts and what it does not."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, self._axes, sharded_offsets,
+            tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+
+
+def _message(layer: Any, *, is_cut: bool) -> _Message | None:
+    """What becomes of A x between the ranks of a TP group; its backward is that of the other direction."""
+    if isinstance(layer, ColumnParallelLinear):
+        if is_cut:
+            return partial(
+                gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=layer.tp_group
+            )
+        return partial(copy_to_tensor_model_parallel_region, group=layer.tp_group)
+    if isinstance(layer, RowParallelLinear):
+        if is_cut:
+            return partial(reduce_scatter_to_sequence_parallel_region, group=layer.tp_group)
+        return partial(reduce_from_tensor_model_parallel_region, group=layer.tp_group)
+    return None
+
+
+def _order(sizes: list[int], num_groups: int) -> torch.Tensor:
+    """Where the rows of a merged q, k and v are in the three after each other: group by group."""
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    parts = [
+        torch.arange(end - size, end).view(num_groups, -1) for size, end in zip(sizes, ends, strict=True)
+    ]
+    return torch.cat(parts, dim=1).flatten()
+
+
+def add_adapters(
+    stage: Any, model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
+) -> None:
+    """Freeze a stage (LlamaModel) and give its layers adapters, whose values are not set yet.
+
+    Args:
+        stage: of this rank.
+        model: the shape of the whole model.
+        execution: its `adapter` says which layers get adapters of which rank.
+        groups: of this rank.
+    """
+    config = execution.adapter
+    stage.requires_grad_(False)
+    for base, found in groupby(adapters_of(model, config), key=lambda each: each.base):
+        adapters = list(found)
+        for layer in _layers_called(stage, base):
+            layer.adapters = Adapters(layer, adapters, config, groups, model.num_query_groups)
+            layer.register_forward_hook(_add)
+    stage.is_adapted = True
+    if stage.pre_process and execution.recompute_granularity is not None:
+        # What is recomputed passes gradients on only if its input has one.
+        stage.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
+
+
+def _layers_called(stage: Any, base: WeightRow) -> Iterator[Any]:
+    """The linear layers of a stage that a row of the weight table is about."""
+    path = base.name.removeprefix("decoder.layers.*.").removesuffix(".weight")
+    before, _, behind = path.partition(".#.")
+    for layer in stage.decoder.layers:
+        if layer.layer_number - 1 in base.layers:
+            found = layer.get_submodule(before)
+            yield from (expert.get_submodule(behind) for expert in found) if behind else (found,)
+
+
+def _add(layer: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
+    """A forward hook of upstream's layers, which give an output and a bias."""
+    return layer.adapters(output[0], inputs[0]), output[1]

@@ -1,0 +1,97 @@
+"""Adapters in the plan: parameters and FLOPs against PEFT's model and torch's counter, bytes by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hf_families import family_model, family_run
+from planned_runs import H100, planned_run
+from torch.utils.flop_counter import FlopCounterMode
+
+from patch.families.adapters import AdapterConfig
+from patch.plan.cures import cures, lora_line, refuse_what_cannot_fit
+from patch.plan.fits import fit_of
+from patch.plan.flops import flops_per_step
+from patch.plan.memory import bytes_per_rank
+from patch.plan.parameters import parameters_of, total_parameters, trained_parameters
+from patch.plan.resolve import stage_cost
+from patch.plan.timing.step_time import step_time
+
+REASON = "peft is not installed: make test installs it"
+OF_8B = 41_943_040
+"""What PEFT prints for LLaMA 3 8B at rank 16 in all linear layers."""
+
+
+@pytest.mark.parametrize(
+    ("size", "targets", "shape"),
+    [("8B", "all-linear", (4096, 14336, 32, 32)), ("70B", "q_proj,v_proj", (8192, 28672, 64, 80))],
+)
+def test_parameters_are_those_that_peft_counts(size: str, targets: str, shape: tuple[int, ...]) -> None:
+    peft = pytest.importorskip("peft", reason=REASON)
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    hidden, ffn, heads, layers = shape
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=8,
+        num_hidden_layers=layers, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        names = targets if targets == "all-linear" else targets.split(",")
+        found = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=names, task_type="CAUSAL_LM"))
+    run = planned_run(size=size, dp=8, flags=f"--lora-rank 16 --lora-target-modules {targets}")
+    trained, total = found.get_nb_trainable_parameters()
+    assert trained_parameters(run) == trained == parameters_of(run, 0)
+    assert total_parameters(run.model) == total - trained
+
+
+def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path) -> None:
+    """Sequences of one token, so that a mask hides nothing; gradients reach the first layer's input."""
+    peft = pytest.importorskip("peft", reason=REASON)
+    model = family_model("llama-2-70B", tmp_path, attn_implementation="eager")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model.train(), lora)
+    model.enable_input_require_grads()
+    ids = torch.arange(16).view(16, 1)
+    with FlopCounterMode(display=False) as counter:
+        model(ids).logits.sum().backward()
+    run = family_run(
+        tmp_path, lora_rank=4, global_batch_size=16, max_padding_length=1, make_vocab_size_divisible_by=1
+    )
+    assert flops_per_step(run).model == counter.get_total_flops()
+
+
+def test_weights_beside_adapters_have_no_gradients_states_or_messages() -> None:
+    full, run = planned_run(dp=8), planned_run(dp=8, flags="--lora-rank 16")
+    model = total_parameters(run.model)
+    state = bytes_per_rank(run)
+    assert state == ((model + OF_8B) * 2, OF_8B * 4, OF_8B * 10 // 8)  # bf16, fp32, ZeRO-1
+    assert stage_cost(run, run.zero_stage).moved == OF_8B * (4 + 2) * 7 // 8
+    assert stage_cost(full, full.zero_stage).moved == model * (4 + 2) * 7 // 8
+    dropped = planned_run(dp=8, flags="--lora-rank 16 --lora-dropout 0.1")
+    needed = [fit_of(each, H100.facts).device_needed for each in (run, dropped, full)]
+    assert needed == sorted(needed)
+    parts = [{part.name: part.seconds for part in step_time(each, H100).parts} for each in (run, full)]
+    ratio = OF_8B / model
+    assert parts[0]["norm and update"] < 2 * ratio * parts[1]["norm and update"]
+    assert 0.6 < parts[0]["products with weights"] / parts[1]["products with weights"] < 0.9
+
+
+def test_70b_on_eight_gpus_is_planned_and_named_beside_the_cures() -> None:
+    with pytest.raises(ValueError, match="this run cannot fit") as error:
+        refuse_what_cannot_fit(planned_run(tp=8, size="70B"), H100.facts)
+    line = lora_line(planned_run(tp=8, size="70B"), H100.facts, H100)
+    assert line.startswith("LoRA of this run fits: --lora-rank 16 (") and line[:60] in str(error.value)
+    run = planned_run(tp=8, size="70B", flags="--lora-rank 16")
+    state = bytes_per_rank(run)
+    assert 16.5 < state.weights / 2**30 < 16.7 and state.total < 18 * 2**30
+    assert fit_of(run, H100.facts).is_whole and not cures(run, H100.facts) and not lora_line(run, H100.facts)
+
+
+def test_adapters_of_experts_are_cut_with_them() -> None:
+    flags = "--lora-rank 8 --lora-target-modules *.experts.* --expert-model-parallel-size 4"
+    run = planned_run(dp=8, size="30B-A3B", flags=flags)
+    assert run.adapter == AdapterConfig(lora_rank=8, lora_target_modules="*.experts.*")
+    of_expert = 3 * 8 * (run.model.hidden_size + run.model.expert_width)
+    assert trained_parameters(run) == 48 * 128 * of_expert
+    assert parameters_of(run, 0) == parameters_of(run, 0, of_experts=True) == 48 * 32 * of_expert

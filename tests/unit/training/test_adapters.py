@@ -1,0 +1,271 @@
+"""Training adapters (LoRA): as PEFT does it in one process, as one process does it in any layout; resumes.
+
+The oracle of one process is PEFT with transformers and torch's AdamW. Two steps at least: B begins as zero,
+so a wrong gradient of A is first seen in the second.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from small_runs import hf_llama, small_run
+from training_runs import (
+    build_seeded_run,
+    digests,
+    save,
+    stored_tensors,
+    token_mean,
+    train_run,
+)
+
+from patch.config.schema import RunConfig
+from patch.convert.live_weights import iter_hf_weights
+from patch.errors import CheckpointError
+from patch.model import initialize_weights
+from patch.optimizer import learning_rate
+from patch.training.run_state import Progress, find_progress, resume
+from patch.training.setup import Run
+from patch.training.step import train_step
+
+STEPS = 2
+BOUND, FACTOR_BOUND = 2e-6, 1e-4
+"""Of losses near 5.6, and relative of norms; relative to the norms of factors and states, as Adam makes the
+smallest gradients as large as others: sums in another order."""
+LORA = {"lora_rank": 3, "lora_alpha": 6, "train_iters": STEPS}
+"""No TP divides the rank."""
+SP2 = {"tp": 2, "sequence_parallel": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_shared_expert_intermediate_size": 80,
+    "moe_shared_expert_gate": True, "moe_layer_freq": "[0]*1+[1]*3", "moe_aux_loss_coeff": 0.05,
+    "moe_router_load_balancing_type": "seq_aux_loss", "global_batch_size": 8,
+}  # fmt: skip
+EP2 = {"expert_model_parallel_size": 2}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24, "q_lora_rank": 40, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
+    "kv_channels": 24, "num_query_groups": 4, "use_rope_scaling": False, "model_type": "deepseek_v2",
+}  # fmt: skip
+HALF = {
+    "optimizer_offload_policy": "static",
+    "optimizer_offload_fraction": 0.5,
+    "optimizer_offload_chunk_size": 999,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "some": {"lora_target_modules": "q_proj,v_proj,up_proj"},
+    "down": {"lora_target_modules": "down_proj", "lora_rslora": True},
+    "experts": EXPERTS,
+    "latents": LATENT,
+}
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+ZERO2 = {"data_parallel_sharding": "gradients"}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP": ("llama", {"tp": 2}),
+    "SP, full": ("llama", {**SP2, **FULL}),
+    "SP, selective, fused": ("llama", {**SP2, **SELECTIVE, "gradient_accumulation_fusion": True}),
+    "some, SP": ("some", {**SP2, "tp_comm_overlap": False}),
+    "down, TP, selective": ("down", {"tp": 2, **SELECTIVE}),
+    "PP interleaved, full": ("llama", {"pp": 2, "stage": 1, **FULL}),
+    "CP ring": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
+    "CP a2a, block": ("some", {"cp": 2, "cp_comm_type": "a2a", **FULL, "recompute_method": "block"}),
+    "ZeRO-1, half offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "optimizer", **HALF}),
+    "ZeRO-2, activations offloaded": ("llama", {"dp": 2, **ZERO2, "cpu_offloading": True}),
+    "EP": ("experts", {"dp": 2, **ZERO2, **EP2}),
+    "EP over TP, ETP=1": ("experts", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "ETP=2": ("experts", {**SP2, **FULL}),
+    "latents, TP": ("latents", {"tp": 2}),
+    "latents, SP": ("latents", SP2),
+}
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+
+
+def run_of(model: str, changes: dict[str, Any]) -> RunConfig:
+    return small_run(**LORA | MODELS[model] | changes)
+
+
+def train(config: RunConfig, folder: Path) -> Trained:
+    run = build_seeded_run(config)
+    results = train_run(run)
+    save(folder, Progress(STEPS, 4 * STEPS), run.stages, run.optimizer)
+    new_job()
+    return Trained([result.loss for result in results], [result.grad_norm for result in results])
+
+
+def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
+    if world_size == 1:
+        return {name: train(run_of(name, {}), folder / name) for name in MODELS}
+    return {name: train(run_of(*layout), folder / name) for name, layout in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
+    return {size: run_distributed(train_all, size, folder) for size in (1, 2)}
+
+
+def peft_steps(config: RunConfig, folder: Path, factors: dict[str, np.ndarray]) -> dict[str, Any]:
+    """PEFT's model with these factors, and torch's AdamW: losses, norms, first gradients and last factors."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    targets: Any = adapter.lora_target_modules
+    described = LoraConfig(
+        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora,
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+    )  # fmt: skip
+    model = get_peft_model(model, described)
+    theirs = {
+        name.replace("base_model.model.", "").replace(".default", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert theirs.keys() == factors.keys()
+    for name, parameter in theirs.items():
+        parameter.data.copy_(torch.from_numpy(factors[name]))
+    optimizer = torch.optim.AdamW(theirs.values(), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for iteration in range(STEPS):
+        optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, STEPS, config.optimizer)
+        optimizer.zero_grad()
+        loss = token_mean(model, config, iteration)
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0).item())
+        optimizer.step()
+    return found | {"factors": {name: parameter.detach().numpy() for name, parameter in theirs.items()}}
+
+
+def factors_of(run: Run) -> dict[str, np.ndarray]:
+    weights = iter_hf_weights(run.stages, run.config.model, run.groups, adapter=run.config.adapter)
+    return {name: values.numpy().copy() for name, values in weights}
+
+
+def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found = {}
+    for name in ("llama", "some", "down"):
+        config = run_of(name, {})
+        run = build_seeded_run(config, folder)
+        assert run.optimizer.grad_buffer.num_bytes == 4 * sum(p.numel() for p in run.optimizer.parameters)
+        with run.optimizer.full_weights():
+            initialize_weights(run.stages, config.model, 1, adapters=True)
+        run.optimizer.reload_model_params()
+        first = factors_of(run)
+        results = [train_step(run, iteration) for iteration in range(STEPS)]
+        run.optimizer.finish_param_sync()
+        found[name] = {
+            "losses": [result.loss for result in results], "norms": [result.grad_norm for result in results],
+            "first": first, "factors": factors_of(run),
+        }  # fmt: skip
+        new_job()
+    return found
+
+
+@pytest.fixture(scope="module")
+def beside_peft(folder: Path) -> dict[str, Any]:
+    hf_llama(small_run(), folder / "hf")
+    return run_distributed(run_beside_peft, 1, folder / "hf")[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "some", "down"])
+def test_steps_of_one_process_are_those_of_peft(beside_peft: dict[str, Any], folder: Path, name: str) -> None:
+    pytest.importorskip("peft")
+    ours = beside_peft[name]
+    theirs = peft_steps(run_of(name, {}), folder / "hf", ours["first"])
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+    for factor, expected in theirs["factors"].items():
+        change = expected - ours["first"][factor]
+        assert np.linalg.norm(ours["factors"][factor] - expected) <= 1e-4 * np.linalg.norm(change), factor
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_adapters_train_as_in_one_process(trained: dict, folder: Path, name: str) -> None:
+    model = LAYOUTS[name][0]
+    one = trained[1][0][model]
+    for rank in trained[2]:
+        assert rank[name].losses == pytest.approx(one.losses, abs=BOUND)
+        assert rank[name].norms == pytest.approx(one.norms, rel=BOUND)
+    expected, ours = (stored_tensors(folder / which / f"iter_000000{STEPS}") for which in (model, name))
+    assert expected.keys() == ours.keys() and all(".adapters." in key for key in ours)
+    for key, values in expected.items():
+        assert (values - ours[key]).norm() <= FACTOR_BOUND * values.norm(), key
+
+
+def resume_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """A step after the checkpoint of one process, of a run that goes on and of resumed ones; another base."""
+    found: dict[str, Any] = {}
+    layouts: dict[str, dict[str, Any]] = {"again": {}} if world_size == 1 else RESUMED
+    for name, changes in layouts.items():
+        run = build_seeded_run(run_of("llama", {**changes, "train_iters": STEPS + 1}))
+        resume(folder / "llama", find_progress(folder / "llama"), run.stages, run.optimizer, 0)
+        save(folder / f"resumed {name}", Progress(STEPS, 4 * STEPS), run.stages, run.optimizer)
+        found[name] = train_step(run, STEPS).loss
+        new_job()
+    run = build_seeded_run(run_of("llama", {"seed": 1, **({"tp": 2} if world_size > 1 else {})}))
+    before = digests(run)
+    with pytest.raises(CheckpointError, match="adapters of weights with checksum [0-9a-f]{16}, .*--load"):
+        resume(folder / "llama", find_progress(folder / "llama"), run.stages, run.optimizer, 0)
+    assert digests(run) == before
+    run.stages[0].base = None
+    new_job()
+    return found
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "SP": SP2,
+    "PP interleaved": {"pp": 2, "stage": 1},
+    "ZeRO-2": {"dp": 2, "data_parallel_sharding": "gradients", **HALF},
+}
+
+
+def test_a_checkpoint_of_adapters_resumes_at_any_layout_beside_its_own_base_alone(
+    trained: dict, folder: Path
+) -> None:
+    (again,), ranks = (run_distributed(resume_all, size, folder) for size in (1, 2))
+    expected = stored_tensors(folder / "llama" / f"iter_000000{STEPS}")
+    for name in ("again", *RESUMED):
+        ours = stored_tensors(folder / f"resumed {name}" / f"iter_000000{STEPS}")
+        assert all(torch.equal(values, ours[key]) for key, values in expected.items())
+    losses = [max(rank[name] for rank in ranks) for name in RESUMED]
+    assert losses == pytest.approx([again["again"]] * len(RESUMED), abs=2e-6)
+
+
+def run_dropout(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, changes in {"TP": {"tp": 2}, "SP": SP2, "DP": {"dp": 2}}.items():
+        for kind, further in (("plain", {}), ("full", FULL)):
+            run = build_seeded_run(run_of("llama", {"lora_dropout": 0.3, **changes, **further}))
+            losses = [train_step(run, iteration).loss for iteration in range(STEPS)]
+            run.optimizer.finish_param_sync()
+            attention = run.stages[0].decoder.layers[0].self_attention
+            whole = attention.linear_qkv.adapters["q_proj"].lora_A.weight
+            masks = [
+                layer.adapters._with_zeros(torch.ones(8, 100)).numpy()
+                for layer in (attention.linear_qkv, attention.linear_proj)
+            ]
+            found[name, kind] = losses, whole.detach().numpy().copy(), masks
+            new_job()
+    return found
+
+
+def test_dropout_is_alike_where_inputs_are_and_comes_again_in_recomputation() -> None:
+    first, second = run_distributed(run_dropout, 2)
+    for (name, kind), (losses, whole, (column, row)) in first.items():
+        others = second[name, kind]
+        assert np.array_equal(whole, others[1]), "copies of a factor go the same way"
+        assert np.array_equal(column, others[2][0]) is (name == "TP")
+        assert not np.array_equal(row, others[2][1])
+        assert {*np.unique(row)} == {0, np.float32(1 / 0.7)} and 0.6 < (row > 0).mean() < 0.8
+        assert losses == pytest.approx(first[name, "plain"][0], abs=BOUND)
