@@ -27,6 +27,7 @@ from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
 from patch.families import TransformerImpl, traits_of
+from patch.families.adapters import adapters_of
 
 FP8_MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -143,7 +144,7 @@ def choose_backends(
     order = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
     sdpa = tuple(kernel for kernel in order if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
-    is_grouped = model.num_experts is not None and not is_aligned and _groups_products(execution, machine)
+    is_grouped = not is_aligned and _groups_products(model, execution, machine)
     backends = Backends(impl, sdpa, has_fa3, is_fused, is_grouped, ())
     rows = _rows(backends, model, execution, machine, cp_size)
     return dataclasses.replace(backends, rows=tuple(rows))
@@ -197,8 +198,11 @@ def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
     )
 
 
-def _groups_products(execution: Execution, machine: MachineFacts) -> bool:
+def _groups_products(model: ModelConfig, execution: Execution, machine: MachineFacts) -> bool:
     """Elsewhere torch's grouped product is slow, or wrong where an expert has no token (Blackwell)."""
+    adapted = {each.base.part for each in adapters_of(model, execution.adapter)}
+    if model.num_experts is None or "expert" in adapted:
+        return False
     is_hopper = bool(machine.cuda_devices) and machine.compute_capability[0] == _HOPPER
     return is_hopper and PRECISIONS[execution.precision].kept_as == "bf16"
 
@@ -242,7 +246,7 @@ def _rows(
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     if model.num_experts is not None and is_cuda:
-        one_by_one = Served("products of experts", "torch, one by one", "grouped ones need bf16 on Hopper")
+        one_by_one = Served("products of experts", "torch, one by one", "grouped: bf16 on Hopper, no adapters")
         yield Served("products of experts", "torch, grouped") if backends.is_grouped else one_by_one
     chunks = "chunks of tokens, without all logits"
     yield Served("loss", f"{chunks}, in two Triton kernels" if backends.is_fused else chunks, missing)

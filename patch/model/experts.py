@@ -216,6 +216,7 @@ class LocalExperts(SequentialMLP):
             [T, H], and no bias.
         """
         if any(hasattr(layer, "adapters") for layer in self.local_experts[0].children()):
+            assert not self.is_grouped, "the backends do not choose it"
             return self._one_by_one(tokens, weights, tokens_per_expert.tolist()), None
         experts = [*self.local_experts]
         if self.is_grouped:

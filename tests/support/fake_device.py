@@ -409,7 +409,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 _aten = torch.ops.aten
-_FOR_THE_HOST = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+_FOR_THE_HOST = (
+    _aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default,
+    _aten.masked_select.default, _aten.nonzero.default,
+)  # fmt: skip
+"""Their results, or the sizes of these, are numbers that the host must have."""
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
