@@ -3,7 +3,7 @@
     FOLDER/adapter_config.json          what they are, and the name of their base
     FOLDER/adapter_model.safetensors    A and B of every target, in the adapters' type
 
-`PeftModel.from_pretrained` and vLLM load it. Experts have the names of transformers 4, each its own A and B.
+`PeftModel.from_pretrained` loads it. Experts have the names of transformers 4, each its own A and B.
 """
 
 from __future__ import annotations
