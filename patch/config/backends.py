@@ -246,8 +246,8 @@ def _rows(
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     if model.num_experts is not None and is_cuda:
-        one_by_one = Served("products of experts", "torch, one by one", "grouped: bf16 on Hopper, no adapters")
-        yield Served("products of experts", "torch, grouped") if backends.is_grouped else one_by_one
+        why = "" if backends.is_grouped else "grouped ones need bf16 on Hopper, and no adapters"
+        yield Served("products of experts", f"torch, {'one by one' if why else 'grouped'}", why)
     chunks = "chunks of tokens, without all logits"
     yield Served("loss", f"{chunks}, in two Triton kernels" if backends.is_fused else chunks, missing)
     yield Served("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")

@@ -29,6 +29,7 @@ from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mappings import HFBlock, TPShard, WeightMapping
 from patch.convert.weight_table import Table, table_name, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families.adapters import INSIDE
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.storage.places import AnyPath
 
@@ -208,8 +209,10 @@ def _places(reader: TorchDistReader) -> Iterator[tuple[str, _Place]]:
         key for key in reader.tensors if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key
     ]
     if not embeddings:
+        of_adapters = any(INSIDE in key for key in reader.tensors)
+        cure = "; these are adapters: llama-patch merge takes adapter/ of their run" if of_adapters else ""
         raise ConversionError(
-            f"{reader.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights"
+            f"{reader.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights{cure}"
         )
     prefix = min(embeddings, key=len).removesuffix(EMBEDDING_PARAMETER)
     for key in reader.tensors:

@@ -41,6 +41,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from patch.config.execution import Execution
@@ -54,6 +55,33 @@ _AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
 
 
 _Message = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Sum(torch.autograd.Function):
+    """output + scale * hidden @ second.T, in the output's memory where autograd lets us."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, hidden: torch.Tensor, second: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """[..., O] and [..., r] with [O, r]; [..., O] out."""
+        ctx.scale = scale
+        ctx.save_for_backward(hidden, second)
+        if output._is_view() or not output.is_contiguous():  # as upstream's messages are, of one rank too
+            output = output.clone(memory_format=torch.contiguous_format)
+        else:
+            ctx.mark_dirty(output)
+        output.view(-1, len(second)).addmm_(hidden.flatten(0, -2), second.t(), alpha=scale)
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of output, hidden and second."""
+        hidden, second = ctx.saved_tensors
+        rows, hidden = gradient.reshape(-1, len(second)), hidden.flatten(0, -2) * ctx.scale
+        of_hidden = (rows @ second).mul_(ctx.scale).view(*gradient.shape[:-1], -1)
+        return gradient if ctx.needs_input_grad[0] else None, of_hidden, rows.t() @ hidden, None
 
 
 class _Factor(torch.nn.Module):
@@ -135,8 +163,8 @@ class Adapters(torch.nn.ModuleDict):
             hidden = linear(input, torch.cat(first))
         if self._send is not None:
             hidden = self._send(hidden)
-        rows, hidden = output.flatten(0, -2), hidden.flatten(0, -2)
-        return torch.addmm(rows, hidden, self._second().t(), alpha=self._scale).view(output.shape)
+        sum_: torch.Tensor = _Sum.apply(output, hidden, self._second(), self._scale)
+        return sum_
 
     def _own(self) -> list[Any]:
         return [*self.values()]

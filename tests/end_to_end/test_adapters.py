@@ -9,6 +9,8 @@ from end_to_end.conftest import Office
 from end_to_end.shell import call, call_workers, command, cut_back, loss_in_transformers, losses
 from transformers import AutoModelForCausalLM
 
+from toolkits.convert import main as convert
+
 pytestmark = pytest.mark.long
 
 STEPS = 6
@@ -47,7 +49,7 @@ def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, u
 
 
 def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_weights(
-    office: Office, unbroken: Path
+    office: Office, unbroken: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = losses(unbroken)
     cut_back(unbroken, 3)
@@ -61,6 +63,8 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert result.returncode == 4 and "adapters of weights with checksum" in result.stderr, result.stderr
     result = call(arguments(office, unbroken.with_name("x"), PRETRAIN_CHECKPOINT_PATH=unbroken))
     assert result.returncode == 2 and "checkpoints of adapters of" in result.stderr, result.stderr
+    assert convert(["mcore2hf", "--load", str(unbroken), "--save", str(unbroken.with_name("y"))]) != 0
+    assert "these are adapters: llama-patch merge" in capfd.readouterr().err
 
 
 def test_run_that_starts_from_a_folder_of_peft_and_learns_nothing_writes_it_again(
