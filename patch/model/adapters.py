@@ -79,9 +79,9 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of output, hidden and second."""
         hidden, second = ctx.saved_tensors
-        rows, hidden = gradient.reshape(-1, len(second)), hidden.flatten(0, -2) * ctx.scale
-        of_hidden = (rows @ second).mul_(ctx.scale).view(*gradient.shape[:-1], -1)
-        return gradient if ctx.needs_input_grad[0] else None, of_hidden, rows.t() @ hidden, None
+        rows, scaled = gradient.reshape(-1, len(second)), hidden.flatten(0, -2) * ctx.scale
+        of_hidden = (rows @ second).mul_(ctx.scale).view(hidden.shape)
+        return gradient if ctx.needs_input_grad[0] else None, of_hidden, rows.t() @ scaled, None
 
 
 class _Factor(torch.nn.Module):

@@ -52,13 +52,16 @@ HALF = {
     "optimizer_offload_fraction": 0.5,
     "optimizer_offload_chunk_size": 999,
 }
+ROWS_OF_FOUR = {"max_padding_length": 4, "micro_batch_size": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "some": {"lora_target_modules": "q_proj,v_proj,up_proj"},
     "down": {"lora_target_modules": "down_proj", "lora_rslora": True},
     "experts": EXPERTS,
     "latents": LATENT,
+    "few": {**EXPERTS, "num_layers": 1, "moe_layer_freq": "1", **ROWS_OF_FOUR},
 }
+"""few: rows of four tokens; some experts have none."""
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 ZERO2 = {"data_parallel_sharding": "gradients"}
@@ -76,6 +79,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "EP": ("experts", {"dp": 2, **ZERO2, **EP2}),
     "EP over TP, ETP=1": ("experts", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
     "ETP=2": ("experts", {**SP2, **FULL}),
+    "few, EP": ("few", {"dp": 2, **EP2}),
     "latents, TP": ("latents", {"tp": 2}),
     "latents, SP": ("latents", SP2),
 }
