@@ -13,10 +13,11 @@ row's meaning and is not supported is refused by name; other keys are ignored.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
+from patch.config.choices import InputJoin
 from patch.config.data_spec import COLUMNS_OF_TURNS
 from patch.data.formats.contents import read_tools
 from patch.data.formats.keys import (
@@ -33,12 +34,12 @@ from patch.data.formats.keys import (
 from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Text, Turn, read_turns
 from patch.errors import DataError
 
-_MESSAGES = ("messages", "conversations", "conversation")
-_PROMPTS = ("instruction", "query", "prompt")
+MESSAGES = ("messages", "conversations", "conversation")
+PROMPTS = ("instruction", "query", "prompt")
 _ANSWERS = ("output", "response", "completion", "content")
 _SYSTEMS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
-_KNOWN = [*_MESSAGES, *_PROMPTS, *_ANSWERS, *_SYSTEMS, *_TOOLS, "input", "history", "text"]
+KNOWN = [*MESSAGES, *PROMPTS, *_ANSWERS, *_SYSTEMS, *_TOOLS, "input", "history", "text"]
 _EXPECTED = (
     "messages (or conversations); or instruction (or query, prompt) and output (or response, completion, "
     "content); or text; where the rows have other names: --columns instruction=question,output=answer"
@@ -49,7 +50,7 @@ _JOINS = {"newline": "\n", "empty": ""}
 _NOT_SUPPORTED = {
     **dict.fromkeys(
         ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages", "kto_tag"),
-        "preference pairs and judged answers are not read, because fine-tuning would learn the bad ones too",
+        "fine-tuning would learn the bad answers too; --objective dpo learns from pairs of chosen and rejected",
     ),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
     "chat_template_kwargs": "every row is written by the same template",
@@ -71,43 +72,57 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
             not hold text; a role is unknown; somebody else than the user speaks first; or the row asks for
             something that is not supported.
     """
-    of_row = {ours: name for ours, name in options.columns.items() if ours not in COLUMNS_OF_TURNS}
-    of_turns = {ours: name for ours, name in options.columns.items() if ours in COLUMNS_OF_TURNS}
+    of_row, of_turns = split_columns(options.columns)
     if _is_of_another_shape(row, of_row):
         of_row = {}
     row = rename(row, of_row, where)
     key = _format_key(row, of_row)
-    _refuse(row, where)
+    refuse_others(row, where)
     if key is None:
-        raise DataError(f"{where}: {missing_keys(row, _EXPECTED, _KNOWN)}")
+        raise DataError(f"{where}: {missing_keys(row, _EXPECTED, KNOWN)}")
     _refuse_misspelled(row, where)
     if key == "text":
         return Text(text_of(row, key, where), where)
-    if key in _MESSAGES:
+    if key in MESSAGES:
         turns = read_turns(row[key], key, where, of_turns)
     else:
-        turns = _from_prompt(row, key, where, of_turns, _JOINS[options.alpaca_input_join])
-    return _conversation([*_system(row, turns, where), *turns], row, where)
+        turns = _from_prompt(row, key, where, of_turns, options.alpaca_input_join)
+    return conversation_of(turns, row, where)
+
+
+def split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The user's names of a row's keys, and of those inside its turns."""
+    of_turns = {ours: name for ours, name in columns.items() if ours in COLUMNS_OF_TURNS}
+    return {ours: name for ours, name in columns.items() if ours not in of_turns}, of_turns
 
 
 def _is_of_another_shape(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
     """Whether a row has none of the columns and is understood without them: from another file of a blend."""
-    deciding = columns.keys() & {*_MESSAGES, *_PROMPTS, *_ANSWERS, "text"}
+    deciding = columns.keys() & {*MESSAGES, *PROMPTS, *_ANSWERS, "text"}
     return bool(deciding) and set(columns.values()).isdisjoint(row) and _format_key(row, {}) is not None
 
 
 def _format_key(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
     """The key that decides the format: one that the user has named, else the first of ours; None: unknown."""
-    prompts = _PROMPTS if first_key(row, _ANSWERS) is not None else ()
-    candidates = [*_MESSAGES, *prompts, "text"]
+    prompts = PROMPTS if first_key(row, _ANSWERS) is not None else ()
+    candidates = [*MESSAGES, *prompts, "text"]
     named = [key for key in candidates if key in columns]
     if not named and prompts and not columns.keys().isdisjoint(_ANSWERS):
         named = list(prompts)
     return first_key(row, named) or first_key(row, candidates)
 
 
-def _refuse(row: Mapping[str, Any], where: str) -> None:
-    for key in present(row, _NOT_SUPPORTED.keys()):
+def refuse_others(row: Mapping[str, Any], where: str, read: Collection[str] = ()) -> None:
+    """Refuse a row that asks for what is not supported.
+
+    Args:
+        row: the row.
+        where: file and row, for messages.
+        read: keys that are read here.
+    Raises:
+        DataError: it has such a key.
+    """
+    for key in present(row, _NOT_SUPPORTED.keys() - set(read)):
         raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
     if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
         raise DataError(f"{where}: key label is not supported: {_NOT_SUPPORTED['kto_tag']}")
@@ -126,15 +141,27 @@ def _refuse_misspelled(row: Mapping[str, Any], where: str) -> None:
 
 @lru_cache(maxsize=1024)  # the rows of a file have the same keys
 def _meant(key: str) -> str:
-    if key in _KNOWN:
+    if key in KNOWN:
         return ""
     return next(iter(difflib.get_close_matches(key, _OPTIONAL, 1, MISSPELLED)), "")
 
 
 def _from_prompt(
-    row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: str
+    row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
 ) -> list[Turn]:
-    """The turns of a row with a prompt and an answer; each is a text or a list of messages.
+    """The turns of a row with a prompt and an answer; each is a text or a list of messages."""
+    answer_key = first_key(row, _ANSWERS)
+    assert answer_key is not None, "_format_key asks for both"
+    prompt = of_prompt(row, key, where, columns, join)
+    if isinstance(row[answer_key], list):
+        return [*prompt, *read_turns(row[answer_key], answer_key, where, columns)]
+    return [*prompt, _assistant(text_of(row, answer_key, where))]
+
+
+def of_prompt(
+    row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
+) -> list[Turn]:
+    """The turns of a row up to its question, which is a text or a list of messages.
 
     Args:
         row: the row.
@@ -143,17 +170,13 @@ def _from_prompt(
         columns: the user's names for the role and the content of a message.
         join: what stands between an instruction and its input.
     """
-    answer_key = first_key(row, _ANSWERS)
-    assert answer_key is not None, "_format_key asks for both"
     has_input = not is_absent(row.get("input")) and text_of(row, "input", where).strip()
     if isinstance(row[key], list) and not has_input:
         prompt = [turn._replace(learned=False) for turn in read_turns(row[key], key, where, columns)]
     else:
         parts = [text_of(row, key, where), row["input"] if has_input else ""]
-        prompt = [_user(join.join(part for part in parts if part))]
-    if isinstance(row[answer_key], list):
-        return [*_history(row, where), *prompt, *read_turns(row[answer_key], answer_key, where, columns)]
-    return [*_history(row, where), *prompt, _assistant(text_of(row, answer_key, where))]
+        prompt = [_user(_JOINS[join].join(part for part in parts if part))]
+    return [*_history(row, where), *prompt]
 
 
 def _history(row: Mapping[str, Any], where: str) -> list[Turn]:
@@ -186,7 +209,17 @@ def _system(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[Turn]
     return [Turn({"role": "system", "content": system}, False)]
 
 
-def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conversation:
+def conversation_of(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conversation:
+    """The conversation of turns, and of the system message and the tools that stand beside them.
+
+    Args:
+        turns: of the row.
+        row: the row.
+        where: file and row, for messages.
+    Raises:
+        DataError: somebody else than the user speaks first, or system message or tools stand there twice.
+    """
+    turns = [*_system(row, turns, where), *turns]
     opening = next((turn.message["role"] for turn in turns if turn.message["role"] != "system"), "nobody")
     if opening != "user":
         raise DataError(
