@@ -47,6 +47,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
 DATA_CACHE_FOLDER = "data_cache"
 HF_FOLDER = "hf"
+REFERENCE_FILE = "reference.json"
 STOP_FILE = "STOP"
 
 # In a folder of checkpoints.

@@ -7,6 +7,7 @@ number of consumed samples, so only these are saved for them.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -29,9 +30,9 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure
+from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure, shards_of
 from patch.config.schema import RANK_AXES, RunConfig
-from patch.distributed.collectives import all_or_none, from_rank_0
+from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -248,6 +249,27 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
         vocab_size=config.model.vocab_size,
         cures=CURES,
     )
+
+
+def base_checksum(stages: list[LlamaModel]) -> str:
+    """A checksum of the weights, the same at every layout; a collective.
+
+    Each number's bits count with its tensor's name, its layer and its row, so other weights have the same one
+    by chance only.
+    """
+    total = 0
+    for shard in shards_of(sharded_weights(stages)):
+        if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
+            continue
+        number = shard.prepend_axis_num
+        assert shard.data is not None, "a state dict to save holds its tensors"
+        data = shard.data.detach().view(len(shard.data), -1)
+        bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
+        first = shard.global_offset[number]
+        rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
+        factor = zlib.crc32(f"{shard.key} {shard.global_offset[:number]}".encode())
+        total += factor * int((bits.sum(1, dtype=torch.int64) * rows).sum())
+    return f"{sum(all_gather_object(total)) % 2**64:016x}"
 
 
 def _sharded_state(

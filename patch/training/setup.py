@@ -146,7 +146,6 @@ def build_run(
     )  # fmt: skip
     phases.num_before = start
     _load(run, root, progress)
-    objective.prepare(run)
     return run
 
 
@@ -208,12 +207,25 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
 
 
 def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
-    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights."""
+    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights.
+
+    An objective that needs the first weights in a resumed run has them before those of the checkpoint.
+    """
+    objective = run.data.objective
+    is_begun = progress is not None and objective.goes_on(run)
+    if not is_begun:
+        _load_start(run)
+        objective.prepare(run)
     if progress is not None:
         training = run.config.training
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
-        return
+    if is_begun:
+        objective.prepare(run)
+
+
+def _load_start(run: Run) -> None:
+    """The weights with which the run began."""
     load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():
         initialize_weights(run.stages, run.config.model, seed, added=None if load is None else True)
