@@ -52,7 +52,10 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     assert run.data.valid_readers, "there is something to evaluate"
     with evaluating(run):
-        found = [_sums_over_set(run, f"the validation set {name}", reader) for name, reader in run.data.valid_readers.items()]
+        found = [
+            _sums_over_set(run, f"the validation set {name}", reader)
+            for name, reader in run.data.valid_readers.items()
+        ]
     sums = max_over_world([total for totals, _ in found for total in totals], run.device)
     size = len(run.data.objective.reported)
     of_sets = [sums[begin : begin + size] for begin in range(0, len(sums), size)]

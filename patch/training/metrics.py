@@ -274,7 +274,7 @@ class LossPlot(TrainerHook):
 
 
 def plot_losses(records: list[Record], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG file; below, what experts of layers say, and pairs."""
+    """Draw training and validation loss over the steps into a PNG file; below, experts and pairs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

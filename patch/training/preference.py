@@ -1,8 +1,8 @@
-"""Direct preference optimization (arXiv:2305.18290): a preferred answer gains on another one, as TRL has it.
+"""Direct preference optimization (arXiv:2305.18290): a preferred answer gains on another one, as in TRL.
 
-The gain of a sequence is the sum of its learned tokens' log-probabilities, less the same sum under the weights
-with which the run began. These first sums are the reference. They are computed once, by the kernels and in the
-rows of training, and kept beside the token cache:
+The gain of a sequence is the sum of its learned tokens' log-probabilities, less the same sum under the
+weights with which the run began. These first sums are the reference. They are computed once, by the kernels
+and in the rows of training, and kept beside the token cache:
 
     CACHE/references/KEY            SHA-256, then float32 [2 N]: of all sequences of a set
     RUN/reference.json              the KEY of each set, by the hash of its tokens
@@ -116,10 +116,13 @@ class Preference(Objective):
             found = from_rank_0(partial(self._stored, key))
             if found is None:
                 found = self._computed(run, name, source)
-                from_rank_0(partial(self._keep, key, found))
+                content = found.numpy().tobytes()
+                kept = sha256(content).digest() + content
+                from_rank_0(partial(_write, self._cache / key, kept, "cache_dir"))
             values.append(found.to(run.device))
         self.reference = torch.cat(values)
-        from_rank_0(lambda: write_atomically(self._keys_file, json.dumps(keys, indent=1) + "\n"))
+        written = (json.dumps(keys, indent=1) + "\n").encode()
+        from_rank_0(partial(_write, self._keys_file, written, "output_path"))
 
     def count(self, batch: Batch) -> float:
         """Pairs; each context-parallel rank has its share of them."""
@@ -188,8 +191,8 @@ class Preference(Objective):
         """A hash of a set's tokens and of what decides the bits of their sums."""
         config, parallel = self.config, self.config.parallel
         decides = (
-            source.source.fingerprint, config.training.precision, config.model.precision_align, config.data.packing,
-            config.training.micro_batch_size, parallel.tensor_model_parallel_size,
+            source.source.fingerprint, config.training.precision, config.model.precision_align,
+            config.data.packing, config.training.micro_batch_size, parallel.tensor_model_parallel_size,
             parallel.context_parallel_size, config.training.deterministic_mode,
         )  # fmt: skip
         return sha256(repr(decides).encode()).hexdigest()[:32]
@@ -214,16 +217,14 @@ class Preference(Objective):
             return None
         return torch.from_numpy(np.frombuffer(content, np.float32, offset=_HASH_BYTES).copy())
 
-    def _keep(self, key: str, values: torch.Tensor) -> None:
-        content = values.numpy().tobytes()
-        try:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._cache / key, sha256(content).digest() + content)
-        except OSError as error:
-            raise DataError(
-                f"the reference {self._cache / key} cannot be written: {error.strerror}; name another folder",
-                field="cache_dir",
-            ) from error
+
+def _write(file: Path, content: bytes, field: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, content)
+    except OSError as error:
+        why = f"{error.strerror}; make room there, or name another folder"
+        raise DataError(f"the reference {file} cannot be written: {why}", field=field) from error
 
 
 def _keys_in(file: Path) -> dict[str, str]:

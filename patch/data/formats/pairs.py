@@ -1,4 +1,4 @@
-"""Recognises the form of a row with a preferred answer and another one, and gives both as conversations or texts.
+"""Recognises the form of a row with a preferred and another answer: two conversations, or two texts.
 
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}       TRL's, with a chat template
     {"prompt": "...", "chosen": "...", "rejected": "..."}                      TRL's, plain texts without one
@@ -67,7 +67,7 @@ def to_pair(
         return _plain_texts(row, key, where)
     if any(are_texts) and not all(are_texts):
         first, second = (quoted(row[name]) for name in ANSWERS)
-        raise DataError(f"{where}: got chosen {first} and rejected {second}, expected two answers of one form")
+        raise DataError(f"{where}: got chosen {first} and rejected {second}, expected one form")
     answers = [_turns_of(row, name, where, of_turns) for name in ANSWERS]
     is_whole = any(turns[:1] and turns[0].message["role"] != "assistant" for turns in answers)
     if key is None or is_whole and not isinstance(row.get("prompt"), list):

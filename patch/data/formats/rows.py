@@ -50,7 +50,7 @@ _JOINS = {"newline": "\n", "empty": ""}
 _NOT_SUPPORTED = {
     **dict.fromkeys(
         ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages", "kto_tag"),
-        "fine-tuning would learn the bad answers too; --objective dpo learns from pairs of chosen and rejected",
+        "fine-tuning would learn bad answers too; --objective dpo learns from chosen and rejected",
     ),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
     "chat_template_kwargs": "every row is written by the same template",

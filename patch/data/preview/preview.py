@@ -199,7 +199,8 @@ class Preview:
             items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):
-                    yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length), self.pairs)
+                    remarks = _remarks(row, options, length)
+                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs)
 
 
 def _hover(token: ShownToken) -> str:

@@ -1,4 +1,4 @@
-"""An objective whose gradient follows from the losses: a preference of two sequences of a row, in any layout.
+"""DPO in any layout: its factors of sequences follow from the losses of their tokens.
 
 The oracle is plain torch over transformers, each conversation alone.
 """
@@ -13,17 +13,16 @@ import torch.nn.functional as F
 from distributed_runner import new_job, run_distributed
 from packed_runs import LENGTH, PACKED, Talks
 from small_runs import hf_llama, small_run
-from training_runs import SeededReader, build_seeded_run, transformers_steps
+from training_runs import build_seeded_run, transformers_steps
 
-from patch.config.schema import RunConfig
 from patch.data import Batch, BatchReader
-from patch.data.packing import PackedSource, Packs
-from patch.data.samples import Sample, collate
+from patch.data.packing import PairSource
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
-from patch.training.evaluation import evaluate, evaluating
-from patch.training.objective import Objective
-from patch.training.step import run_schedule, train_step
+from patch.training.evaluation import evaluate
+from patch.training.preference import Preference
+from patch.training.setup import RunData
+from patch.training.step import train_step
 
 BETA = 0.2
 BOUND = 1e-4
@@ -38,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp": {"cp": 2},
     "pp": {"pp": 2, "micro_batch_size": 1},
     "aligned": {"dp": 2, "precision_align": "eager"},
-    "packed": {},
+    "packed": {"dp": 2},
 }
 
 
@@ -70,15 +69,26 @@ def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, dict
     """By layout: loss and norm of each step, the last margin, the evaluation of three of the four pairs."""
     found = {}
     for name, changes in LAYOUTS.items():
-        config = small_run(**RUN | changes, objective="dpo", output_path=str(folder / name), cache_dir=str(folder / name))
+        config = small_run(
+            **RUN | changes, objective="dpo", output_path=str(folder / name), cache_dir=str(folder / name)
+        )
         run = build_seeded_run(config, folder)
-        own = {"dp_rank": run.groups.dp.rank(), "dp_size": run.groups.dp.size(), "zigzag": Zigzag.of(run.groups.cp)}
-        own |= {"micro_batch_size": config.training.micro_batch_size, "global_batch_size": 4, "seed": 1, "shuffle": False}
+        own = {
+            "dp_rank": run.groups.dp.rank(),
+            "dp_size": run.groups.dp.size(),
+            "zigzag": Zigzag.of(run.groups.cp),
+        }
+        own |= {
+            "micro_batch_size": config.training.micro_batch_size,
+            "global_batch_size": 4,
+            "seed": 1,
+            "shuffle": False,
+        }
         objective = Preference(config)
         sources = [PairSource(Pairs(PAIRS), LENGTH, is_packed=name == "packed")]
         sources += [PairSource(Pairs(PAIRS[:3]), LENGTH, is_packed=name == "packed", first=8)]
         sources[1].source.fingerprint = "three"
-        objective.sets = dict(zip("ab", sources))
+        objective.sets = dict(zip("ab", sources, strict=True))
         train, valid = (BatchReader(source, **own) for source in sources)
         run.data = RunData(objective, Step(train), {"pairs": valid})
         (folder / name).mkdir(exist_ok=True)
@@ -86,7 +96,9 @@ def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, dict
         numbers = {}
         for iteration in range(run.config.training.train_iters):
             result = train_step(run, iteration)
-            loss, numbers["margin"] = max_over_world([result.loss, result.further["rewards/margins"]], run.device)
+            loss, numbers["margin"] = max_over_world(
+                [result.loss, result.further["rewards/margins"]], run.device
+            )
             numbers |= {f"loss {iteration}": loss, f"norm {iteration}": result.grad_norm}
         found[name] = numbers | evaluate(run)
         new_job()
@@ -115,6 +127,7 @@ def test_factors_of_sequences_follow_from_their_losses_in_any_layout(tmp_path: P
     assert factors.max() > 1.5 * factors.min()
     steps = {f"{name} {k}": x for name, own in (("loss", losses), ("norm", norms)) for k, x in enumerate(own)}
     last = {"valid_loss": loss(trained, number=3).item(), "valid_margin": BETA * seen[-1].mean().item()}
+    last["valid_accuracy"] = (seen[-1] > 0).float().mean().item()
     expected = {**steps, "margin": margin, **last, "valid_pairs": 3}
     first, second = run_distributed(train_everywhere, 2, tmp_path)
     assert first == second, "all ranks know the numbers"
