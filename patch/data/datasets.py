@@ -43,8 +43,8 @@ class DataSets(NamedTuple):
     """Weights of the validation sets; None if they were given without."""
     records: list[SetRecord]
     """Records of the training sets of rows: what a resumed run must find again. Others have none."""
-    pairs: dict[str, PairSource]
-    """All sets of pairs, by place: those that are trained on, and those for validation."""
+    pairs: Sequence[PairSource] = ()
+    """All sets of pairs: those that are trained on, and those for validation."""
 
 
 def build_datasets(
@@ -88,7 +88,7 @@ def build_datasets(
             data, model, tokenizer, train=train, valid=valid, num_train_samples=num_train_samples, seed=seed,
             index_folder=index_folder,
         )  # fmt: skip
-        return _data_sets(source, source.num_samples, valid_sets, [], {})
+        return _data_sets(source, source.num_samples, valid_sets, [])
     cache = index_folder.with_name(DATA_CACHE_FOLDER)
     load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache, pairs=pairs)
     with all_or_none():
@@ -97,22 +97,14 @@ def build_datasets(
         with about("valid_data_path"):
             sources += [load(part.path) for part in valid]
     _check_same_everywhere((*train, *valid), sources)
-    records = [
-        source.record(part.path)
-        for part, source in zip(train, sources, strict=False)
-        if isinstance(source, SftSource)
-    ]
-    of_pairs: dict[str, PairSource] = {}
-    if pairs:
-        of_pairs = _pairs(sources, data, (*train, *valid))
-        sources = list(of_pairs.values())
-    elif data.packing:
-        named = zip((*train, *valid), sources, strict=True)
-        sources = [_packed(source, data, part) for part, source in named]
+    named = zip(train, sources, strict=False)
+    records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
+    sources = (_pairs if pairs else _packed)(sources, data, (*train, *valid))
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
-    return _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records, of_pairs)
+    sets = _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records)
+    return sets._replace(pairs=[source for source in sources if isinstance(source, PairSource)])
 
 
 def _load_sft(
@@ -134,24 +126,33 @@ def _load_sft(
     return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
 
 
-def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSource:
-    """The set as packs; a set in .bin/.idx is as it was made."""
-    return packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
+def _packed(
+    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
+) -> list[SampleSource]:
+    """The sets, as packs if they are packed; a set in .bin/.idx is as it was made."""
+    return [
+        packed(source, data.max_padding_length, part.path)
+        if data.packing and isinstance(source, SftSource)
+        else source
+        for part, source in zip(parts, sources, strict=True)
+    ]
 
 
 def _pairs(
     sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
-) -> dict[str, PairSource]:
-    """The sets as samples of pairs, numbered over all; a set that is named twice is two."""
-    made: dict[str, PairSource] = {}
+) -> list[SampleSource]:
+    """The sets as samples of pairs, whose sequences are numbered over all."""
+    made: list[SampleSource] = []
     first = 0
     for source, part in zip(sources, parts, strict=True):
         assert isinstance(source, SftSource), "pairs_are_rows lets only rows through"
-        found = PairSource(source, data.max_padding_length, is_packed=data.packing, first=first)
+        found = PairSource(
+            source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
+        )
         if data.packing:
             _logger.info("%s: %s", part.path, PackingSummary.of(found, found.packs))
         first += len(source)
-        made[f"{len(made) + 1}: {part.path}"] = found
+        made.append(found)
     return made
 
 
@@ -196,7 +197,6 @@ def _data_sets(
     num_samples: int,
     valid: Sequence[tuple[DataPart, SampleSource]],
     records: list[SetRecord],
-    pairs: dict[str, PairSource],
 ) -> DataSets:
     """The sets of a run; validation sets are named after their files or folders (`valid_loss/NAME`)."""
     by_name: dict[str, SampleSource] = {}
@@ -208,4 +208,4 @@ def _data_sets(
             path = path.with_suffix("")
         alike = (path.name if number == 1 else f"{path.name}_{number}" for number in count(1))
         by_name[next(name for name in alike if name not in by_name)] = source
-    return DataSets(train, num_samples, by_name, weights_of([part for part, _ in valid]), records, pairs)
+    return DataSets(train, num_samples, by_name, weights_of([part for part, _ in valid]), records)

@@ -192,10 +192,13 @@ class PairSource(PackedSource):
         capacity: tokens of a sample.
         is_packed: several pairs share a sample; else each has one.
         first: the number of the set's first sequence.
+        name: of the set, for the log.
     """
 
-    def __init__(self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0) -> None:
-        self.source, self.first, self.num_learned = source, first, source.num_learned
+    def __init__(
+        self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0, name: str = ""
+    ) -> None:
+        self.source, self.first, self.num_learned, self.name = source, first, source.num_learned, name
         self.sizes = np.asarray(source.sizes).reshape(-1, 2).sum(axis=1)
         """int64 [N]: tokens of each pair."""
         alone = np.arange(len(self.sizes))

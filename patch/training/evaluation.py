@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,10 +15,12 @@ from patch.data.order import StepReader, read_ahead
 from patch.data.samples import Batch
 from patch.distributed.collectives import barrier, max_over_world, sum_over
 from patch.training.guards.phases import Phase
-from patch.training.setup import Run
 from patch.training.state_placement import OomRetry
 from patch.training.step import Report, run_schedule
 from patch.training.step_data import read_batches
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
 
 
 @contextmanager

@@ -17,7 +17,7 @@ Source of the losses: `DPOTrainer` of TRL 1.16.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -69,7 +69,7 @@ class Preference(Objective):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.sets: dict[str, PairSource] = {}
+        self.sets: Sequence[PairSource] = ()
         """All sets, whose sequences are numbered one after the other."""
         self.reference = torch.zeros(0)
         """float32: the first sum of each sequence, by its number."""
@@ -87,7 +87,7 @@ class Preference(Objective):
     def goes_on(self, run: Run) -> bool:
         """Whether the sums with which a resumed run began are there."""
         keys = from_rank_0(partial(_keys_in, self._keys_file))
-        own = [keys.get(each.source.fingerprint) for each in self.sets.values()]
+        own = [keys.get(each.source.fingerprint) for each in self.sets]
         found = from_rank_0(lambda: list(map(self._stored, own)))
         values = [each for each in found if each is not None]
         if len(values) < len(self.sets):
@@ -103,7 +103,7 @@ class Preference(Objective):
             DataError: the values cannot be kept.
         """
         super().prepare(run)
-        size = sum(2 * len(each.sizes) for each in self.sets.values())
+        size = sum(2 * len(each.sizes) for each in self.sets)
         if len(self.reference) == size:
             return
         with run.optimizer.full_weights():
@@ -111,11 +111,11 @@ class Preference(Objective):
         self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))
         keys, values = {}, []
         self.reference = torch.zeros(size, device=run.device)
-        for name, source in self.sets.items():
+        for source in self.sets:
             key = keys[source.source.fingerprint] = f"{weights}-{self._conditions(source)}"
             found = from_rank_0(partial(self._stored, key))
             if found is None:
-                found = self._computed(run, name, source)
+                found = self._computed(run, source)
                 content = found.numpy().tobytes()
                 kept = sha256(content).digest() + content
                 from_rank_0(partial(_write, self._cache / key, kept, "cache_dir"))
@@ -162,9 +162,10 @@ class Preference(Objective):
         names = {"valid_margin": "rewards/margins", "valid_accuracy": "rewards/accuracies"}
         return {"valid_loss": means["loss"]} | {key: means[name] for key, name in names.items()}
 
-    def _computed(self, run: Run, name: str, source: PairSource) -> torch.Tensor:
+    def _computed(self, run: Run, source: PairSource) -> torch.Tensor:
         """The sums [2 N] of a set's sequences, in one pass over it; the same on all ranks."""
         config, groups, timer = self.config, run.groups, LineTimer()
+        name = source.name
         reader = BatchReader(
             source, micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.training.global_batch_size, dp_rank=groups.dp.rank(),
@@ -175,7 +176,7 @@ class Preference(Objective):
         with evaluating(run), read_ahead(reader, range(len(reader)), config.data.data_prefetch) as ahead:
             for index in range(len(reader)):
                 run.phases.enter(Phase.EVALUATION)
-                batches, _ = read_whole(run, ahead, index, f"the set {name}")
+                batches, _ = read_whole(run, ahead, index, name)
                 for batch, report in zip(batches, forward_only(run, batches), strict=False):
                     is_real = batch.of_sequences["sign"] != 0
                     values[batch.of_sequences["number"][is_real].to(run.device)] = report["sums"][is_real]

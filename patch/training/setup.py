@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
-from patch.data import Batch, BatchReader, load_tokenizer
+from patch.data import BatchReader, load_tokenizer
 from patch.data.order import StepReader
 from patch.data.samples import SampleSource
 from patch.device import DeviceContext, usable_memory
@@ -36,20 +36,10 @@ from patch.training.objective import Objective
 from patch.training.run_state import Progress, find_newest, load_weights, resume
 from patch.training.state_placement import log_placement
 
+if TYPE_CHECKING:
+    from patch.training.step_data import StepWork
+
 _logger = get_logger(__name__)
-
-
-class StepWork(NamedTuple):
-    """The data of one step."""
-
-    iteration: int
-    """Counted from 0."""
-    batches: list[Batch]
-    """This rank's micro-batches."""
-    divisor: float
-    """What the objective counts in the global batch: the sum over all ranks."""
-    attended_pairs: float
-    """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
 
 @dataclass

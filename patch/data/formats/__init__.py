@@ -4,8 +4,7 @@
 """
 
 from patch.data.formats.keys import columns_in, missing_keys
-from patch.data.formats.pairs import to_pair
-from patch.data.formats.rows import to_conversation
+from patch.data.formats.rows import to_conversation, to_pair
 from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Message, Text
 
 __all__ = [

@@ -6,14 +6,28 @@
     {"prompt": ..., "completion": ...}       texts, or lists of messages; only the completion is learned
     {"text": ...}                            learned as a whole, without a template
 
-`system` and `tools` may stand beside each but the last. Each row is looked at on its own. What would change a
-row's meaning and is not supported is refused by name; other keys are ignored.
+`to_pair` recognises a preferred and another answer; of both only what follows the prompt is learned:
+
+    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}       TRL's, with a chat template
+    {"prompt": "...", "chosen": "...", "rejected": "..."}                      TRL's, plain texts without one
+    {"chosen": [messages], "rejected": [messages]}     whole conversations: what both begin with is the prompt
+    {"chosen": "...", "rejected": "..."}               transcripts as Anthropic's HH has them (`TURN`)
+    {"messages" or "conversations": [...], "chosen": ..., "rejected": ...}     LLaMA-Factory's, and
+    {"instruction": ..., "input": ..., "history": ..., "chosen": ..., "rejected": ...}    its alpaca's: an
+                                                       answer is a message, a list of messages, or a text
+
+`system` and `tools` may stand beside each but plain texts. Each row is looked at on its own. What would
+change a row's meaning and is not supported is refused by name; other keys are ignored.
+
+Source of pairs: `extract_prompt` and `DPOTrainer` of TRL 1.16.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -34,15 +48,22 @@ from patch.data.formats.keys import (
 from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Text, Turn, read_turns
 from patch.errors import DataError
 
-MESSAGES = ("messages", "conversations", "conversation")
-PROMPTS = ("instruction", "query", "prompt")
+_MESSAGES = ("messages", "conversations", "conversation")
+_PROMPTS = ("instruction", "query", "prompt")
 _ANSWERS = ("output", "response", "completion", "content")
 _SYSTEMS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
-KNOWN = [*MESSAGES, *PROMPTS, *_ANSWERS, *_SYSTEMS, *_TOOLS, "input", "history", "text"]
+_KNOWN = [*_MESSAGES, *_PROMPTS, *_ANSWERS, *_SYSTEMS, *_TOOLS, "input", "history", "text"]
 _EXPECTED = (
     "messages (or conversations); or instruction (or query, prompt) and output (or response, completion, "
     "content); or text; where the rows have other names: --columns instruction=question,output=answer"
+)
+_PAIR = ("chosen", "rejected")
+_ANSWER_BEGINS = "\n\nAssistant:"
+"""In a transcript."""
+_EXPECTED_PAIR = (
+    "chosen and rejected, beside a prompt (or messages, instruction) or with what both begin with; where the "
+    "rows have other names: --columns chosen=better,rejected=worse"
 )
 _OPTIONAL = ("input", "history", *_SYSTEMS)
 _JOINS = {"newline": "\n", "empty": ""}
@@ -72,56 +93,121 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
             not hold text; a role is unknown; somebody else than the user speaks first; or the row asks for
             something that is not supported.
     """
-    of_row, of_turns = split_columns(options.columns)
+    of_row, of_turns = _split_columns(options.columns)
     if _is_of_another_shape(row, of_row):
         of_row = {}
     row = rename(row, of_row, where)
     key = _format_key(row, of_row)
-    refuse_others(row, where)
+    _refuse(row, where)
     if key is None:
-        raise DataError(f"{where}: {missing_keys(row, _EXPECTED, KNOWN)}")
+        raise DataError(f"{where}: {missing_keys(row, _EXPECTED, _KNOWN)}")
     _refuse_misspelled(row, where)
     if key == "text":
         return Text(text_of(row, key, where), where)
-    if key in MESSAGES:
+    if key in _MESSAGES:
         turns = read_turns(row[key], key, where, of_turns)
     else:
         turns = _from_prompt(row, key, where, of_turns, options.alpaca_input_join)
-    return conversation_of(turns, row, where)
+    return _conversation(turns, row, where)
 
 
-def split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """The user's names of a row's keys, and of those inside its turns."""
     of_turns = {ours: name for ours, name in columns.items() if ours in COLUMNS_OF_TURNS}
     return {ours: name for ours, name in columns.items() if ours not in of_turns}, of_turns
 
 
+def to_pair(
+    row: dict[str, Any], where: str, options: FormatOptions = PLAIN
+) -> tuple[Conversation | Text, Conversation | Text]:
+    """The preferred and the other conversation of a row, or text; of each only the answer is learned.
+
+    Args:
+        row: one object of the file.
+        where: file and row, for error messages.
+        options: what the user says about the rows.
+    Raises:
+        DataError: as `to_conversation`; or the row has no two answers, they are of different forms, or two
+            texts alone are no transcripts with a common beginning.
+    """
+    of_row, of_turns = _split_columns(options.columns)
+    if not set(of_row.values()).isdisjoint(row) or not row.keys() >= set(_PAIR):
+        row = rename(row, of_row, where)
+    _refuse(row, where, _PAIR)
+    if missing := [name for name in _PAIR if name not in row]:
+        found = missing_keys(row, _EXPECTED_PAIR, [*_KNOWN, *_PAIR])
+        raise DataError(f"{where}: --objective dpo: no key {' and no '.join(missing)}: {found}")
+    key = next((name for name in (*_MESSAGES, *_PROMPTS) if not is_absent(row.get(name))), None)
+    are_texts = [isinstance(row[name], str) for name in _PAIR]
+    if all(are_texts) and (key is None or key == "prompt" and isinstance(row[key], str)):
+        return _plain_texts(row, key, where)
+    if any(are_texts) and not all(are_texts):
+        first, second = (quoted(row[name]) for name in _PAIR)
+        raise DataError(f"{where}: got chosen {first} and rejected {second}, expected one form")
+    answers = [_turns_of(row, name, where, of_turns) for name in _PAIR]
+    is_whole = any(turns[:1] and turns[0].message["role"] != "assistant" for turns in answers)
+    if key is None or is_whole and not isinstance(row.get("prompt"), list):
+        size = _num_common(*answers)
+        prompt, answers = answers[0][:size], [turns[size:] for turns in answers]
+    elif key in _MESSAGES:
+        prompt = read_turns(row[key], key, where, of_turns)
+    else:
+        prompt = _prompt_turns(row, key, where, of_turns, options.alpaca_input_join)
+    context = [turn._replace(learned=False) for turn in prompt]
+    chosen, rejected = (_conversation([*context, *turns], row, where) for turns in answers)
+    return chosen, rejected
+
+
+def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[Text, Text]:
+    """Two texts, each behind a prompt that both share: the key's, or of transcripts the common beginning."""
+    chosen, rejected = (text_of(row, name, where) for name in _PAIR)
+    if key is not None:
+        whole = Text(chosen, where, row[key])
+        return whole, replace(whole, text=rejected)
+    common = os.path.commonprefix([chosen, rejected])
+    size = common.rfind(_ANSWER_BEGINS) + len(_ANSWER_BEGINS)
+    if _ANSWER_BEGINS not in common:
+        raise DataError(
+            f"{where}: chosen and rejected are texts without a prompt, expected the key prompt (or "
+            f"instruction, messages), or two transcripts with a question and {_ANSWER_BEGINS!r} in common"
+        )
+    whole = Text(chosen[size:], where, chosen[:size])
+    return whole, replace(whole, text=rejected[size:])
+
+
+def _turns_of(row: Mapping[str, Any], name: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
+    """The messages of an answer that is a text, a message or a list of messages."""
+    said = row[name]
+    if isinstance(said, str):
+        said = [{"role": "assistant", "content": said}]
+        columns = {}
+    return read_turns([said] if isinstance(said, dict) else said, f"{name}", f"{where}: {name}", columns)
+
+
+def _num_common(first: list[Turn], second: list[Turn]) -> int:
+    """How many messages both begin with; at least one of each is its answer."""
+    most = min(len(first), len(second)) - 1
+    return next((n for n in range(most) if first[n].message != second[n].message), max(most, 0))
+
+
 def _is_of_another_shape(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
     """Whether a row has none of the columns and is understood without them: from another file of a blend."""
-    deciding = columns.keys() & {*MESSAGES, *PROMPTS, *_ANSWERS, "text"}
+    deciding = columns.keys() & {*_MESSAGES, *_PROMPTS, *_ANSWERS, "text"}
     return bool(deciding) and set(columns.values()).isdisjoint(row) and _format_key(row, {}) is not None
 
 
 def _format_key(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
     """The key that decides the format: one that the user has named, else the first of ours; None: unknown."""
-    prompts = PROMPTS if first_key(row, _ANSWERS) is not None else ()
-    candidates = [*MESSAGES, *prompts, "text"]
+    prompts = _PROMPTS if first_key(row, _ANSWERS) is not None else ()
+    candidates = [*_MESSAGES, *prompts, "text"]
     named = [key for key in candidates if key in columns]
     if not named and prompts and not columns.keys().isdisjoint(_ANSWERS):
         named = list(prompts)
     return first_key(row, named) or first_key(row, candidates)
 
 
-def refuse_others(row: Mapping[str, Any], where: str, read: Collection[str] = ()) -> None:
-    """Refuse a row that asks for what is not supported.
-
-    Args:
-        row: the row.
-        where: file and row, for messages.
-        read: keys that are read here.
-    Raises:
-        DataError: it has such a key.
-    """
+def _refuse(row: Mapping[str, Any], where: str, read: Collection[str] = ()) -> None:
+    """Refuse a row that asks for what is not supported; `read` are keys that are."""
     for key in present(row, _NOT_SUPPORTED.keys() - set(read)):
         raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
     if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
@@ -141,7 +227,7 @@ def _refuse_misspelled(row: Mapping[str, Any], where: str) -> None:
 
 @lru_cache(maxsize=1024)  # the rows of a file have the same keys
 def _meant(key: str) -> str:
-    if key in KNOWN:
+    if key in _KNOWN:
         return ""
     return next(iter(difflib.get_close_matches(key, _OPTIONAL, 1, MISSPELLED)), "")
 
@@ -152,13 +238,13 @@ def _from_prompt(
     """The turns of a row with a prompt and an answer; each is a text or a list of messages."""
     answer_key = first_key(row, _ANSWERS)
     assert answer_key is not None, "_format_key asks for both"
-    prompt = of_prompt(row, key, where, columns, join)
+    prompt = _prompt_turns(row, key, where, columns, join)
     if isinstance(row[answer_key], list):
         return [*prompt, *read_turns(row[answer_key], answer_key, where, columns)]
     return [*prompt, _assistant(text_of(row, answer_key, where))]
 
 
-def of_prompt(
+def _prompt_turns(
     row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
 ) -> list[Turn]:
     """The turns of a row up to its question, which is a text or a list of messages.
@@ -209,16 +295,8 @@ def _system(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[Turn]
     return [Turn({"role": "system", "content": system}, False)]
 
 
-def conversation_of(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conversation:
-    """The conversation of turns, and of the system message and the tools that stand beside them.
-
-    Args:
-        turns: of the row.
-        row: the row.
-        where: file and row, for messages.
-    Raises:
-        DataError: somebody else than the user speaks first, or system message or tools stand there twice.
-    """
+def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conversation:
+    """The conversation of turns, and of the system message and the tools that stand beside them."""
     turns = [*_system(row, turns, where), *turns]
     opening = next((turn.message["role"] for turn in turns if turn.message["role"] != "system"), "nobody")
     if opening != "user":

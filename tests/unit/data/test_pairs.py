@@ -83,7 +83,7 @@ def test_texts_have_no_template() -> None:
     [
         ({"prompt": "q", "chosen": "a"}, "no key rejected: found the keys prompt, chosen; expected"),
         ({"prompt": "q", "chosen": "a", "rejectd": "b"}, "rejectd, did you mean rejected?"),
-        ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "got chosen 'a' and rejected .* expected one form"),
+        ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "got chosen 'a' and .* expected one form"),
         ({"prompt": "q", "chosen": None, "rejected": None}, "chosen: got null, expected a list of objects"),
         ({"chosen": "a", "rejected": "b"}, "texts without a prompt, expected the key prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "assistant speaks first, expected the user"),

@@ -88,7 +88,7 @@ def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, dict
         sources = [PairSource(Pairs(PAIRS), LENGTH, is_packed=name == "packed")]
         sources += [PairSource(Pairs(PAIRS[:3]), LENGTH, is_packed=name == "packed", first=8)]
         sources[1].source.fingerprint = "three"
-        objective.sets = dict(zip("ab", sources, strict=True))
+        objective.sets = sources
         train, valid = (BatchReader(source, **own) for source in sources)
         run.data = RunData(objective, Step(train), {"pairs": valid})
         (folder / name).mkdir(exist_ok=True)
