@@ -229,27 +229,16 @@ def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Of
     assert 10 in validation_losses(output)
 
 
-def test_preferences_are_learned_from_the_first_weights_on_and_after_a_resume(
-    office: Office, tmp_path: Path
-) -> None:
-    rows = [
-        {"instruction": f"{n} plus 1?", "chosen": f"{n + 1}.", "rejected": f"I do not know {n}"}
-        for n in range(24)
-    ]
-    (tmp_path / "pairs.json").write_text(json.dumps(rows))
-    changes = {"GLOBAL_BATCH_SIZE": 4, "TRAIN_TOKENS_OR_ITERS": 6, "SAVE_INTERVAL": 3, "LR": "1e-3"}
-    paths = {"DATASET_PATH": tmp_path / "pairs.json", "VALID_DATASET_PATH": tmp_path / "pairs.json"}
+def test_preferences_are_learned_from_the_first_weights_on(office: Office, tmp_path: Path) -> None:
+    answers = [{"instruction": f"{n} plus 1?", "chosen": f"{n + 1}.", "rejected": "No"} for n in range(24)]
+    (rows := tmp_path / "pairs.json").write_text(json.dumps(answers))
+    changes = {"GLOBAL_BATCH_SIZE": 4, "TRAIN_TOKENS_OR_ITERS": 6, "LR": "1e-3"}
+    paths = {"DATASET_PATH": rows, "VALID_DATASET_PATH": rows}
     line = command(**office.positions(tmp_path / "run") | paths | changes)
-    line += ["--objective", "dpo", "--eval-interval", "3", "--packing", "--dpo-beta", "0.5"]
-    for _ in range(2):
-        result = call(line)
-        assert result.returncode == 0, result.stderr
-        records = training_records(tmp_path / "run")
-        assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
-        assert records[0]["loss"] == pytest.approx(math.log(2)) and records[0]["rewards/margins"] == 0
-        assert records[-1]["rewards/margins"] > 0.1 and records[-1]["loss"] < 0.6
-        (tmp_path / "run/checkpoint/latest_checkpointed_iteration.txt").write_text("3\n")
-        shutil.rmtree(tmp_path / "run/checkpoint/iter_0000006")
-    lines = map(json.loads, (tmp_path / "run/log/metrics.jsonl").read_text().splitlines())
-    valid = [each for each in lines if "valid_accuracy" in each]
-    assert valid[-1]["valid_pairs"] == len(rows) and valid[-1]["valid_margin"] > 0
+    result = call([*line, "--objective", "dpo", "--packing", "--dpo-beta", "0.5"])
+    assert result.returncode == 0, result.stderr
+    first, *_, last = training_records(tmp_path / "run")
+    assert first["loss"] == pytest.approx(math.log(2)) and first["rewards/margins"] == 0
+    assert last["rewards/margins"] > 0.1 and last["loss"] < 0.6
+    evaluated = json.loads((tmp_path / "run/log/metrics.jsonl").read_text().splitlines()[-1])
+    assert evaluated["valid_pairs"] == 24 and evaluated["valid_margin"] > 0 and "valid_accuracy" in evaluated

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from llama3_tokenizer import tiny_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from patch.config.schema import DataConfig
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
@@ -21,6 +20,8 @@ from patch.data.preview import Preview, terminal
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
+
+TOKENIZER = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
 
 
 def says(role: str, content: str) -> dict[str, str]:
@@ -42,12 +43,8 @@ WHOLE = {"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}
         ({"messages": QUESTION, "chosen": GOOD, "rejected": BAD}, {}),
         ({"messages": QUESTION, "chosen": "four", "rejected": "five"}, {}),
         (
-            {
-                "conversations": SHAREGPT[1:],
-                "system": "be brief",
-                "chosen": {"from": "gpt", "value": "four"},
-                "rejected": {"from": "gpt", "value": "five"},
-            },
+            {"conversations": SHAREGPT[1:], "system": "be brief"}
+            | {key: {"from": "gpt", "value": x} for key, x in (("chosen", "four"), ("rejected", "five"))},
             {},
         ),
         (
@@ -96,16 +93,9 @@ def test_bad_rows_are_named(row: dict[str, Any], said: str) -> None:
         to_pair(row, "rows.json: row 3")
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
-
-
-def load(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]], length: int, **own: Any
-) -> SftSource:
+def load(folder: Path, rows: list[dict[str, Any]], length: int, **own: Any) -> SftSource:
     (folder / "rows.json").write_text(json.dumps(rows))
-    return load_sft(folder / "rows.json", tokenizer, length, SftOptions(pairs=True, **own))
+    return load_sft(folder / "rows.json", TOKENIZER, length, SftOptions(pairs=True, **own))
 
 
 def plain(*sizes: int) -> dict[str, Any]:
@@ -125,24 +115,22 @@ def plain(*sizes: int) -> dict[str, Any]:
     ],
 )
 def test_a_pair_fits_into_one_sample(
-    sizes: tuple[int, int], rule: Any, kept: list[int], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    sizes: tuple[int, int], rule: Any, kept: list[int], tmp_path: Path
 ) -> None:
     rows = [plain(1, 2), plain(*sizes)]
-    source = load(tmp_path, tokenizer, rows, 23, long_samples=rule, max_dropped_share=0.5)
+    source = load(tmp_path, rows, 23, long_samples=rule, max_dropped_share=0.5)
     assert source.sizes[2:].tolist() == kept
     if kept and sum(sizes) > 23:
-        whole = load(tmp_path, tokenizer, rows, 200)
+        whole = load(tmp_path, rows, 200)
         for index in (2, 3):
             ids, all_ids = source.conversation(index)[0], whole.conversation(index)[0]
-            expected = (
-                all_ids[: len(ids)] if rule == "cut-end" else np.append(all_ids[0], all_ids[1 - len(ids) :])
-            )
-            assert np.array_equal(ids, expected)
+            end = np.append(all_ids[0], all_ids[1 - len(ids) :])
+            assert np.array_equal(ids, all_ids[: len(ids)] if rule == "cut-end" else end)
 
 
-def test_samples_hold_whole_pairs(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_samples_hold_whole_pairs(tmp_path: Path) -> None:
     sizes = [(1, 2), (20, 3), (5, 6), (2, 9)]
-    source = load(tmp_path, tokenizer, [plain(*each) for each in sizes], 40)
+    source = load(tmp_path, [plain(*each) for each in sizes], 40)
     for is_packed, number in ((False, 4), (True, 2)):
         pairs = PairSource(source, 40, is_packed=is_packed, first=100)
         assert len(pairs) == number
@@ -157,21 +145,17 @@ def test_samples_hold_whole_pairs(tokenizer: PreTrainedTokenizerFast, tmp_path: 
     assert pairs.place(0).startswith(f"{tmp_path / 'rows.json'}: row ")
 
 
-def test_a_pair_with_an_answer_that_says_nothing_is_dropped(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_pair_with_an_answer_that_says_nothing_is_dropped(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 nothing to learn in an answer of the pair: row 2"):
-        load(tmp_path, tokenizer, [plain(1, 2), plain(3, 0)], 40)
+        load(tmp_path, [plain(1, 2), plain(3, 0)], 40)
 
 
-def test_preview_shows_both_answers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    load(tmp_path, tokenizer, [plain(1, 2)] * 3, 40)
-    data = DataConfig(
-        dataset_type="raw", train_data_path=str(tmp_path / "rows.json"), max_padding_length=40,
-        cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
+def test_preview_shows_both_answers(tmp_path: Path) -> None:
+    load(tmp_path, [plain(1, 2)] * 3, 40)
+    files = {"train_data_path": str(tmp_path / "rows.json"), "cache_dir": str(tmp_path / "cache")}
+    data = DataConfig(dataset_type="raw", max_padding_length=40, **files)
     stream = io.StringIO()
-    preview = Preview(data, tokenizer, pairs=True)
+    preview = Preview(data, TOKENIZER, pairs=True)
     preview.show_rows(terminal(stream))
     preview.show_statistics(terminal(stream))
     text = stream.getvalue()

@@ -42,30 +42,26 @@ SAID = [
 ]
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def says(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
 
 
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
+BEFORE = says("user", "hello") + says("assistant", "yes")
 FORMS = {
     "messages": [
-        {
-            "prompt": [user("hello"), assistant("yes"), user(q)],
-            "chosen": [assistant(a)],
-            "rejected": [assistant(b)],
-        }
+        {"prompt": BEFORE + says("user", q), "chosen": says("assistant", a), "rejected": says("assistant", b)}
         for q, a, b in SAID
     ],
-    "whole": [{"chosen": [user(q), assistant(a)], "rejected": [user(q), assistant(b)]} for q, a, b in SAID],
+    "whole": [
+        {key: says("user", q) + says("assistant", x) for key, x in (("chosen", a), ("rejected", b))}
+        for q, a, b in SAID
+    ],
     "texts": [{"prompt": q, "chosen": a, "rejected": f"{b}<|end_of_text|>"} for q, a, b in SAID],
     "transcripts": [
         {key: f"\n\nHuman: {q}\n\nAssistant: {x}" for key, x in (("chosen", a), ("rejected", b))}
         for q, a, b in SAID
     ],
-}  # fmt: skip
+}
 LOSSES: dict[str, dict[str, Any]] = {
     "messages": {},
     "texts": {"dpo_loss_type": "ipo"},
