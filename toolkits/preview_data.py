@@ -21,6 +21,7 @@ from patch.preflight.stored_shape import refuse_other_forms
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
 
 _DATA_FLAGS = (
+    "objective",
     "tokenizer_name_or_path",
     "seq_length",
     "max_padding_length",
@@ -59,8 +60,8 @@ def _preview(options: argparse.Namespace) -> int:
         from patch.data.preview import Preview, terminal
     from patch.data.tokenizer import load_tokenizer
 
-    data, tokenizer = _settings(options)
-    preview = Preview(data, load_tokenizer(tokenizer))
+    data, tokenizer, pairs = _settings(options)
+    preview = Preview(data, load_tokenizer(tokenizer), pairs)
     console = terminal(sys.stdout)
     preview.show_rows(console, options.rows, options.row)
     if options.statistics:
@@ -70,11 +71,12 @@ def _preview(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None]:
+def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None, bool]:
     """The data settings: those of a run, if there is one, with environment variables and flags over them.
 
     Returns:
-        The settings, whose `max_padding_length` of .bin/.idx is SEQ_LEN; folder or name of the tokenizer.
+        The settings, whose `max_padding_length` of .bin/.idx is SEQ_LEN; folder or name of the tokenizer;
+        whether rows are pairs.
 
     Raises:
         ConfigError: no data is named, a value is out of range, or the file cannot be used.
@@ -100,7 +102,8 @@ def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None]:
         if name in values:
             check_range(FIELDS[name], values[name])
     of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
-    return DataConfig(**of_data), values.get("tokenizer_name_or_path") or values.get("load")
+    tokenizer = values.get("tokenizer_name_or_path") or values.get("load")
+    return DataConfig(**of_data), tokenizer, values.get("objective") == "dpo"
 
 
 def _is_indexed(text: str) -> bool:

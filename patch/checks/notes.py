@@ -133,7 +133,7 @@ def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]
             f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
             "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
         )
-    if is_aligned and config.data.packing:
+    if is_aligned and config.is_packed:
         yield (
             f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
             "but a product of a whole pack has other bits than that of one sequence"

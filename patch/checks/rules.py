@@ -45,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     run_length.columns_are_pairs,
     run_length.pretraining_reads_indexed_sets,
     run_length.objective_is_of_its_kind,
+    run_length.pairs_are_rows,
     run_length.documents_are_pretraining,
     run_length.packing_has_conversations,
     numbers_are_in_range,

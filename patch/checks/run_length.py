@@ -13,11 +13,14 @@ import re
 from fractions import Fraction
 
 from patch.config.data_spec import parse_columns, split_shares
-from patch.config.fields import scalar_of, value_of
+from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.numbers import to_int
+
+_SHORTEST_PAIR = 4
+"""Tokens of a row for a pair."""
 
 
 def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
@@ -37,6 +40,27 @@ def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
     name, kind = config.training.objective, "sft" if config.training.sft else "pretrain"
     if name in ("sft", "pretrain") and name != kind:
         refuse("objective", name, kind, f"SFT={str(config.training.sft).lower()} says what is read")
+    if name == "dpo" and kind == "pretrain":
+        refuse("objective", name, "SFT=true", "preferences are about answers, pre-training reads documents")
+
+
+def pairs_are_rows(config: RunConfig, machine: MachineFacts) -> None:
+    """Pairs are read from rows and stay whole; what is said about them has pairs."""
+    training, data = config.training, config.data
+    if training.objective != "dpo":
+        for field in ("dpo_beta", "dpo_loss_type", "dpo_sft_weight"):
+            if value_of(config, field) != FIELDS[field].default:
+                refuse(field, value_of(config, field), "--objective dpo too", "only pairs have such a loss")
+        return
+    if data.dataset_type != "raw":
+        why = "--objective dpo reads rows with chosen and rejected; .bin/.idx have no pairs"
+        refuse("dataset_type", data.dataset_type, "raw", why)
+    if data.long_samples == "split":
+        why = "of a pair that is divided no part could be compared"
+        refuse("long_samples", "split", "cut-end, cut-begin or drop", why)
+    if data.max_padding_length < _SHORTEST_PAIR:
+        why = "both sequences of a pair lie in one row, each with a question and an answer"
+        refuse("max_padding_length", data.max_padding_length, f"at least {_SHORTEST_PAIR}", why)
 
 
 def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:

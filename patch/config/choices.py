@@ -43,6 +43,9 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
     "fp8": PrecisionFacts("bf16", 2, 1, 10, 28),
 }
 
+PreferenceLoss = Literal["sigmoid", "ipo"]
+"""What is minimised of a pair's margin: TRL's names of the losses of DPO (arXiv:2305.18290, 2310.12036)."""
+
 Fp8Format = Literal["hybrid", "e4m3"]
 """8-bit types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""
 

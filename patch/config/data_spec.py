@@ -343,7 +343,7 @@ COLUMNS_OF_TURNS = ("role", "content")
 """Keys inside each turn of a list of messages."""
 COLUMNS = (
     *("messages", *COLUMNS_OF_TURNS, "instruction", "input", "output", "query", "response"),
-    *("prompt", "completion", "history", "text", "system", "tools"),
+    *("prompt", "completion", "history", "text", "system", "tools", "chosen", "rejected"),
 )
 """Every key that can be given another name. `role` and `content` are those inside the turns."""
 _SHAREGPT = {"conversations": "messages", "conversation": "messages", "from": "role", "value": "content"}

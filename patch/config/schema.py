@@ -25,6 +25,7 @@ from patch.config.choices import (
     Fp8Scaling,
     OnNonFinite,
     Precision,
+    PreferenceLoss,
     Recompute,
     RecomputeChoice,
     RecomputeMethod,
@@ -196,8 +197,14 @@ class TrainingConfig:
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
     objective: str = flag(
-        "what is minimised: sft or pretrain (default: as --sft says), or what your program has registered",
+        "what is minimised: sft or pretrain (default: as --sft says), dpo (pairs of a preferred and another "
+        "answer), or what your program has registered",
         "default",
+    )
+    dpo_beta: float = flag("dpo: how much of the distance to the first weights is a reward", 0.1, above=0)
+    dpo_loss_type: PreferenceLoss = flag("dpo: the loss of a pair's margin", "sigmoid")
+    dpo_sft_weight: float = flag(
+        "dpo: weight of the mean loss of the preferred answer's tokens beside it; 0: none", 0.0, at_least=0
     )
     precision: Precision = flag(
         "type of weights and activations; masters stay fp32; fp8: as bf16, with 8-bit products in the layers",
@@ -306,6 +313,11 @@ class RunConfig:
         parallel = self.parallel
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return self.world_size // (replica * parallel.context_parallel_size)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several sequences share a row: packed samples, or the two of a pair."""
+        return self.data.packing or self.training.objective == "dpo"
 
     @property
     def etp_size(self) -> int:

@@ -16,7 +16,7 @@ from patch.config.data_spec import DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.order import Blend, Concatenation, passes_text, weights_of
-from patch.data.packing import packed
+from patch.data.packing import PackingSummary, PairSource, packed
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
@@ -43,6 +43,8 @@ class DataSets(NamedTuple):
     """Weights of the validation sets; None if they were given without."""
     records: list[SetRecord]
     """Records of the training sets of rows: what a resumed run must find again. Others have none."""
+    pairs: Sequence[PairSource] = ()
+    """All sets of pairs: those that are trained on, and those for validation."""
 
 
 def build_datasets(
@@ -54,6 +56,7 @@ def build_datasets(
     num_train_samples: Callable[[int], int],
     seed: int,
     index_folder: StrPath,
+    pairs: bool = False,
 ) -> DataSets:
     """Read all sets; a collective over the job.
 
@@ -67,6 +70,7 @@ def build_datasets(
         num_train_samples: how many samples the run takes, given those of one pass over the training sets.
         seed: decides the order of samples that come from several sets or from a pre-training set.
         index_folder: the folder of a pre-training set's index files; all ranks must share it.
+        pairs: rows have two answers.
 
     Raises:
         DataError: on all ranks, if a set or the tokenizer cannot be used, or a rank has read other data than
@@ -86,29 +90,31 @@ def build_datasets(
         )  # fmt: skip
         return _data_sets(source, source.num_samples, valid_sets, [])
     cache = index_folder.with_name(DATA_CACHE_FOLDER)
-    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
+    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache, pairs=pairs)
     with all_or_none():
         with about("train_data_path"):
             sources = [load(part.path) for part in train]
         with about("valid_data_path"):
             sources += [load(part.path) for part in valid]
     _check_same_everywhere((*train, *valid), sources)
-    records = [
-        source.record(part.path)
-        for part, source in zip(train, sources, strict=False)
-        if isinstance(source, SftSource)
-    ]
-    if data.packing:
-        named = zip((*train, *valid), sources, strict=True)
-        sources = [_packed(source, data, part) for part, source in named]
+    named = zip(train, sources, strict=False)
+    records = [each.record(part.path) for part, each in named if isinstance(each, SftSource)]
+    sources = (_pairs if pairs else _packed)(sources, data, (*train, *valid))
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
     joined = _joined(train, train_sources, num_samples, seed)
-    return _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records)
+    sets = _data_sets(joined, num_samples, list(zip(valid, valid_sources, strict=True)), records)
+    return sets._replace(pairs=[source for source in sources if isinstance(source, PairSource)])
 
 
 def _load_sft(
-    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, cache: Path
+    path: str,
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    *,
+    pairs: bool,
 ) -> SampleSource:
     if data.dataset_type == "idxmap":
         from patch.data.pretraining.indexed_sft import load_indexed_sft
@@ -117,12 +123,37 @@ def _load_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
     ensure_chat_template(tokenizer, data.chat_template)
-    return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
+    return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
 
 
-def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSource:
-    """The set as packs; a set in .bin/.idx is as it was made."""
-    return packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
+def _packed(
+    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
+) -> list[SampleSource]:
+    """The sets, as packs if they are packed; a set in .bin/.idx is as it was made."""
+    return [
+        packed(source, data.max_padding_length, part.path)
+        if data.packing and isinstance(source, SftSource)
+        else source
+        for part, source in zip(parts, sources, strict=True)
+    ]
+
+
+def _pairs(
+    sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
+) -> list[SampleSource]:
+    """The sets as samples of pairs, whose sequences are numbered over all."""
+    made: list[SampleSource] = []
+    first = 0
+    for source, part in zip(sources, parts, strict=True):
+        assert isinstance(source, SftSource), "pairs_are_rows lets only rows through"
+        found = PairSource(
+            source, data.max_padding_length, is_packed=data.packing, first=first, name=part.path
+        )
+        if data.packing:
+            _logger.info("%s: %s", part.path, PackingSummary.of(found, found.packs))
+        first += len(source)
+        made.append(found)
+    return made
 
 
 def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:

@@ -123,6 +123,8 @@ class Conversations(Protocol):
     """Tokens that the loss covers, over all conversations."""
     padding: int
     """The token id of padding."""
+    fingerprint: str
+    """The same for the same tokens."""
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned."""
@@ -180,6 +182,44 @@ class PackedSource(Dataset[Sample]):
         return " + ".join(self._source.place(int(member)) for member in self._packs[index])
 
 
+class PairSource(PackedSource):
+    """Samples of whole pairs: of each the preferred sequence, and after it the other one.
+
+    `of_sequences` has the `sign` of each: 1, -1, or 0 of padding; and its `number` over all sets of a run.
+
+    Args:
+        source: the sequences of pair i are its conversations 2 i and 2 i + 1.
+        capacity: tokens of a sample.
+        is_packed: several pairs share a sample; else each has one.
+        first: the number of the set's first sequence.
+        name: of the set, for the log.
+    """
+
+    def __init__(
+        self, source: Conversations, capacity: int, *, is_packed: bool, first: int = 0, name: str = ""
+    ) -> None:
+        self.source, self.first, self.num_learned, self.name = source, first, source.num_learned, name
+        self.sizes = np.asarray(source.sizes).reshape(-1, 2).sum(axis=1)
+        """int64 [N]: tokens of each pair."""
+        alone = np.arange(len(self.sizes))
+        self.packs = pack(self.sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1)
+        """Which pairs each sample has."""
+        members = np.stack([2 * self.packs.members, 2 * self.packs.members + 1], axis=1).flatten()
+        super().__init__(source, Packs(capacity, members, 2 * self.packs.ends))
+
+    def __getitem__(self, index: int) -> Sample:
+        sample, members = super().__getitem__(index), torch.from_numpy(self._packs[index])
+        assert sample.lengths is not None, "a pair has two sequences"
+        sign, number = torch.zeros(len(sample.lengths)), torch.zeros(len(sample.lengths), dtype=torch.int64)
+        sign[: len(members)] = torch.tensor([1.0, -1.0]).repeat(len(members) // 2)
+        number[: len(members)] = self.first + members
+        return sample._replace(of_sequences={"sign": sign, "number": number})
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`: the places of its pairs."""
+        return " + ".join(self.source.place(2 * int(pair)) for pair in self.packs[index])
+
+
 @dataclass(frozen=True, slots=True)
 class PackingSummary:
     """How the tokens of a packed set are used, against one conversation a sample."""
@@ -193,8 +233,8 @@ class PackingSummary:
     num_learned: int
 
     @classmethod
-    def of(cls, source: Conversations, packs: Packs) -> PackingSummary:
-        """The summary of a packed set."""
+    def of(cls, source: Conversations | PairSource, packs: Packs) -> PackingSummary:
+        """The summary of a packed set of conversations or pairs, of which packs are made."""
         sizes = source.sizes
         return cls(len(sizes), len(packs), packs.capacity, int(sizes.sum()), source.num_learned)
 

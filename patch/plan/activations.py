@@ -293,7 +293,7 @@ def _rope_table_bytes(config: RunConfig) -> int:
     """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
     if not traits_of(config.model).has_rope:
         return 0
-    rows = config.training.micro_batch_size if config.data.packing else 1
+    rows = config.training.micro_batch_size if config.is_packed else 1
     length = config.sample_length // config.parallel.context_parallel_size
     return _FP32 * rows * length * config.model.rotary_channels
 

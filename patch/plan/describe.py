@@ -84,6 +84,9 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
         packed = f"several rows share a sequence of {config.sample_length} tokens"
         yield PlanRow([f"packing     on: {packed}, a sample of the step is such a sequence"])
+    if config.training.objective == "dpo":
+        once = "before the first step one forward over all sets gives their reference, unless it is kept"
+        yield PlanRow([f"pairs       each lies in one sequence of {config.sample_length} tokens; {once}"])
     if machine.cuda_devices:
         yield PlanRow([f"kernels     {backends_of(config, machine).line}"])
     yield PlanRow([f"run         {_length(config)}"])

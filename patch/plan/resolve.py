@@ -135,10 +135,10 @@ def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
     parallel = config.parallel
     if parallel.cp_comm_type is not None or parallel.context_parallel_size == 1:
         return config, []
-    model, data = config.model, config.data
+    model = config.model
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     sent = {way: sent_bytes(config, way) for way in ("p2p", "a2a")}
-    has_parts = data.packing or data.reset_attention_mask or model.window_size is not None
+    has_parts = config.is_packed or config.data.reset_attention_mask or model.window_size is not None
     is_possible = config.heads_divide_by_cp
     chosen: ContextCommunication = "p2p"
     if is_possible and (has_parts or sent["a2a"] <= sent["p2p"]):

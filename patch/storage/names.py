@@ -48,6 +48,7 @@ DATA_INDEX_FOLDER = "data_index"
 DATA_CACHE_FOLDER = "data_cache"
 HF_FOLDER = "hf"
 ADAPTER_FOLDER = "adapter"
+REFERENCE_FILE = "reference.json"
 STOP_FILE = "STOP"
 
 # In a folder of checkpoints.

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["HOOKS", "OBJECTIVES", "register_hook", "register_objective"]
 
 
-OBJECTIVES: dict[str, Callable[[RunConfig], Objective] | None] = dict.fromkeys(("default", "sft", "pretrain"))
+def _preference(config: RunConfig) -> Objective:
+    from patch.training.preference import Preference
+
+    return Preference(config)
+
+
+OBJECTIVES: dict[str, Callable[[RunConfig], Objective] | None] = {
+    **dict.fromkeys(("default", "sft", "pretrain")),
+    "dpo": _preference,
+}
 """What makes the objective that `--objective` names; None: the built-in one."""
 HOOKS: list[Callable[[Run], TrainerHook | None]] = []
 """What makes further hooks of a rank."""

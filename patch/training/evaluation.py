@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,10 +15,12 @@ from patch.data.order import StepReader, read_ahead
 from patch.data.samples import Batch
 from patch.distributed.collectives import barrier, max_over_world, sum_over
 from patch.training.guards.phases import Phase
-from patch.training.setup import Run
 from patch.training.state_placement import OomRetry
-from patch.training.step import run_schedule
+from patch.training.step import Report, run_schedule
 from patch.training.step_data import read_batches
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
 
 
 @contextmanager
@@ -52,7 +55,10 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     assert run.data.valid_readers, "there is something to evaluate"
     with evaluating(run):
-        found = [_sums_over_set(run, name, reader) for name, reader in run.data.valid_readers.items()]
+        found = [
+            _sums_over_set(run, f"the validation set {name}", reader)
+            for name, reader in run.data.valid_readers.items()
+        ]
     sums = max_over_world([total for totals, _ in found for total in totals], run.device)
     size = len(run.data.objective.reported)
     of_sets = [sums[begin : begin + size] for begin in range(0, len(sums), size)]
@@ -85,18 +91,26 @@ def _sums_over_set(run: Run, name: str, reader: BatchReader) -> tuple[list[float
     with read_ahead(reader, steps, run.config.data.data_prefetch) as ahead:
         for index in steps:
             run.phases.enter(Phase.EVALUATION)
-            batches, counted = _read(run, ahead, index, name)
+            batches, counted = read_whole(run, ahead, index, name)
             sums = sum_over(run.groups.dp_cp, _sums(run, batches), run.device)
             totals = [total + each for total, each in zip(totals, sums, strict=True)]
             count += counted
     return totals, count
 
 
-def _read(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Batch], float]:
+def read_whole(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Batch], float]:
     """This rank's micro-batches of one global batch, and what is counted in those of all ranks.
 
     The last global batch of a set is filled up with samples without learned tokens. Micro-batches that have
     nothing else on any rank are left out; interleaved stages need the number that they were built for.
+
+    Args:
+        run: this rank's parts of the run.
+        reader: of the set.
+        index: of the global batch.
+        name: of the set, for messages.
+    Raises:
+        DataError: on all ranks, if one of them cannot read.
     """
     reading = read_batches(reader, index)
     of_batches = [run.data.objective.count(batch) for batch in reading.batches]
@@ -104,7 +118,7 @@ def _read(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Bat
         of_batches = [math.nan] * run.config.num_micro_batches
     of_batches = sum_over(run.groups.dp_cp, of_batches, run.device)
     counted = sum(of_batches)
-    reading.raise_together(counted, f"the validation set {name}", run.groups.dp_cp)
+    reading.raise_together(counted, name, run.groups.dp_cp)
     if run.config.virtual_pipeline_size > 1:
         return reading.batches, counted
     num_needed = max((number for number, count in enumerate(of_batches, 1) if count), default=1)
@@ -112,11 +126,16 @@ def _read(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Bat
 
 
 def _sums(run: Run, batches: list[Batch]) -> list[float]:
-    """The sums of what is reported of these micro-batches; repeated if ranks ran out of memory."""
+    """The sums of what is reported of these micro-batches."""
+    reports, names = forward_only(run, batches), run.data.objective.reported
+    return [sum(report[name].item() for report in reports) if reports else -math.inf for name in names]
+
+
+def forward_only(run: Run, batches: list[Batch]) -> list[Report]:
+    """What is reported of these micro-batches, on the last stage; repeated if ranks ran out of memory."""
     retry = OomRetry(run.optimizer, "the evaluation")
     for _ in retry.attempts():
         with retry.computing() as reports:
             reports += run_schedule(run, batches, 1.0, loss_scale=None)
         retry.start_agreement()
-    names = run.data.objective.reported
-    return [sum(report[name].item() for report in reports) if reports else -math.inf for name in names]
+    return reports

@@ -35,7 +35,7 @@ from patch.training.step import StepResult
 _GIB = 2**30
 _MOST_BYTES = 4 * _GIB
 """The most bytes of a metrics.jsonl that is read: ten million steps."""
-_LOSS_TITLE = "loss (mean over learned tokens)"
+_LOSS_TITLE = "loss (mean over learned tokens, or over pairs)"
 _OF_EXPERTS = {
     "expert_load_max": "tokens of the busiest expert / mean",
     "expert_load_min": "tokens of the idlest expert / mean",
@@ -44,6 +44,11 @@ _OF_EXPERTS = {
     "z_loss": "z loss, without its factor",
 }
 """Metrics of a layer's experts, and what the plot says of them."""
+_OF_PAIRS = {
+    "rewards": "rewards of pairs, and the share that is in order",
+    "logps": "log-probabilities of answers",
+}
+"""Metrics of an objective with pairs, and what the plot says of them."""
 _MOST_NAMED = 20
 """So many lines have their names beside them."""
 _logger = get_logger(__name__)
@@ -269,7 +274,7 @@ class LossPlot(TrainerHook):
 
 
 def plot_losses(records: list[Record], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG file; below, what experts of layers say."""
+    """Draw training and validation loss over the steps into a PNG file; below, experts and pairs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -278,6 +283,9 @@ def plot_losses(records: list[Record], path: Path) -> None:
     panels = {_LOSS_TITLE: [("loss", "training", "-"), ("valid_loss", "validation", "o-"), *of_sets]}
     for name, title in _OF_EXPERTS.items():
         if lines := [(key, f"layer {key.split('/')[1]}", "-") for key in keys if key.startswith(f"{name}/")]:
+            panels[title] = lines
+    for name, title in _OF_PAIRS.items():
+        if lines := [(key, key.split("/")[1], "-") for key in keys if key.startswith(f"{name}/")]:
             panels[title] = lines
     figure = Figure(figsize=(8, 5 * len(panels)))
     FigureCanvasAgg(figure)

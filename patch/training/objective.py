@@ -40,6 +40,8 @@ class Objective:
     has_token_losses = False
     """Whether `report` gets each token's loss [B, S], learned or not, and autograd goes through it. Else it
     gets the weighted sum, whose gradient is known before forward: one product less in the output layer."""
+    reads_pairs = False
+    """Whether rows have a preferred answer and another one."""
     groups: ProcessGroupCollection
     """This rank's, from `prepare` on."""
 
@@ -57,7 +59,7 @@ class Objective:
         config, output = self.config, Path(self.config.checkpoint.output_path)
         return show_data(
             config.data, config.model, config.tokenizer_folder, sft=config.training.sft, output=output,
-            stream=stream,
+            stream=stream, pairs=self.reads_pairs,
         )  # fmt: skip
 
     def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
@@ -71,8 +73,15 @@ class Objective:
         return build_datasets(
             config.data, config.model, tokenizer, sft=config.training.sft, seed=config.training.seed,
             num_train_samples=num_train_samples,
-            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
+            index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER, pairs=self.reads_pairs,
         )  # fmt: skip
+
+    def goes_on(self, run: Run) -> bool:
+        """Whether a resumed run can do without the weights that it began with; a collective over the job.
+
+        If not, `prepare` gets these, and those of the checkpoint are loaded after it.
+        """
+        return True
 
     def prepare(self, run: Run) -> None:
         """Called once on all ranks, with the weights that the run begins or goes on with, before any step.

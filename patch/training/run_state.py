@@ -276,15 +276,24 @@ def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
 
 
 def base_checksum(stages: list[LlamaModel]) -> str:
-    """A checksum of the weights beside adapters, the same at every layout; a collective.
+    """That of the weights beside adapters. It is computed once: these weights stay."""
+    if stages[0].base is None:
+        stages[0].base = checksum(stages, adapters=False)
+    return stages[0].base
 
-    Each number's bits count with its tensor's name, its layer and its row, so another base has the same one
-    by chance only. It is computed once: these weights stay.
+
+def checksum(stages: list[LlamaModel], *, adapters: bool | None = None) -> str:
+    """A checksum of weights, the same at every layout; a collective.
+
+    Each number's bits count with its tensor's name, its layer and its row, so other weights have the same one
+    by chance only.
+
+    Args:
+        stages: of this rank.
+        adapters: see `sharded_weights`.
     """
-    if stages[0].base is not None:
-        return stages[0].base
     total = 0
-    for shard in shards_of(sharded_weights(stages, adapters=False)):
+    for shard in shards_of(sharded_weights(stages, adapters=adapters)):
         if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
             continue
         number = shard.prepend_axis_num
@@ -295,8 +304,7 @@ def base_checksum(stages: list[LlamaModel]) -> str:
         rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
         factor = zlib.crc32(f"{shard.key} {shard.global_offset[:number]}".encode())
         total += factor * int((bits.sum(1, dtype=torch.int64) * rows).sum())
-    stages[0].base = f"{sum(all_gather_object(total)) % 2**64:016x}"
-    return stages[0].base
+    return f"{sum(all_gather_object(total)) % 2**64:016x}"
 
 
 def _sharded_state(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,7 +16,7 @@ from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.convert.live_adapters import import_adapter
-from patch.data import Batch, BatchReader, load_tokenizer
+from patch.data import BatchReader, load_tokenizer
 from patch.data.order import StepReader
 from patch.data.samples import SampleSource
 from patch.device import DeviceContext, usable_memory
@@ -37,20 +37,10 @@ from patch.training.objective import Objective
 from patch.training.run_state import Progress, find_newest, load_weights, resume
 from patch.training.state_placement import log_placement
 
+if TYPE_CHECKING:
+    from patch.training.step_data import StepWork
+
 _logger = get_logger(__name__)
-
-
-class StepWork(NamedTuple):
-    """The data of one step."""
-
-    iteration: int
-    """Counted from 0."""
-    batches: list[Batch]
-    """This rank's micro-batches."""
-    divisor: float
-    """What the objective counts in the global batch: the sum over all ranks."""
-    attended_pairs: float
-    """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
 
 @dataclass
@@ -147,7 +137,6 @@ def build_run(
     )  # fmt: skip
     phases.num_before = start
     _load(run, root, progress)
-    objective.prepare(run)
     return run
 
 
@@ -211,19 +200,24 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
 def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
     """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights.
 
-    A checkpoint of adapters needs these weights too.
+    A checkpoint of adapters needs these weights too, as an objective of a resumed run may.
     """
-    adapter, model = run.config.adapter, run.config.model
-    if progress is None or adapter.lora_rank:
+    adapter, objective = run.config.adapter, run.data.objective
+    is_begun = progress is not None and objective.goes_on(run)
+    if not is_begun or adapter.lora_rank:
         _load_start(run)
-    if progress is None and adapter.lora_load:
+    if not is_begun and adapter.lora_load:
         with run.optimizer.full_weights():
-            import_adapter(run.stages, adapter.lora_load, model, adapter, run.groups)
+            import_adapter(run.stages, adapter.lora_load, run.config.model, adapter, run.groups)
         run.optimizer.reload_model_params()
+    if not is_begun:
+        objective.prepare(run)
     if progress is not None:
         training = run.config.training
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, root, progress)
+    if is_begun:
+        objective.prepare(run)
 
 
 def _load_start(run: Run) -> None:

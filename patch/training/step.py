@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -28,9 +28,11 @@ from patch.optimizer import ParamGroup, learning_rate
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
 from patch.training.run_state import random_state, set_random_state
-from patch.training.setup import Run, StepWork
 from patch.training.state_placement import OomRetry, apply_placement
-from patch.training.step_data import Reading, counted_work, counts, read_step, take_work
+from patch.training.step_data import Reading, StepWork, counted_work, counts, read_step, take_work
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
 
 Report = Mapping[str, torch.Tensor]
 """What an objective reports of a micro-batch, without a graph."""

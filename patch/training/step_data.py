@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -14,7 +14,22 @@ from patch.distributed.collectives import on_all_ranks, sum_over
 from patch.errors import DataError
 from patch.plan.flops import attended_pairs
 from patch.training.guards.phases import Phase
-from patch.training.setup import Run, StepWork
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
+
+
+class StepWork(NamedTuple):
+    """The data of one step."""
+
+    iteration: int
+    """Counted from 0."""
+    batches: list[Batch]
+    """This rank's micro-batches."""
+    divisor: float
+    """What the objective counts in the global batch: the sum over all ranks."""
+    attended_pairs: float
+    """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
 
 class Reading(NamedTuple):

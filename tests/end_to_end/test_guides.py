@@ -75,6 +75,8 @@ def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Fixtures:
     hf_llama(small_run(**shape), names["MODEL"])
     tiny_tokenizer().save_pretrained(names["MODEL"])
     names["DATA"].write_text(json.dumps(CHATS))
+    names["PAIRS"] = folder / "pairs.json"
+    names["PAIRS"].write_text(json.dumps([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 20))
     names["VALID"].write_text(json.dumps(CHATS[:8]))
     names["DOCS"].write_text("".join(json.dumps({"text": f"document {n}. " * 40}) + "\n" for n in range(200)))
     making = f"--input {names['DOCS']} --output-prefix {folder}/docs --workers 1 --tokenizer-name-or-path"

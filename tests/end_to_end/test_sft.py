@@ -1,6 +1,7 @@
 """Fine-tuning through the shell over two processes: files, export, SIGTERM, resume, restart."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -226,3 +227,18 @@ def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Of
     assert losses(output) == expected
     assert_same_weights(output / "hf", hf)
     assert 10 in validation_losses(output)
+
+
+def test_preferences_are_learned_from_the_first_weights_on(office: Office, tmp_path: Path) -> None:
+    answers = [{"instruction": f"{n} plus 1?", "chosen": f"{n + 1}.", "rejected": "No"} for n in range(24)]
+    (rows := tmp_path / "pairs.json").write_text(json.dumps(answers))
+    changes = {"GLOBAL_BATCH_SIZE": 4, "TRAIN_TOKENS_OR_ITERS": 6, "LR": "1e-3"}
+    paths = {"DATASET_PATH": rows, "VALID_DATASET_PATH": rows}
+    line = command(**office.positions(tmp_path / "run") | paths | changes)
+    result = call([*line, "--objective", "dpo", "--packing", "--dpo-beta", "0.5"])
+    assert result.returncode == 0, result.stderr
+    first, *_, last = training_records(tmp_path / "run")
+    assert first["loss"] == pytest.approx(math.log(2)) and first["rewards/margins"] == 0
+    assert last["rewards/margins"] > 0.1 and last["loss"] < 0.6
+    evaluated = json.loads((tmp_path / "run/log/metrics.jsonl").read_text().splitlines()[-1])
+    assert evaluated["valid_pairs"] == 24 and evaluated["valid_margin"] > 0 and "valid_accuracy" in evaluated

@@ -1,10 +1,10 @@
 """Rows become conversations in the form that chat templates take.
 
-`to_conversation` recognises the format of each row by its keys.
+`to_conversation` and `to_pair` recognise the format of each row by its keys.
 """
 
 from patch.data.formats.keys import columns_in, missing_keys
-from patch.data.formats.rows import to_conversation
+from patch.data.formats.rows import to_conversation, to_pair
 from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Message, Text
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "columns_in",
     "missing_keys",
     "to_conversation",
+    "to_pair",
 ]

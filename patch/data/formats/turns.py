@@ -53,6 +53,8 @@ class Text:
     text: str
     where: str
     """File and row, for error messages."""
+    prompt: str | None = None
+    """Context before an answer, which the text then is."""
 
 
 @dataclass(frozen=True, slots=True)

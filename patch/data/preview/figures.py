@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from patch.config.data_spec import DataPart
-from patch.data.packing import PackingSummary, pack
+from patch.data.packing import PackingSummary, PairSource, pack
 from patch.data.sft.report import Rows, SetReport
 from patch.data.sft.source import SftSource
 
@@ -84,7 +84,12 @@ def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures
         capacity: tokens of a sample as the model sees it, padding included.
     """
     sizes, report = np.asarray(source.sizes), source.report
-    packing = PackingSummary.of(source, pack(sizes, capacity))
+    if report.pairs:
+        pairs = PairSource(source, capacity, is_packed=True)
+        sizes, packing = pairs.sizes, PackingSummary.of(pairs, pairs.packs)
+    else:
+        packing = PackingSummary.of(source, pack(sizes, capacity))
+    found, kind = report.found
     copies = np.unique_counts(_hashes(source)).counts
     duplicates, most_copies, median = len(source) - len(copies), int(copies.max()), int(np.median(sizes))
     padded_share = 1 - packing.num_tokens / (packing.num_conversations * capacity)
@@ -94,7 +99,7 @@ def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures
     lost = f"; {report.unlearned:,} of them lost learned tokens" if report.unlearned else ""
     table = [
         ("rows", f"{report.rows:,}"),
-        ("samples", f"{report.samples:,} of at most {capacity:,} tokens"),
+        (kind, f"{found:,} of at most {capacity:,} tokens"),
         ("tokens", f"{packing.num_tokens:,}"),
         ("learned", f"{packing.num_learned:,} ({packing.num_learned / packing.num_tokens:.1%})"),
         ("length", f"median {median:,}, longest row {report.longest:,}"),
@@ -120,7 +125,7 @@ def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures
         "padded_share": padded_share,
         "packing": asdict(packing) | {"used_share": used_share, "gain": packing.gain},
     }
-    return Figures(name_of(part), table, lengths, "sample", values, report)
+    return Figures(name_of(part), table, lengths, kind[:-1], values, report)
 
 
 def _hashes(source: SftSource) -> np.ndarray:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.packing import pack
+from patch.data.packing import PairSource, pack
 from patch.data.preview.figures import Figures, figures_of_rows
 from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
 from patch.data.preview.tokens import (
@@ -65,6 +65,8 @@ class Preview:
 
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
+    pairs: bool = False
+    """Whether rows have two answers."""
     rows: list[ShownRow] = field(default_factory=list)
     sets: list[Figures] = field(default_factory=list)
 
@@ -173,10 +175,13 @@ class Preview:
         with about(_FIELD):
             return IndexedPreview(part, self.tokenizer)
 
+    def _options(self, fallback_cache: Path) -> SftOptions:
+        return sft_options(self.data, fallback_cache, pairs=self.pairs)
+
     def _of_rows(self, part: DataPart) -> Figures:
         length = self.data.max_padding_length
         with TemporaryDirectory() as fallback:
-            options = replace(sft_options(self.data, Path(fallback)), max_dropped_share=1.0)
+            options = replace(self._options(Path(fallback)), max_dropped_share=1.0)
             return figures_of_rows(part, load_sft(Path(part.path), self.tokenizer, length, options), length)
 
     def _chosen(self, count: int, number: int | None) -> Iterator[ShownRow]:
@@ -187,14 +192,15 @@ class Preview:
             return
         ensure_chat_template(self.tokenizer, self.data.chat_template)
         # Rows are shown without the token cache, and a few of them need one process.
-        options = replace(sft_options(self.data, Path()), cache_dir=None, num_workers=1)
+        options = replace(self._options(Path()), cache_dir=None, num_workers=1)
         length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
         for part in self.parts:
             files = files_of(part.path, _FIELD)
             items = list(islice(_items(files), count)) if number is None else _numbered(files, number)
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):
-                    yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length))
+                    remarks = _remarks(row, options, length)
+                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs)
 
 
 def _hover(token: ShownToken) -> str:
@@ -250,7 +256,8 @@ def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
 
 
 def show_data(
-    data: DataConfig, model: ModelConfig, tokenizer: str | None, *, sft: bool, output: Path, stream: TextIO
+    data: DataConfig, model: ModelConfig, tokenizer: str | None, *, sft: bool, output: Path, stream: TextIO,
+    pairs: bool = False,
 ) -> int | None:
     """Show the first row or document that a run reads, and the samples of its training sets. Writes no file.
 
@@ -261,6 +268,7 @@ def show_data(
         sft: whether the run is a fine-tuning.
         output: the run's folder.
         stream: where it is printed.
+        pairs: whether its rows have two answers.
 
     Returns:
         Samples of one pass over all training sets; None if that is not known before they are tokenized.
@@ -271,12 +279,12 @@ def show_data(
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, model.vocab_size)
     parts = parse_data(data.train_data_path, _FIELD)
-    preview = Preview(replace(data, train_data_path=format_data(parts[:1])), loaded)
+    preview = Preview(replace(data, train_data_path=format_data(parts[:1])), loaded, pairs)
     preview.show_rows(terminal(stream), max_lines=_FEW_LINES)
     known = []
     for part in parts:
         with about(_FIELD):
-            samples = _known_samples(part, data, model, loaded, sft, output / DATA_CACHE_FOLDER)
+            samples = _known_samples(part, data, model, loaded, sft, output / DATA_CACHE_FOLDER, pairs)
         packs = " (packs)" if data.packing and data.dataset_type == "raw" else ""
         words = _UNKNOWN if samples is None else f"{counted(samples, 'sample')}{packs} in one epoch"
         stream.write(f"data        {part.path}: {words}\n")
@@ -291,6 +299,7 @@ def _known_samples(
     tokenizer: PreTrainedTokenizerBase,
     sft: bool,
     fallback_cache: Path,
+    pairs: bool,
 ) -> int | None:
     """Samples of one pass over a training set, as the run counts them; None if not known. Writes no file.
 
@@ -307,10 +316,12 @@ def _known_samples(
         from patch.data.pretraining.run_sets import train_samples
 
         return train_samples(part, data, model, tokenizer)
-    options, length = sft_options(data, fallback_cache), data.max_padding_length
+    options, length = sft_options(data, fallback_cache, pairs=pairs), data.max_padding_length
     source = find_sft(Path(part.path), tokenizer, length, options)
     if source is None:
         if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
             return None
         source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
+    if pairs:
+        return len(PairSource(source, length, is_packed=data.packing))
     return len(pack(source.sizes, length)) if data.packing else len(source)

@@ -73,7 +73,9 @@ def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> 
     """
     for number, sample in enumerate(row.samples or [[]], start=1):
         heading = Text(visible_name(row.where), style="bold")
-        if len(row.samples) > 1:
+        if row.is_pair and row.samples:
+            heading.append(f", {('chosen', 'rejected')[number - 1]}")
+        elif len(row.samples) > 1:
             heading.append(f", sample {number} of {len(row.samples)}")
         if sample:
             learned = sum(token.is_learned for token in sample)

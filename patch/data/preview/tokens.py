@@ -124,6 +124,8 @@ class ShownRow(NamedTuple):
     """Empty if the row is dropped."""
     remarks: list[str]
     """What happened to it on the way: dropped, cut, special tokens that became text."""
+    is_pair: bool = False
+    """Whether its samples are a preferred answer and another one."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values: for each sample its ids, their texts, and 1 for those that are learned."""

@@ -107,7 +107,7 @@ class ChatRenderer:
 
     def holds_special_token(self, row: Conversation | Text) -> bool:
         """Whether a text of the row spells out a special token."""
-        parts = row.text if isinstance(row, Text) else [row.messages, row.tools]
+        parts = [row.prompt, self._words(row)] if isinstance(row, Text) else [row.messages, row.tools]
         return self._marker.is_in(parts)
 
     def _turns(self, row: Conversation) -> list[int]:
@@ -130,10 +130,15 @@ class ChatRenderer:
                 "ends a text; expected one in its tokenizer_config.json",
                 field="tokenizer_name_or_path",
             )
-        if not row.text.strip():
+        if not (words := self._words(row)).strip():
             return []
-        text = Span(self._marked(row.text) + self._tokenizer.eos_token, True, begins_text=True)
-        return [[Span(self._bos, False), text] if self._bos else [text]]
+        answer = Span(self._marked(words) + self._tokenizer.eos_token, True, begins_text=not row.prompt)
+        context = [Span(self._marked(row.prompt), False, begins_text=True)] if row.prompt else []
+        return [[*([Span(self._bos, False)] if self._bos else []), *context, answer]]
+
+    def _words(self, row: Text) -> str:
+        """The text; of an answer without the eos token, which TRL's rows may end with."""
+        return row.text if row.prompt is None else row.text.removesuffix(self._tokenizer.eos_token or "")
 
     def _marked(self, value: Any) -> Any:
         return value if self._options.allow_special_tokens else self._marker.marked(value)

@@ -62,6 +62,8 @@ class SftOptions:
 
     format: FormatOptions = field(default_factory=FormatOptions)
     """The keys of the rows."""
+    pairs: bool = False
+    """Each row has a preferred and another answer, and gives two sequences."""
     render: RenderOptions = field(default_factory=RenderOptions)
     """Which turns are learned, and what special tokens in the rows mean."""
     long_samples: LongSamples = "cut-end"
@@ -74,11 +76,12 @@ class SftOptions:
     """Folder of the token cache; None: the tokens are kept in memory."""
 
 
-def sft_options(data: DataConfig, fallback_cache: Path) -> SftOptions:
+def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOptions:
     """The options of a run.
 
     Args:
         data: the run's settings.
+        pairs: whether its rows are pairs.
         fallback_cache: the folder of the token cache if none is chosen and the user's own cannot be written.
 
     Raises:
@@ -86,6 +89,7 @@ def sft_options(data: DataConfig, fallback_cache: Path) -> SftOptions:
     """
     return SftOptions(
         format=FormatOptions(parse_columns(data.columns), data.alpaca_input_join),
+        pairs=pairs,
         render=RenderOptions(data.train_on, data.allow_special_tokens),
         long_samples=data.long_samples,
         max_dropped_share=data.max_dropped_share,
@@ -107,6 +111,7 @@ def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: i
     return {
         "the rules of this program": str(TOKEN_RULES),
         **{package: version(package) for package in _PACKAGES},
+        **({"the objective": "pairs"} if options.pairs else {}),
         "the settings of the data": _hash(
             [asdict(options.format), asdict(options.render), options.long_samples, length]
         ),

@@ -53,6 +53,8 @@ class SetReport:
     """Tokens of a sample."""
     long_samples: LongSamples
     allow_special_tokens: bool
+    pairs: bool = False
+    """Whether each row gives two samples, which fit into one together; then row and pair mean the same."""
     rows: int = 0
     samples: int = 0
     tokens: int = 0
@@ -94,6 +96,11 @@ class SetReport:
     def num_dropped(self) -> int:
         """Rows that give no sample."""
         return sum(rows.count for rows in self.dropped.values())
+
+    @property
+    def found(self) -> tuple[int, str]:
+        """How many samples or pairs the rows gave, and which of them."""
+        return (self.samples // 2, "pairs") if self.pairs else (self.samples, "samples")
 
     def add(self, place: str, row: TokenizedRow) -> None:
         """Count a row.
@@ -147,8 +154,8 @@ class SetReport:
             DataError: a larger share is dropped.
         """
         _logger.info(
-            "%s: %d rows, %d samples, %d of %d tokens learned (%.1f %%), %d tokens in the longest row",
-            name, self.rows, self.samples, self.learned, self.tokens, 100 * self.learned / self.tokens,
+            "%s: %d rows, %d %s, %d of %d tokens learned (%.1f %%), %d tokens in the longest row",
+            name, self.rows, *self.found, self.learned, self.tokens, 100 * self.learned / self.tokens,
             self.longest,
         )  # fmt: skip
         cut = (

@@ -6,13 +6,14 @@ All of it runs in worker processes with bounded time and memory (see rendering/b
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Text, columns_in, to_conversation
+from patch.data.formats import Conversation, Text, columns_in, to_conversation, to_pair
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
 from patch.data.rendering.bounded_process import ChildEndedError, next_step
 from patch.data.sft.cuts import Headers, Tokens, cut
@@ -85,21 +86,28 @@ class RowTokenizer:
             DataError: the row is not one of a known format, or cannot be rendered or encoded.
         """
         value = pickle.loads(item.value)
-        row = to_conversation(value, item.where, self._options.format)
-        is_special, is_partly_encoded = self.renderer.holds_special_token(row), False
-        kept: list[Tokens] = []
-        longest = num_learned = 0
-        samples = self.renderer.samples(row)
+        rows: Sequence[Conversation | Text] = (
+            to_pair(value, item.where, self._options.format)
+            if self._options.pairs
+            else [to_conversation(value, item.where, self._options.format)]
+        )
+        is_special, is_partly_encoded = any(map(self.renderer.holds_special_token, rows)), False
+        whole: list[Tokens] = []
+        samples = [spans for row in rows for spans in self.renderer.samples(row)]
         next_step()
         for spans in samples:
             tokens, is_whole = self._encode(spans, item.where)
-            learned = int(np.count_nonzero(tokens.learned[1:]))
-            if learned:
-                longest = max(longest, len(tokens.ids) - 1)
-            num_learned += learned
             is_partly_encoded |= not is_whole
-            kept += self._cut(tokens, row)
-        kept = [tokens for tokens in kept if np.count_nonzero(tokens.learned[1:])]
+            whole.append(tokens)
+        num_learned = sum(map(_num_learned, whole))
+        sizes = [len(tokens.ids) - 1 for tokens in whole if _num_learned(tokens)]
+        if self._options.pairs:
+            longest = sum(sizes) if len(sizes) == len(rows) else 0
+            kept = self._cut_pair(whole, rows) if longest else []
+        else:
+            longest = max(sizes, default=0)
+            kept = [part for tokens in whole for part in self._cut(tokens, rows[0], self._length)]
+            kept = [tokens for tokens in kept if _num_learned(tokens)]
         for tokens in kept:
             tokens.learned[0] = False
         num_kept = sum(int(np.count_nonzero(tokens.learned)) for tokens in kept)
@@ -126,11 +134,31 @@ class RowTokenizer:
             field="tokenizer_name_or_path",
         )
 
-    def _cut(self, tokens: Tokens, row: Conversation | Text) -> list[Tokens]:
-        if len(tokens.ids) <= self._length + 1:
+    def _cut(self, tokens: Tokens, row: Conversation | Text, length: int) -> list[Tokens]:
+        if len(tokens.ids) <= length + 1:
             return [tokens]
         headers = Headers() if isinstance(row, Text) else self._headers
-        return cut(tokens, self._length, self._options.long_samples, self._begin_of_text, headers)
+        return cut(tokens, length, self._options.long_samples, self._begin_of_text, headers)
+
+    def _cut_pair(self, whole: list[Tokens], rows: Sequence[Conversation | Text]) -> list[Tokens]:
+        """Both sequences if they fit into one sample together and both learn something; else none.
+
+        Where they are too long, both are cut to the same length: half a sample, or what a shorter one leaves.
+        """
+        if len(whole) > len(rows):
+            raise DataError(
+                f"{rows[0].where}: the chat template writes earlier answers anew once others follow, so the "
+                "pair has more than two sequences, expected one for each answer: learn the last ones alone",
+                field="train_on",
+            )
+        sizes = [len(tokens.ids) - 1 for tokens in whole]
+        if sum(sizes) > self._length:
+            most = max(self._length - min(sizes), self._length // 2)
+            parts = [self._cut(tokens, row, most) for tokens, row in zip(whole, rows, strict=True)]
+            whole = [part for of_one in parts for part in of_one]
+            if self._options.long_samples == "drop":
+                return []
+        return whole if all(map(_num_learned, whole)) else []
 
     @cached_property
     def _headers(self) -> Headers:
@@ -141,7 +169,7 @@ class RowTokenizer:
 
     def _why_dropped(self, longest: int) -> str:
         if not longest:
-            return "nothing to learn"
+            return "nothing to learn" + (" in an answer of the pair" if self._options.pairs else "")
         if self._options.long_samples == "drop":
             return f"over {self._length} tokens"
         return f"nothing to learn in the {self._length} tokens that are kept"
@@ -198,6 +226,10 @@ class RowTokenizer:
         pieces = [_pieces(span) for span in spans]
         encoded = iter(self._encoder.encode([[piece for of_span in pieces for piece in of_span]])[0])
         return [[token for _ in of_span for token in next(encoded)] for of_span in pieces]
+
+
+def _num_learned(tokens: Tokens) -> int:
+    return int(np.count_nonzero(tokens.learned[1:]))
 
 
 def _clipped(spans: list[Span], size: int, *, at_end: bool = False) -> list[Span]:

@@ -92,8 +92,10 @@ class SftSource(Dataset[Sample]):
     def place(self, index: int) -> str:
         """See `SampleSource`. Rows are counted from 1 over all files; where some gave no sample or several,
         the samples are counted."""
-        is_row = not self.report.num_dropped and self.report.rows == self.report.samples
-        return f"{self._name}: {'row' if is_row else 'sample'} {index + 1}"
+        found, kind = self.report.found
+        is_row = not self.report.num_dropped and self.report.rows == found
+        index //= 2 if self.report.pairs else 1
+        return f"{self._name}: {'row' if is_row else kind[:-1]} {index + 1}"
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned.
@@ -230,6 +232,7 @@ def tokenize(
         length,
         options.long_samples,
         options.render.allow_special_tokens,
+        options.pairs,
         unseen_columns=dict(options.format.columns),
     )
     names = dict(zip(files, names_of(files), strict=True))

@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
 from patch.distributed.collectives import all_gather_object, on_all_ranks
 from patch.errors import TrainingError
 from patch.logger import get_logger
-from patch.training.setup import Run, StepWork
+
+if TYPE_CHECKING:
+    from patch.training.setup import Run
+    from patch.training.step_data import StepWork
 
 _logger = get_logger(__name__)
 

@@ -301,7 +301,7 @@ def test_rows_of_another_shape_need_no_columns() -> None:
         ({"messages": QA, "tools": [{"nam": "f"}]}, "tools: found the keys nam; expected a list of tools"),
         ({"messages": [system("S"), *QA], "system": "T"}, "system: got 'T', but message 1 is another system"),
         ({"messages": [turn("system", part("tools", TOOLS)), *QA], "tools": TOOLS}, "and in message 1;"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "key chosen is not supported: preference pairs"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "key chosen is not supported: fine-tuning"),
         ({"conversations": [says("human", "Q")], "image": "a.png"}, "key image is not supported: only text"),
         # Parts of a content.
         (after_q(turn("assistant", part("text", "A"), part("reasoning", "R"))), "part 2: got type 'reas"),

@@ -1,0 +1,226 @@
+"""DPO from rows is TRL's: tokens, losses and rewards; a reference is computed once and outlives a resume.
+
+TRL names a folder as in tests/unit/data/test_trl_masks.py. In any layout: test_objective.py.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from llama3_tokenizer import build_tiny_tokenizer
+from small_runs import hf_llama, small_run
+from training_runs import CPU, Records, messages_from
+
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.data import load_sft, load_tokenizer
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.sft.options import SftOptions
+from patch.distributed.groups import initialize
+from patch.errors import CheckpointError
+from patch.training.guards.phases import PhaseClock
+from patch.training.hooks import Record
+from patch.training.setup import build_run
+from patch.training.trainer import Trainer
+
+_FOLDER = os.environ.get("TRL", "")
+LENGTH = 192
+BOUND = 1e-5
+"""Of fp32 sums in another order, after updates."""
+SAID = [
+    ("the quick brown fox?", " jumps over.", " sleeps"),
+    ("what is two plus two?", " four.", " five, as far as I know"),
+    ("hello", " world", " no"),
+    ("question", " answer, yes", " answer, no"),
+]
+
+
+def says(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+BEFORE = says("user", "hello") + says("assistant", "yes")
+FORMS = {
+    "messages": [
+        {"prompt": BEFORE + says("user", q), "chosen": says("assistant", a), "rejected": says("assistant", b)}
+        for q, a, b in SAID
+    ],
+    "whole": [
+        {key: says("user", q) + says("assistant", x) for key, x in (("chosen", a), ("rejected", b))}
+        for q, a, b in SAID
+    ],
+    "texts": [{"prompt": q, "chosen": a, "rejected": f"{b}<|end_of_text|>"} for q, a, b in SAID],
+    "transcripts": [
+        {key: f"\n\nHuman: {q}\n\nAssistant: {x}" for key, x in (("chosen", a), ("rejected", b))}
+        for q, a, b in SAID
+    ],
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "messages": {},
+    "texts": {"dpo_loss_type": "ipo"},
+    "whole": {"dpo_sft_weight": 0.5, "micro_batch_size": 1},
+}
+_TRL = """
+import json, sys
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer
+folder, found = sys.argv[1], {}
+class Noting(DPOTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        steps[-1]["loss"] = steps[-1].get("loss", 0) + loss.item() / self.args.gradient_accumulation_steps
+        return loss
+    def log(self, logs, *args):
+        means = {name: sum(own) / len(own) for name, own in self._metrics["train"].items() if own}
+        steps[-1].update({name: value for name, value in means.items() if name.startswith(("rew", "logps"))})
+        steps.append({})
+        self._metrics["train"].clear()
+for form, (rows, changes) in json.load(open(f"{folder}/request.json")).items():
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    own = {"ipo": {"loss_type": ["ipo"]}}.get(changes.get("dpo_loss_type"), {})
+    if "dpo_sft_weight" in changes:
+        own = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, changes["dpo_sft_weight"]]}
+    size = changes.get("micro_batch_size", 4)
+    config = DPOConfig(
+        f"{folder}/trl", beta=0.1, max_steps=3, learning_rate=1e-3, lr_scheduler_type="constant",
+        adam_beta2=0.95, weight_decay=0.1, per_device_train_batch_size=size, use_cpu=True,
+        gradient_accumulation_steps=4 // size, bf16=False, gradient_checkpointing=False,
+        report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no", max_length=None, **own,
+    )
+    steps = [{}]
+    tokenizer, data = AutoTokenizer.from_pretrained(folder), Dataset.from_list(rows)
+    trainer = Noting(model, args=config, train_dataset=data, processing_class=tokenizer)
+    if form != "transcripts":
+        trainer.train()
+    found[form] = {"steps": steps[:3], "rows": list(trainer.train_dataset)}
+json.dump(found, open(f"{folder}/answer.json", "w"))
+"""
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
+    flags = {
+        "objective": "dpo", "load": str(folder), "train_data_path": str(folder / f"{name}.json"), "lr": 1e-3,
+        "min_lr": 1e-3, "lr_warmup_iters": 0, "train_iters": 3, "micro_batch_size": 4, "global_batch_size": 4,
+        "seq_length": LENGTH, "max_padding_length": LENGTH, "deterministic_mode": True,
+        "output_path": str(folder / "run"), "cache_dir": str(folder / "cache"), "vocab_size": 400,
+    }  # fmt: skip
+    return small_run(**flags | changes)
+
+
+def train(config: RunConfig) -> list[Record]:
+    """The records of the steps."""
+    compat.apply(cuda=False)
+    this_run, hook = build_run(config, CPU, initialize(config, CPU), PhaseClock()), Records()
+    assert Trainer(this_run, [hook]).train() == 0
+    new_job()
+    return hook.records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, and the rows in each form."""
+    folder = tmp_path_factory.mktemp("pairs")
+    hf_llama(config_of(folder, "messages"), folder)
+    build_tiny_tokenizer(folder, LLAMA3_CHAT_TEMPLATE)
+    for name, rows in FORMS.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trl(folder: Path) -> dict[str, Any]:
+    if not _FOLDER:
+        pytest.skip("TRL names no folder with trl")
+    request = {form: [rows, LOSSES.get(form, {})] for form, rows in FORMS.items()}
+    (folder / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _TRL, str(folder)],
+        env={**os.environ, "PYTHONPATH": _FOLDER, "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_trls(folder: Path, trl: dict[str, Any], form: str) -> None:
+    """What follows the prompt is learned. Of transcripts TRL's prompt goes on into what both answers say."""
+    source = load_sft(folder / f"{form}.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
+    for number, row in enumerate(trl[form]["rows"]):
+        begin = len(row["prompt_ids"])
+        for place, answer in enumerate(("chosen", "rejected")):
+            ids, learned = source.conversation(2 * number + place)
+            assert ids.tolist() == row["prompt_ids"] + row[f"{answer}_ids"]
+            first = learned.tolist().index(True)
+            assert first == begin if form != "transcripts" else first <= begin
+            assert learned[first:].all()
+
+
+def losses_of_forms(rank: int, world_size: int, folder: Path) -> dict[str, list[Record]]:
+    return {
+        form: train(config_of(folder, form, output_path=str(folder / form), **own))
+        for form, own in LOSSES.items()
+    }
+
+
+def test_losses_and_rewards_are_trls(folder: Path, trl: dict[str, Any]) -> None:
+    (found,) = run_distributed(losses_of_forms, 1, folder)
+    for form, records in found.items():
+        for step, (ours, theirs) in enumerate(zip(records, trl[form]["steps"], strict=True)):
+            own = {name: ours[name] for name in theirs}
+            assert own == pytest.approx(theirs, rel=BOUND, abs=BOUND), (form, step)
+
+
+def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Of three steps, and of the last two again: records; what the log says of references; a refusal."""
+    found: dict[str, Any] = {}
+    said = messages_from("INFO", "patch.training.preference")
+    common = {"valid_data_path": str(folder / "whole.json"), "save_interval": 1, "eval_interval": 3}
+    one_row = {"packing": True, "global_batch_size": 1, "seq_length": 512, "max_padding_length": 512}
+
+    def config(output: str, **own: Any) -> RunConfig:
+        changes = {"micro_batch_size": 2, "output_path": str(folder / output)} | common | own
+        return config_of(folder, "messages", **changes)
+
+    found["alone"] = train(config("alone"))
+    found["packed"] = train(config("packed", micro_batch_size=1, **one_row))
+    cache, root = folder / "cache" / "references", folder / "alone" / "checkpoint"
+    found["computed"] = len(said)
+    train(config("other", lr=2e-3))
+    for name in ("again", "recomputed"):
+        for step in (2, 3):
+            shutil.rmtree(root / f"iter_{step:07d}")
+        (root / "latest_checkpointed_iteration.txt").write_text("1\n")
+        found[name] = train(config("alone"))
+        found[f"{name} computed"] = len(said)
+        shutil.rmtree(cache)
+    shutil.rmtree(root / "iter_0000003")
+    (root / "latest_checkpointed_iteration.txt").write_text("2\n")
+    try:
+        train(config("alone", load=None, tokenizer_name_or_path=str(folder)))
+    except CheckpointError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
+    (found,) = run_distributed(packed_and_resumed, 1, folder)
+    first = found["alone"][0]
+    assert first["loss"] == torch.tensor(2.0).log().item() and first["rewards/margins"] == 0.0
+    for alone, packed in zip(found["alone"], found["packed"], strict=True):
+        own = {k: x for k, x in alone.items() if k.startswith(("loss", "rewards", "logps", "valid"))}
+        assert own == pytest.approx({name: packed[name] for name in own}, rel=BOUND, abs=BOUND)
+    assert found["computed"] == 4, "of two sets, alone and packed"
+    assert found["again computed"] == 4 and found["recomputed computed"] == 6, "a lost one is made anew"
+    losses = [record["loss"] for record in found["alone"] if "loss" in record]
+    for name in ("again", "recomputed"):
+        assert [record["loss"] for record in found[name] if "loss" in record] == losses[1:], name
+    assert "began with weights whose checksum is" in found["refused"]
