@@ -25,7 +25,7 @@ from patch.convert.live_adapters import export_adapter, import_adapter
 from patch.convert.live_weights import ExpertRanks, iter_hf_weights
 from patch.convert.merge import adapter_of, merge_adapter, open_adapter
 from patch.errors import ConfigError
-from patch.families.adapters import AdapterConfig, adapters_of
+from patch.families.adapters import AdapterConfig, adapters_of, targets_are_there
 from toolkits.merge import main
 
 pytest.importorskip("peft", reason="peft is not installed: make test installs it")
@@ -348,7 +348,7 @@ def test_target_that_matches_nothing_names_what_there_is_and_no_pattern_explodes
     words = "expected all-linear, some of down_proj, gate_proj, kv_a_proj_with_mqa, .*such as model.layers.*"
     for target in ("lm_head", "mlp.gate", "", "embed_tokens", "*a" * 10_000 + "b", "(a+)+$"):
         with pytest.raises(ConfigError, match=words):
-            adapters_of(model, AdapterConfig(lora_rank=4, lora_target_modules=f"o_proj,{target}"))
+            targets_are_there(model, AdapterConfig(lora_rank=4, lora_target_modules=f"o_proj,{target}"))
     with pytest.raises(ConfigError, match=r"'o_porj'.*did you mean o_proj\?"):
-        adapters_of(model, AdapterConfig(lora_rank=4, lora_target_modules="o_porj"))
+        targets_are_there(model, AdapterConfig(lora_rank=4, lora_target_modules="o_porj"))
     assert time.perf_counter() - begin < SECONDS

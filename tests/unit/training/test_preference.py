@@ -20,6 +20,7 @@ from training_runs import CPU, Records, messages_from
 
 from patch import compat
 from patch.config.schema import RunConfig
+from patch.convert import export_adapter
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.sft.options import SftOptions
@@ -120,6 +121,10 @@ def train(config: RunConfig) -> list[Record]:
     compat.apply(cuda=False)
     this_run, hook = build_run(config, CPU, initialize(config, CPU), PhaseClock()), Records()
     assert Trainer(this_run, [hook]).train() == 0
+    if config.adapter.lora_rank:
+        with this_run.optimizer.full_weights():
+            folder, groups = Path(config.checkpoint.output_path) / "adapter", this_run.groups
+            export_adapter(this_run.stages, folder, config.model, config.adapter, groups, base=None)
     new_job()
     return hook.records
 
@@ -194,7 +199,11 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
     found["packed"] = train(config("packed", micro_batch_size=1, **one_row))
     cache, root = folder / "cache" / "references", folder / "alone" / "checkpoint"
     found["computed"] = len(said)
-    train(config("other", lr=2e-3))
+    found["adapters"] = train(config("adapters", lr=2e-3, lora_rank=4))
+    found["adapters computed"] = len(said)
+    loaded = {"lora_rank": 4, "lora_alpha": 4.0, "lora_load": str(folder / "adapters" / "adapter")}
+    found["loaded"] = train(config("loaded", **loaded))
+    found["loaded computed"] = len(said)
     for name in ("again", "recomputed"):
         for step in (2, 3):
             shutil.rmtree(root / f"iter_{step:07d}")
@@ -219,7 +228,10 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
         own = {k: x for k, x in alone.items() if k.startswith(("loss", "rewards", "logps", "valid"))}
         assert own == pytest.approx({name: packed[name] for name in own}, rel=BOUND, abs=BOUND)
     assert found["computed"] == 4, "of two sets, alone and packed"
-    assert found["again computed"] == 4 and found["recomputed computed"] == 6, "a lost one is made anew"
+    for name, computed in (("adapters", 4), ("loaded", 6)):  # new ones add nothing to the base
+        begin, *later = (record["loss"] for record in found[name] if "loss" in record)
+        assert begin == first["loss"] > max(later) and found[f"{name} computed"] == computed, name
+    assert found["again computed"] == 6 and found["recomputed computed"] == 8, "a lost one is made anew"
     losses = [record["loss"] for record in found["alone"] if "loss" in record]
     for name in ("again", "recomputed"):
         assert [record["loss"] for record in found[name] if "loss" in record] == losses[1:], name
