@@ -74,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     experts.experts_are_distributed,
     adapters.adapters_are_asked_for,
     adapters.adapters_are_possible,
+    adapters.base_can_have_4_bits,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
     layout.micro_batch_groups_fit,

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from patch.model.four_bit_product import FOUR_BITS
 from patch.model.mlp import Activation, through_layers
 from patch.model.weight_gradient import weight_gradient
 
@@ -140,7 +141,8 @@ class LocalExperts(SequentialMLP):
         Returns:
             [T, H], and no bias.
         """
-        if any(hasattr(layer, "adapters") for layer in self.local_experts[0].children()):
+        layers = (self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2)
+        if layers[0].product is FOUR_BITS or any(hasattr(layer, "adapters") for layer in layers):
             return self._one_by_one(tokens, weights, tokens_per_expert.tolist()), None
         first = [expert.linear_fc1.weight for expert in self.local_experts]
         second = [expert.linear_fc2.weight for expert in self.local_experts]
@@ -148,7 +150,7 @@ class LocalExperts(SequentialMLP):
         return _Experts.apply(tokens, weights, sizes, self._activate, *first, *second), None
 
     def _one_by_one(self, tokens: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """The same by the experts' own layers, which have adapters; backward keeps more."""
+        """The same by the experts' own layers, which have adapters or 4 bits; backward keeps more."""
         results = []
         parts = zip(self.local_experts, tokens.split(sizes), weights.split(sizes), strict=True)
         for expert, own, weight in parts:
