@@ -24,7 +24,7 @@ from patch.training.run_state import base_checksum
 
 STEPS = 2
 BOUND = 2e-6
-"""Of losses near 5.6, and relative of norms: sums in another order."""
+"""Of losses near 5.6 and norms near 0.6: sums in another order."""
 QLORA: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 6, "quantize_base": "nf4", "train_iters": STEPS}
 SHAPE: dict[str, Any] = {
     "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "kv_channels": 16, "num_layers": 2,
@@ -39,12 +39,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "CP": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
     "EP": ("mixtral", {"dp": 2, "expert_model_parallel_size": 2, "data_parallel_sharding": "gradients"}),
 }
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}), "mixtral": ("mixtral", {}), "bf16": ("llama", {"precision": "bf16"})
+}  # fmt: skip
 
 
 class Trained(NamedTuple):
-    losses: list[float]
-    """Of the steps, and of an evaluation after them."""
-    norms: list[float]
+    results: list[tuple[float, float]]
+    """Loss and norm of each step, and of an evaluation after them."""
     base: dict[str, np.ndarray]
     checksum: str
     first: dict[str, np.ndarray]
@@ -66,26 +68,21 @@ def train(config: RunConfig, folder: Path) -> Trained:
     results = train_run(run)
     run.optimizer.finish_param_sync()
     weights = iter_hf_weights(run.stages, config.model, run.groups)
-    trained = Trained(
-        [result.loss for result in results], [result.grad_norm for result in results],
-        {name: each.float().numpy() for name, each in weights}, base_checksum(run.stages), first,
-        factors_of(run),
-    )  # fmt: skip
-    kept = [parameter for parameter in run.stages[0].decoder.parameters() if not parameter.requires_grad]
-    assert sum(each.dtype == torch.uint8 for each in kept) >= 4 * len(run.stages[0].decoder.layers)
+    base = {name: each.float().numpy() for name, each in weights}
+    steps = [(result.loss, result.grad_norm) for result in results]
+    kept = [parameter.dtype for parameter in run.stages[0].decoder.parameters()]
+    assert kept.count(torch.uint8) >= 4 * len(run.stages[0].decoder.layers)
+    trained = Trained(steps, base, base_checksum(run.stages), first, factors_of(run))
     new_job()
     return trained
 
 
 def train_all(rank: int, world_size: int, folder: Path) -> dict[str, Trained]:
-    layouts = LAYOUTS if world_size == 2 else {"llama": ("llama", {}), "mixtral": ("mixtral", {})}
-    found = {
+    layouts = LAYOUTS if world_size == 2 else ALONE
+    return {
         name: train(run_of(model, folder, changes), folder / model)
         for name, (model, changes) in layouts.items()
     }
-    if world_size == 1:
-        found["bf16"] = train(run_of("llama", folder, {"precision": "bf16"}), folder / "llama")
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +98,11 @@ def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
     return {size: run_distributed(train_all, size, folder) for size in (1, 2)}
 
 
-def is_in_4_bits(name: str) -> bool:
-    return "_proj" in name or ".experts." in name
-
-
 def expected_base(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A folder's tensors in a type, and what 4 bits leave of those of attention and MLPs."""
     stored = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     return {
-        name: torch.from_numpy(rounded(tensor.float().numpy())).to(dtype) if is_in_4_bits(name) else tensor
+        name: torch.from_numpy(rounded(tensor.float().numpy())).to(dtype) if "_proj" in name else tensor
         for name, tensor in stored.items()
     }
 
@@ -118,11 +111,9 @@ def expected_base(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str,
 def test_base_is_the_folder_in_4_bits(trained: dict, folder: Path, name: str, dtype: torch.dtype) -> None:
     expected, ours = expected_base(folder / "llama", dtype), trained[1][0][name].base
     assert expected.keys() == ours.keys()
+    bound = 1e-6 if dtype == torch.float32 else 2**-8  # levels of the oracle are of float64
     for tensor, values in expected.items():
-        bound = 1e-6 if dtype == torch.float32 else 2**-8
         assert np.allclose(ours[tensor], values.float(), rtol=bound, atol=bound * 0.3), tensor
-        if not is_in_4_bits(tensor):
-            assert np.array_equal(ours[tensor], values.float())
 
 
 def test_steps_of_one_process_are_those_of_peft_beside_the_dequantised_weights(
@@ -133,8 +124,9 @@ def test_steps_of_one_process_are_those_of_peft_beside_the_dequantised_weights(
     hf_llama(small_run(**SHAPE), dense)
     save_file(expected_base(folder / "llama"), dense / "model.safetensors", {"format": "pt"})
     theirs = peft_steps(run_of("llama", folder, {}), dense, ours.first, STEPS)
-    assert ours.losses[:STEPS] == pytest.approx(theirs["losses"], abs=1e-6)
-    assert ours.norms[:STEPS] == pytest.approx(theirs["norms"], rel=1e-5)
+    losses, norms = np.transpose(ours.results[:STEPS])
+    assert losses == pytest.approx(theirs["losses"], abs=1e-6)
+    assert norms == pytest.approx(theirs["norms"], rel=1e-5)
     for factor, expected in theirs["factors"].items():
         change = expected - ours.first[factor]
         assert np.linalg.norm(ours.factors[factor] - expected) <= 1e-4 * np.linalg.norm(change), factor
@@ -146,7 +138,6 @@ def test_layouts_have_the_bits_of_one_process_and_train_as_it_does(trained: dict
     for rank in (each[name] for each in trained[2]):
         assert rank.checksum == one.checksum and rank.base.keys() == one.base.keys()
         assert all(np.array_equal(values, one.base[tensor]) for tensor, values in rank.base.items())
-        assert rank.losses == pytest.approx(one.losses, abs=BOUND)
-        assert rank.norms == pytest.approx(one.norms, rel=BOUND)
+        assert np.abs(np.subtract(rank.results, one.results)).max() < BOUND
         for factor, values in one.factors.items():
             assert np.linalg.norm(rank.factors[factor] - values) <= 1e-4 * np.linalg.norm(values), factor
