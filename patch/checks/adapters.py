@@ -5,12 +5,15 @@ from __future__ import annotations
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families.adapters import targets_are_there
+from patch.families.adapters import BLOCK, base_rows, targets_are_there
 
 
 def adapters_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """A run with a factor of adapters has adapters."""
+    """A run with a factor of adapters, or a base beside them in 4 bits, has adapters."""
     adapter = config.adapter
+    if adapter.quantize_base and not adapter.lora_rank:
+        why = "weights in 4 bits do not train"
+        refuse("quantize_base", adapter.quantize_base, f"none, or a rank at {where('lora_rank')}", why)
     if adapter.lora_alpha is not None and not adapter.lora_rank:
         why = "a run without adapters trains all weights"
         refuse("lora_alpha", adapter.lora_alpha, f"0, or a rank at {where('lora_rank')}", why)
@@ -32,3 +35,28 @@ def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
     if config.optimizer.decoupled_lr is not None:
         why = "embedding and output layer are not trained"
         refuse("decoupled_lr", config.optimizer.decoupled_lr, f"none {beside}", why)
+
+
+def base_can_have_4_bits(config: RunConfig, machine: MachineFacts) -> None:
+    """Each rank's rows of a matrix in 4 bits are whole blocks; nothing is asked for that is not built."""
+    base, model = config.adapter.quantize_base, config.model
+    if not base:
+        return
+    if config.has_8_bits:
+        expected = f"bf16, fp16 or fp32 beside {where('quantize_base')} {base}"
+        refuse("precision", "fp8", expected, "a matrix in 4 bits is multiplied in 16 or 32")
+    if model.kv_lora_rank is not None:
+        why = f"it is not built for latent attention ({where('kv_lora_rank')})"
+        refuse("quantize_base", base, "none", why)
+    for row in base_rows(model):
+        is_expert, name = row.part == "expert", next(iter(row.hf))
+        etp = config.experts.expert_tensor_parallel_size if is_expert else None
+        parts = etp or config.parallel.tensor_model_parallel_size
+        whole, own = (row.shard_shape(number)[1] for number in (1, parts))
+        if whole % BLOCK:
+            why = f"a row of {name} has {whole} values, no whole blocks of {BLOCK}"
+            refuse("quantize_base", base, "none", why)
+        if own % BLOCK:
+            field = "expert_tensor_parallel_size" if etp else "tensor_model_parallel_size"
+            expected = f"a size that divides {whole // BLOCK} beside {where('quantize_base')} {base}"
+            refuse(field, parts, expected, f"a row of {name} would be cut within a block of {BLOCK} values")

@@ -78,6 +78,7 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
     overlaps = bool(parallel.tp_comm_overlap)
     yield overlaps and is_aligned and parallel.tensor_model_parallel_size > 1, ("tp_comm_overlap",), aligned
     yield overlaps and config.has_8_bits, ("tp_comm_overlap",), " on layers with 8-bit products"
+    yield overlaps and bool(config.adapter.quantize_base), ("tp_comm_overlap",), " on matrices in 4 bits"
     fuses, fusion = bool(optimizer.gradient_accumulation_fusion), ("gradient_accumulation_fusion",)
     is_own = model.transformer_impl == "local" or bool(no_transformer_engine(config, machine))
     yield fuses and is_aligned, fusion, aligned

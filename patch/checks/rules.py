@@ -76,6 +76,7 @@ RULES: tuple[Rule, ...] = (
     experts.experts_share_pipelines,
     adapters.adapters_are_asked_for,
     adapters.adapters_are_possible,
+    adapters.base_can_have_4_bits,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
     layout.micro_batch_groups_fit,

@@ -201,7 +201,7 @@ def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
 def _groups_products(model: ModelConfig, execution: Execution, machine: MachineFacts) -> bool:
     """Elsewhere torch's grouped product is slow, or wrong where an expert has no token (Blackwell)."""
     adapted = {each.base.part for each in adapters_of(model, execution.adapter)}
-    if model.num_experts is None or "expert" in adapted:
+    if model.num_experts is None or "expert" in adapted or execution.adapter.quantize_base:
         return False
     is_hopper = bool(machine.cuda_devices) and machine.compute_capability[0] == _HOPPER
     return is_hopper and PRECISIONS[execution.precision].kept_as == "bf16"

@@ -57,9 +57,9 @@ def import_adapter(
     shard, experts = TPShard(groups.tp.rank(), groups.tp.size()), ExpertRanks.of(groups, model)
     with all_or_none():
         source = open_adapter(local_path(folder), model, adapter)
-        for name, _, _, parameter, mapping in mapped_parameters(stages, model, shard.size, experts, adapter):
-            slices = [source[PEFT_PREFIX + tensor.name] for tensor in mapping.hf]
-            mapping.hf_to_megatron(parameter, slices, experts.tp if "#" in name else shard)
+        for each in mapped_parameters(stages, model, shard.size, experts, adapter):
+            slices = [source[PEFT_PREFIX + tensor.name] for tensor in each.mapping.hf]
+            each.mapping.hf_to_megatron(each.parameter, slices, experts.tp if "#" in each.name else shard)
 
 
 def export_adapter(

@@ -32,6 +32,7 @@ from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import TIED_OUTPUT
 from patch.logger import get_logger
+from patch.model.four_bit_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class MappedParameter(NamedTuple):
     """The shard of this tensor-parallel rank, detached."""
     mapping: WeightMapping
     """The mapping of the table for this layer and expert."""
+    dtype: torch.dtype
+    """The type of its values; in 4 bits that of the products that they are for."""
 
 
 class _Owner(NamedTuple):
@@ -118,26 +121,26 @@ def iter_hf_weights(
     tp, pp, to_all = groups.tp, groups.pp, receivers == "all"
     mapped = mapped_parameters(stages, model, tp.size(), ExpertRanks.of(groups, model), adapter)
     own = {(each.name, each.layer, each.expert): each.parameter for each in mapped}
-    dtypes = {(each.name, each.layer): each.parameter.dtype for each in mapped}
+    dtypes = {(each.name, each.layer): each.dtype for each in mapped}
     owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
     table = adapter_table(model, adapter) if adapter else weights_table(model, stages[0].vocab_size)
     where = next(stages[0].parameters()).device
     for name, layer, expert in _in_order(table, model.num_layers):
-        mapping, shard, shares = table[name].at(layer, expert), own.get((name, layer, expert)), tp
-        if "#" in name:
-            shares = groups.expt_tp
-            if (name, layer) in dtypes:
-                if shard is None:
-                    shape = mapping.shard_shape(shares.size())
-                    shard = torch.empty(shape, dtype=dtypes[name, layer], device=where)
-                owner = expert // (mapping.num_experts // groups.ep.size())
-                dist.broadcast(shard, dist.get_global_rank(groups.ep, owner), group=groups.ep)
+        mapping, shard = table[name].at(layer, expert), own.get((name, layer, expert))
+        if shard is not None and not shard.is_floating_point():
+            shard = dequantize(shard, dtypes[name, layer])
+        shares = groups.expt_tp if "#" in name else tp
+        shape = mapping.shard_shape(shares.size())
+        if "#" in name and (name, layer) in dtypes:
+            if shard is None:
+                shard = torch.empty(shape, dtype=dtypes[name, layer], device=where)
+            owner = expert // (mapping.num_experts // groups.ep.size())
+            dist.broadcast(shard, dist.get_global_rank(groups.ep, owner), group=groups.ep)
         if receivers != "stage":
             if (name, layer) not in owners:
                 raise ConversionError(
                     f"no pipeline stage has {mapping.hf[0].name}, expected all weights of the given shape"
                 )
-            shape = mapping.shard_shape(shares.size())
             shard = _cross_pipeline(shard, owners[name, layer], shape, where, pp, to_all=to_all)
         if shard is not None:
             shards = _gather_shards(shard, mapping, shares, to_all=to_all or "#" in name)
@@ -184,8 +187,9 @@ def mapped_parameters(
             if match := _EXPERT.search(key):
                 expert, key = first_expert + int(match[1]), _EXPERT.sub(".local_experts.#.", key)
             _check_parameter(name, parameter, key, table, experts.tp.size if match else tp_size)
-            mapping = table[key].at(layer, expert)
-            found[key, layer, expert] = MappedParameter(key, layer, expert, parameter.detach(), mapping)
+            mapping, own = table[key].at(layer, expert), parameter.detach()
+            dtype = own.dtype if own.is_floating_point() else stage.config.params_dtype
+            found[key, layer, expert] = MappedParameter(key, layer, expert, own, mapping, dtype)
     return [found[key] for key in _in_order(table, model.num_layers) if key in found]
 
 
@@ -196,10 +200,9 @@ def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table,
             f"for{nearest(key, list(table))}; expected a GPTModel of the given shape, without wrappers"
         )
     expected = table[key].shard_shape(tp_size)
-    if tuple(parameter.shape) != expected:
+    if (found := dense_shape(parameter)) != expected:
         raise ConversionError(
-            f"{name} of the model has shape {tuple(parameter.shape)}, expected {expected} by its "
-            f"configuration at TP {tp_size}"
+            f"{name} of the model has shape {found}, expected {expected} by its configuration at TP {tp_size}"
         )
 
 
@@ -276,7 +279,8 @@ def import_hf(
     """Fill this rank's pipeline stages from a Hugging Face folder; a collective over the whole job.
 
     Names, shapes and types of all tensors are checked before the first byte is copied. Weights stored in
-    another type are rounded to the type of the parameters (to nearest even), which is logged.
+    another type are rounded to the type of the parameters (to nearest even), which is logged. Of parameters
+    in 4 bits one at a time is dense.
 
     Args:
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
@@ -292,9 +296,14 @@ def import_hf(
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
         source = open_checked(folder, model, next(stages[0].parameters()).dtype, "PR, --precision")
-        for name, _, _, parameter, mapping in mapped_parameters(stages, model, shard.size, experts):
-            slices = [source[tensor.name] for tensor in mapping.hf]
-            mapping.hf_to_megatron(parameter, slices, experts.tp if "#" in name else shard)
+        for each in mapped_parameters(stages, model, shard.size, experts):
+            slices = [source[tensor.name] for tensor in each.mapping.hf]
+            target, is_dense = each.parameter, each.parameter.is_floating_point()
+            if not is_dense:
+                target = target.new_empty(dense_shape(target), dtype=each.dtype)
+            each.mapping.hf_to_megatron(target, slices, experts.tp if "#" in each.name else shard)
+            if not is_dense:
+                each.parameter.copy_(quantize(target))
 
 
 def export_hf(
@@ -332,7 +341,7 @@ def export_hf(
         with all_or_none():
             tied = not model.untie_embeddings_and_output_weights
             dtypes = {
-                tensor: mapped.parameter.dtype
+                tensor: mapped.dtype
                 for mapped in mapped_parameters(stages, model, groups.tp.size(), experts)
                 if not (tied and mapped.name == TIED_OUTPUT)  # a copy of the embedding, on the last stage
                 for expert in range(mapped.mapping.num_experts)  # also those of other ranks

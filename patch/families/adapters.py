@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from patch.errors import ConfigError, nearest, shown
 from patch.families import ConfigReader, weight_rows
@@ -27,6 +27,8 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT has before the names of tensors in a folder."""
 MOST_RANK = 8192
 """The largest rank of an adapter: more than any weight has to gain from it."""
+BLOCK = 64
+"""Values that share a scale in 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,11 @@ class AdapterConfig:
     lora_load: str | None = flag(
         "start from the adapters in this folder of PEFT, which also gives rank, alpha and targets; none: new "
         "ones",
+        None,
+        none="none",
+    )
+    quantize_base: Literal["nf4"] | None = flag(
+        "keep the matrices beside adapters in 4 bits: nf4 as bitsandbytes makes it, in blocks of 64 (QLoRA)",
         None,
         none="none",
     )
@@ -134,11 +141,20 @@ def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
     return not is_mixed or not any(each.base.part in MLP_PARTS for each in adapters_of(model, adapter))
 
 
+def base_rows(model: ModelConfig) -> list[WeightRow]:
+    """The parameters that may have adapters, and that `quantize_base` keeps in 4 bits."""
+    parts = ("attention", *MLP_PARTS)
+    return [row for row in weight_rows(model) if row.part in parts and row.is_matrix]
+
+
+def packed_bytes(elements: int) -> int:
+    """Bytes of whole blocks in 4 bits: half a byte for each value, and a float32 for each block."""
+    return elements // 2 + 4 * elements // BLOCK
+
+
 def _targets(model: ModelConfig) -> dict[str, WeightRow]:
     """The Hugging Face tensors that may have an adapter, with the parameter that each is a part of."""
-    parts = ("attention", *MLP_PARTS)
-    bases = [row for row in weight_rows(model) if row.part in parts and row.is_matrix]
-    return {name: base for base in bases for name in base.hf}
+    return {name: base for base in base_rows(model) for name in base.hf}
 
 
 def _matches(target: str, module: str) -> bool:

@@ -87,9 +87,11 @@ class _Sum(torch.autograd.Function):
 class _Factor(torch.nn.Module):
     """A or B of a part, whose values are not set yet."""
 
-    def __init__(self, row: WeightRow, like: torch.Tensor, tp_size: int, *, sees_part: bool) -> None:
+    def __init__(
+        self, row: WeightRow, like: torch.Tensor, dtype: torch.dtype, tp_size: int, *, sees_part: bool
+    ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(like.new_empty(row.shard_shape(tp_size)))
+        self.weight = torch.nn.Parameter(like.new_empty(row.shard_shape(tp_size), dtype=dtype))
         self.weight.allreduce = getattr(like, "allreduce", True)  # type: ignore[attr-defined]
         if row.kind in _AXES:
             set_tensor_model_parallel_attributes(self.weight, True, _AXES[row.kind], 1)
@@ -131,7 +133,10 @@ class Adapters(torch.nn.ModuleDict):
         base, group = adapters[0].base, layer.tp_group
         is_of_experts = getattr(layer, "explicit_expert_comm", False)
         is_cut = layer.config.sequence_parallel and not is_of_experts
-        make = partial(_Factor, like=layer.weight, tp_size=group.size(), sees_part=is_cut or is_of_experts)
+        make = partial(
+            _Factor, like=layer.weight, dtype=layer.config.params_dtype, tp_size=group.size(),
+            sees_part=is_cut or is_of_experts,
+        )  # fmt: skip
         super().__init__({each.name: _Part(make, each) for each in adapters})
         self._scale, self._dropout, self._group = config.scale, config.lora_dropout, group
         self._send = None if is_of_experts or group.size() == 1 else _message(layer, is_cut=is_cut)

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from patch.model.four_bit_product import FOUR_BITS
 from patch.model.grouped_experts import SIZES, GroupedExperts, activation_backward
 from patch.model.mlp import Activation, through_layers
 from patch.model.weight_gradient import weight_gradient
@@ -215,7 +216,8 @@ class LocalExperts(SequentialMLP):
         Returns:
             [T, H], and no bias.
         """
-        if any(hasattr(layer, "adapters") for layer in self.local_experts[0].children()):
+        layers = (self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2)
+        if layers[0].product is FOUR_BITS or any(hasattr(layer, "adapters") for layer in layers):
             assert not self.is_grouped, "the backends do not choose it"
             return self._one_by_one(tokens, weights, tokens_per_expert.tolist()), None
         experts = [*self.local_experts]
@@ -230,7 +232,7 @@ class LocalExperts(SequentialMLP):
         return _Experts.apply(tokens, weights, tokens_per_expert.tolist(), self._activate, *matrices), None
 
     def _one_by_one(self, tokens: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """The same by the experts' own layers, which have adapters; backward keeps more."""
+        """The same by the experts' own layers, which have adapters or 4 bits; backward keeps more."""
         results = []
         parts = zip(self.local_experts, tokens.split(sizes), weights.split(sizes), strict=True)
         for expert, own, weight in parts:

@@ -1,7 +1,7 @@
 """The linear layers: upstream's, cut over tensor parallelism (TP) by columns or rows, made of parts.
 
-    product     how matrices are multiplied: `Product` (plain), EightBits (eight_bit_product.py), BatchFirst
-                and its like (hf_order.py)
+    product     how matrices are multiplied: `Product` (plain), EightBits (eight_bit_product.py), FourBits
+                (four_bit_product.py), BatchFirst and its like (hf_order.py)
     messages    around the product, as upstream's (`Messages`), or in pieces of it (overlapped_linear.py)
     sink        where a weight's gradient goes: weight_gradient.py
 

@@ -41,6 +41,7 @@ from patch.model.attention import CausalAttention
 from patch.model.context_parallel import ContextParallelAttention
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.experts import experts_spec
+from patch.model.four_bit_product import FOUR_BITS
 from patch.model.hf_experts import aligned_experts_spec
 from patch.model.hf_order import (
     AlignedAlibi,
@@ -193,7 +194,9 @@ class Blueprint:
             is_input_kept: whether another operation keeps its input for backward.
         """
         params: dict[str, Any] = {}
-        if self.step_weights is not None and number - 1 in self.execution.fp8.layers(self.model.num_layers):
+        if self.execution.adapter.quantize_base:
+            params["product"] = FOUR_BITS
+        elif self.step_weights is not None and number - 1 in self.execution.fp8.layers(self.model.num_layers):
             # Backward recomputes the norms and the MLP's activation with AC=sel.
             keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
             params["product"] = EightBits(self.step_weights, keeps_input=keeps_input)
@@ -212,7 +215,9 @@ class Blueprint:
     def _experts(self, shared: MLPSubmodules) -> Any:
         """Experts in the place of an MLP, which becomes their shared one."""
         # The dispatcher has their messages.
-        own = MLPSubmodules(linear_fc1=ModuleSpec(module=Column), linear_fc2=ModuleSpec(module=Row))
+        params = {"product": FOUR_BITS} if self.execution.adapter.quantize_base else {}
+        first, second = (ModuleSpec(module=kind, params=params) for kind in (Column, Row))
+        own = MLPSubmodules(linear_fc1=first, linear_fc2=second)
         share = 1 / (self.execution.num_micro_batches * self.groups.dp.size())
         spec = experts_spec(
             own, shared, self.groups, self._activation, share=share,

@@ -16,7 +16,7 @@ from patch.families import attended_channels, traits_of, widths
 from patch.families.adapters import adapters_of
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.parameters import by_layer, element_bytes
+from patch.plan.parameters import by_layer, element_bytes, matrices_per_rank
 from patch.plan.pipeline import Moment, Schedule, moments
 
 _HALF = 2
@@ -120,6 +120,8 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
         ends += boundary
     travelling = 2 * boundary if last else 0
+    if config.adapter.quantize_base:  # a product's weight is dense
+        travelling += max(matrices_per_rank(config)) * size
     rows = config.padded_vocab_size // tp_size
     return _StageBytes(
         layers=sum(layer.kept for layer in layers),

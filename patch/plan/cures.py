@@ -20,7 +20,7 @@ from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
 
-_ADAPTERS = Change("adapter", (("adapter", "lora_rank", 16),))
+_RANK, _IN_4_BITS = ("adapter", "lora_rank", 16), ("adapter", "quantize_base", "nf4")
 _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 
@@ -74,16 +74,21 @@ def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = N
 
 
 def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> str:
-    """That adapters beside the weights of a run fit, which is another training; "" if they do not.
+    """That adapters beside the weights of a run fit, or else in 4 bits, which is another training.
+
+    "" if they do not, or the run itself fits.
 
     Args:
         config, machine, timed_on: see `cures`.
     """
-    run = None if config.adapter.lora_rank else resolve_if_legal(_ADAPTERS.applied(config), machine)
-    if run is None or not (fit := fit_of(run, machine)).is_whole:
-        return ""
-    cure = ChangeSet((_ADAPTERS,), fit, _seconds(run, timed_on or machines_of(config, machine)))
-    return f"LoRA of this run fits: {cure}"
+    has_rank = config.adapter.lora_rank is not None
+    for values in ((_IN_4_BITS,),) if has_rank else ((_RANK,), (_RANK, _IN_4_BITS)):
+        change = Change("adapter", values)
+        run = None if fit_of(config, machine).is_whole else resolve_if_legal(change.applied(config), machine)
+        if run is not None and (fit := fit_of(run, machine)).is_whole:
+            cure = ChangeSet((change,), fit, _seconds(run, timed_on or machines_of(config, machine)))
+            return f"{'QLoRA' if _IN_4_BITS in values else 'LoRA'} of this run fits: {cure}"
+    return ""
 
 
 def what_lacks(config: RunConfig, machine: MachineFacts) -> str:

@@ -224,7 +224,9 @@ def _state(config: RunConfig) -> PlanRow:
         + f" (data-parallel sharding: {stage.name.lower()}"
         + (f" in {instances} instances)" if instances > 1 else ")")
     )
-    beside = f", and {frozen} that do not train" if (frozen := frozen_of(config, None)) else ""
+    frozen = frozen_of(config, None)
+    beside = f", and {frozen.total} that do not train" if frozen.total else ""
+    packed = f" + {frozen.in_4_bits} in 4 bits x 9 / 16" if frozen.in_4_bits else ""
     experts = parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     gradient_parts, state_parts = (
@@ -234,7 +236,7 @@ def _state(config: RunConfig) -> PlanRow:
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}{beside}",
-        f"weights: {count + frozen} x {element_bytes(precision)} bytes = {weights}",
+        f"weights: {count + frozen.dense} x {element_bytes(precision)} bytes{packed} = {weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
         f"optimizer: {count} x {PRECISIONS[precision].state_bytes} bytes{state_parts} (moments 8, and what "
         f"a float32 master has beyond the weight), less what is on the host = {optimizer}",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
+from patch.families.adapters import packed_bytes
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
     element_bytes,
@@ -49,9 +50,11 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
+    frozen = frozen_of(config, pp_rank)
     return RankBytes(
         weights=gathered_bytes(config, pp_rank)
-        + frozen_of(config, pp_rank) * element_bytes(config.training.precision),
+        + frozen.dense * element_bytes(config.training.precision)
+        + packed_bytes(frozen.in_4_bits),
         gradients=kept_parts(
             config,
             pp_rank,

@@ -16,7 +16,7 @@ from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
-from patch.families.adapters import AdapterConfig, adapter_rows
+from patch.families.adapters import AdapterConfig, adapter_rows, base_rows
 
 _T = TypeVar("_T")
 
@@ -105,6 +105,7 @@ def parameters_per_rank(
     experts: ExpertsConfig = ExpertsConfig(),  # noqa: B008 - it never changes
     *,
     of_experts: bool = False,
+    of_base: bool = False,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
 ) -> list[int]:
     """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
@@ -115,13 +116,15 @@ def parameters_per_rank(
     Args:
         model, parallel, experts: of the run.
         of_experts: only those of experts.
+        of_base: only the matrices that may have adapters.
         adapter: with a rank, those of adapters in place of the model's.
     """
     stage_layers, stages = (
         tuple(parallel.stage_layers(model.num_layers)),
         parallel.pipeline_model_parallel_size,
     )
-    return list(_counts(model, Cut.of(parallel, experts), stages, stage_layers, of_experts, adapter))
+    cut = Cut.of(parallel, experts)
+    return list(_counts(model, cut, stages, stage_layers, of_experts, of_base, adapter))
 
 
 @lru_cache(maxsize=256)
@@ -131,12 +134,13 @@ def _counts(
     stages: int,
     stage_layers: tuple[int, ...],
     of_experts: bool,
+    of_base: bool,
     adapter: AdapterConfig,
 ) -> tuple[int, ...]:
     """`parameters_per_rank`; a search of layouts asks for the same ones many times."""
     has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
-    for row in adapter_rows(model, adapter) or weight_rows(model):
+    for row in base_rows(model) if of_base else adapter_rows(model, adapter) or weight_rows(model):
         elements = elements_per_rank(row, model, cut)
         if of_experts and row.part != "expert":
             continue
@@ -163,12 +167,29 @@ def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = 
     )[pp_rank]
 
 
-def frozen_of(config: RunConfig, pp_rank: int | None) -> int:
+class Frozen(NamedTuple):
     """Parameters on a rank that are not trained: the model's beside adapters."""
-    of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
+
+    dense: int
+    in_4_bits: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.in_4_bits
+
+
+def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
+    """Those of a rank of one place in the pipeline; None: of the one with the most parameters."""
     if not config.adapter.lora_rank:
-        return 0
-    return max(of_ranks) if pp_rank is None else of_ranks[pp_rank]
+        return Frozen(0, 0)
+    of_ranks, of_base = (
+        parameters_per_rank(config.model, config.parallel, config.experts, of_base=each)
+        for each in (False, True)
+    )
+    index = of_ranks.index(max(of_ranks)) if pp_rank is None else pp_rank
+    packed = of_base[index] if config.adapter.quantize_base else 0
+    return Frozen(of_ranks[index] - packed, packed)
 
 
 def kept_parts(

@@ -46,6 +46,9 @@ from patch.storage.remote import RemotePath, is_url
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     """Position 22 is none, a Hugging Face folder, a converted one, a run's folder, or its checkpoint/."""
     load = config.checkpoint.load
+    if config.adapter.quantize_base and not (load and is_hf_folder(load)):
+        why = f"matrices get their 4 bits ({where('quantize_base')}) while such a folder is read"
+        refuse("load", load or "none", "a Hugging Face folder (config.json)", why)
     if load is None or is_hf_folder(load):
         return
     with store_errors("load"):

@@ -67,6 +67,16 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert "these are adapters: llama-patch merge" in capfd.readouterr().err
 
 
+def test_export_of_a_base_in_4_bits_has_the_loss_of_the_run(office: Office, tmp_path: Path) -> None:
+    line = arguments(office, tmp_path, TP=1, PP=2, SP="false", SAVE_INTERVAL=STEPS)
+    result = call_workers(2, [*line, "--quantize-base=nf4"])
+    assert result.returncode == 0, result.stderr
+    last = json.loads((tmp_path / "log" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["valid_loss"] == pytest.approx(
+        loss_in_transformers(tmp_path / "hf", office.held_out), abs=1e-4
+    )
+
+
 def test_run_that_starts_from_a_folder_of_peft_and_learns_nothing_writes_it_again(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:

@@ -7,12 +7,18 @@ functions: a test that uses it skips itself without it.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from training_runs import token_mean
 
+from patch.config.schema import RunConfig
+from patch.convert.live_weights import iter_hf_weights
 from patch.families import ModelConfig
 from patch.families.adapters import AdapterConfig, write_adapter
+from patch.optimizer import learning_rate
+from patch.training.setup import Run
 
 
 class Tree(nn.Module):
@@ -49,3 +55,43 @@ def peft_model(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> Any:
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.1)
     return found
+
+
+def peft_steps(
+    config: RunConfig, folder: Path, factors: dict[str, np.ndarray], num_steps: int
+) -> dict[str, Any]:
+    """PEFT's model with these factors, and torch's AdamW: losses, norms, first gradients and last factors."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    targets: Any = adapter.lora_target_modules
+    described = LoraConfig(
+        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora,
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+    )  # fmt: skip
+    model = get_peft_model(model, described)
+    theirs = {
+        name.replace("base_model.model.", "").replace(".default", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert theirs.keys() == factors.keys()
+    for name, parameter in theirs.items():
+        parameter.data.copy_(torch.from_numpy(factors[name]))
+    optimizer = torch.optim.AdamW(theirs.values(), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for iteration in range(num_steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, num_steps, config.optimizer)
+        optimizer.zero_grad()
+        loss = token_mean(model, config, iteration)
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0).item())
+        optimizer.step()
+    return found | {"factors": {name: parameter.detach().numpy() for name, parameter in theirs.items()}}
+
+
+def factors_of(run: Run) -> dict[str, np.ndarray]:
+    weights = iter_hf_weights(run.stages, run.config.model, run.groups, adapter=run.config.adapter)
+    return {name: values.float().numpy().copy() for name, values in weights}

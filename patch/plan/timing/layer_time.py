@@ -117,6 +117,10 @@ def product_seconds(
     return max(2 * m * n * k / (machine.peak_flops(precision) * reached), memory / machine.memory_rate)
 
 
+_UNPACKING = 14
+"""Bytes that making one number of 4 bits reads and writes, but for the number (four_bit_product.py)."""
+
+
 class _Products:
     """Seconds of a layer's products, all and one by one, each with the tokens that use its matrix.
 
@@ -160,6 +164,9 @@ class _Products:
                 once = times * product_seconds(machine, precision, (own, out, into), size)
                 self.forward, self.backward = self.forward + once, self.backward + 2 * once
         self.backward += sum(self.weights)
+        if config.adapter.quantize_base:
+            made = sum(t * n * k for t, _, n, k in sides) * (_UNPACKING + size) / machine.memory_rate
+            self.forward, self.backward = self.forward + made, self.backward + made
 
 
 def _attention(config: RunConfig, machine: Machine) -> float:

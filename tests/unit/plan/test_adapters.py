@@ -1,5 +1,6 @@
 """Adapters in the plan: parameters and FLOPs against PEFT's model and torch's counter, bytes by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from patch.plan.cures import cures, lora_line, refuse_what_cannot_fit
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank
-from patch.plan.parameters import parameters_of, total_parameters, trained_parameters
+from patch.plan.parameters import frozen_of, parameters_of, total_parameters, trained_parameters
 from patch.plan.resolve import stage_cost
 from patch.plan.timing.step_time import step_time
 
@@ -86,6 +87,19 @@ def test_70b_on_eight_gpus_is_planned_and_named_beside_the_cures() -> None:
     state = bytes_per_rank(run)
     assert 16.5 < state.weights / 2**30 < 16.7 and state.total < 18 * 2**30
     assert fit_of(run, H100.facts).is_whole and not cures(run, H100.facts) and not lora_line(run, H100.facts)
+
+
+def test_8b_in_4_bits_on_a_gpu_of_24_gb_is_planned_and_named() -> None:
+    card = replace(H100, devices_per_node=1, device_memory_bytes=int(23.6 * 2**30))
+    flags = "--lora-rank 16 --quantize-base nf4"
+    lora, run = (planned_run(length=2048, machine=card, flags=each) for each in ("--lora-rank 16", flags))
+    matrices = 32 * (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336)
+    others = total_parameters(run.model) - matrices + OF_8B
+    assert bytes_per_rank(run) == (2 * others + matrices * 36 // 64, *bytes_per_rank(lora)[1:])
+    assert frozen_of(planned_run(tp=2, pp=2, flags=flags), 1).in_4_bits == matrices // 4
+    assert lora_line(lora, card.facts).startswith("QLoRA of this run fits: --quantize-base nf4 (")
+    assert fit_of(run, card.facts).is_whole and not lora_line(run, card.facts)
+    assert step_time(lora, H100).seconds < step_time(run, H100).seconds
 
 
 def test_adapters_of_experts_are_cut_with_them() -> None:

@@ -11,23 +11,20 @@ import numpy as np
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from peft_oracle import factors_of, peft_steps
 from small_runs import hf_llama, small_run
 from training_runs import (
     build_seeded_run,
     digests,
     save,
     stored_tensors,
-    token_mean,
     train_run,
 )
 
 from patch.config.schema import RunConfig
-from patch.convert.live_weights import iter_hf_weights
 from patch.errors import CheckpointError
 from patch.model import initialize_weights
-from patch.optimizer import learning_rate
 from patch.training.run_state import Progress, find_progress, resume
-from patch.training.setup import Run
 from patch.training.step import train_step
 
 STEPS = 2
@@ -118,44 +115,6 @@ def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
     return {size: run_distributed(train_all, size, folder) for size in (1, 2)}
 
 
-def peft_steps(config: RunConfig, folder: Path, factors: dict[str, np.ndarray]) -> dict[str, Any]:
-    """PEFT's model with these factors, and torch's AdamW: losses, norms, first gradients and last factors."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    targets: Any = adapter.lora_target_modules
-    described = LoraConfig(
-        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora,
-        target_modules=targets if targets == "all-linear" else targets.split(","),
-    )  # fmt: skip
-    model = get_peft_model(model, described)
-    theirs = {
-        name.replace("base_model.model.", "").replace(".default", ""): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    assert theirs.keys() == factors.keys()
-    for name, parameter in theirs.items():
-        parameter.data.copy_(torch.from_numpy(factors[name]))
-    optimizer = torch.optim.AdamW(theirs.values(), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for iteration in range(STEPS):
-        optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, STEPS, config.optimizer)
-        optimizer.zero_grad()
-        loss = token_mean(model, config, iteration)
-        loss.backward()
-        found["losses"].append(loss.item())
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0).item())
-        optimizer.step()
-    return found | {"factors": {name: parameter.detach().numpy() for name, parameter in theirs.items()}}
-
-
-def factors_of(run: Run) -> dict[str, np.ndarray]:
-    weights = iter_hf_weights(run.stages, run.config.model, run.groups, adapter=run.config.adapter)
-    return {name: values.numpy().copy() for name, values in weights}
-
-
 def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name in ("llama", "some", "down"):
@@ -186,7 +145,7 @@ def beside_peft(folder: Path) -> dict[str, Any]:
 def test_steps_of_one_process_are_those_of_peft(beside_peft: dict[str, Any], folder: Path, name: str) -> None:
     pytest.importorskip("peft")
     ours = beside_peft[name]
-    theirs = peft_steps(run_of(name, {}), folder / "hf", ours["first"])
+    theirs = peft_steps(run_of(name, {}), folder / "hf", ours["first"], STEPS)
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
     for factor, expected in theirs["factors"].items():

@@ -1,0 +1,66 @@
+"""Weights in 4 bits are those of the QLoRA paper and of bitsandbytes; a product keeps nothing dense."""
+
+import numpy as np
+import pytest
+import torch
+from nf4_oracle import levels, quantized
+
+from patch.model.four_bit_product import FOUR_BITS, dense_shape, dequantize, quantize
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS, COLUMNS = 130, 192
+
+
+def random_weight(dtype: torch.dtype) -> torch.Tensor:
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[3, 64:128], weight[4, 5] = 0, -9
+    return weight
+
+
+def parts(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [O, I / 2] and scales [O, I / 64], each contiguous."""
+    return packed[:, : COLUMNS // 2].contiguous(), packed[:, COLUMNS // 2 :].contiguous().view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_bytes_are_those_of_the_paper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patch.model.four_bit_product._PIECE", 7 * COLUMNS)
+    weight = random_weight(dtype)
+    packed = quantize(weight)
+    assert dense_shape(packed) == weight.shape and packed.nbytes == weight.numel() * 9 // 16
+    codes, scales = parts(packed)
+    expected, largest = quantized(weight.float().numpy())
+    assert np.array_equal(torch.stack((codes >> 4, codes & 15), -1).numpy().reshape(ROWS, COLUMNS), expected)
+    assert np.array_equal(scales.flatten().numpy(), largest)
+    numbers = levels()[expected].reshape(-1, 64) * largest[:, None]
+    found = dequantize(packed, torch.float32).numpy().reshape(-1, 64)
+    assert np.abs(found - numbers).max() < 1e-6, "levels of float64 quantiles, rounded otherwise"
+    assert torch.equal(dequantize(packed, dtype), dequantize(packed, torch.float32).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_bytes_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = random_weight(dtype)
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+    packed = quantize(weight)
+    ours, scales = parts(packed)
+    assert torch.equal(ours.view(-1, 1), codes) and torch.equal(scales.flatten(), state.absmax)
+    assert torch.equal(dequantize(packed, dtype), functional.dequantize_4bit(codes, state))
+
+
+def test_product_and_gradient_are_those_of_the_dense_weight_and_nothing_dense_is_kept() -> None:
+    parameter = torch.nn.Parameter(random_weight(torch.float32))
+    packed = quantize(parameter.detach())
+    product = FOUR_BITS.of(parameter)
+    assert parameter.nbytes == packed.nbytes
+    parameter.copy_(packed)
+    input, plain = (torch.ones(5, 2, COLUMNS).cumsum(0).requires_grad_() for _ in range(2))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        output = product(input, parameter)
+    expected = plain @ dequantize(packed, torch.float32).t()
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(output, expected) and torch.allclose(input.grad, plain.grad, rtol=1e-6)
+    assert [tensor.dtype for tensor in kept] == [torch.uint8]
