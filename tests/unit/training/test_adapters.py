@@ -1,9 +1,10 @@
 """Training adapters (LoRA): as PEFT does it in one process, as one process does it in any layout; resumes.
 
-The oracle of one process is PEFT with transformers and torch's AdamW. Two steps at least: B begins as zero,
-so a wrong gradient of A is first seen in the second.
+The oracle of one process is PEFT in Hugging Face's own Trainer, over ten steps. Others take two at least: B
+begins as zero, so a wrong gradient of A is first seen in the second.
 """
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from training_runs import (
     build_seeded_run,
     digests,
     save,
+    seeded_batches,
     stored_tensors,
-    token_mean,
     train_run,
 )
 
@@ -30,7 +31,7 @@ from patch.training.run_state import Progress, find_progress, resume
 from patch.training.setup import Run
 from patch.training.step import train_step
 
-STEPS = 2
+STEPS, MANY_STEPS = 2, 10
 BOUND, FACTOR_BOUND = 2e-6, 1e-4
 """Of losses near 5.6, and relative of norms; relative to the norms of factors and states, as Adam makes the
 smallest gradients as large as others: sums in another order."""
@@ -119,9 +120,26 @@ def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
 
 
 def peft_steps(config: RunConfig, folder: Path, factors: dict[str, np.ndarray]) -> dict[str, Any]:
-    """PEFT's model with these factors, and torch's AdamW: losses, norms, first gradients and last factors."""
+    """PEFT's model with these factors, in Hugging Face's Trainer: losses, norms and the last factors."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    class Recorded(Trainer):
+        """With our schedule; keeps the loss of each micro-batch."""
+
+        losses: list[float] = []
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            peak = config.optimizer.lr
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda done: learning_rate(done + 1, MANY_STEPS, config.optimizer) / peak
+            )
+            return self.lr_scheduler
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.losses.append(loss.item())
+            return loss
 
     adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     targets: Any = adapter.lora_target_modules
@@ -138,17 +156,30 @@ def peft_steps(config: RunConfig, folder: Path, factors: dict[str, np.ndarray]) 
     assert theirs.keys() == factors.keys()
     for name, parameter in theirs.items():
         parameter.data.copy_(torch.from_numpy(factors[name]))
-    optimizer = torch.optim.AdamW(theirs.values(), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for iteration in range(STEPS):
-        optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, STEPS, config.optimizer)
-        optimizer.zero_grad()
-        loss = token_mean(model, config, iteration)
-        loss.backward()
-        found["losses"].append(loss.item())
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0).item())
-        optimizer.step()
-    return found | {"factors": {name: parameter.detach().numpy() for name, parameter in theirs.items()}}
+    size, of_step = config.training.micro_batch_size, config.num_micro_batches
+    settings = TrainingArguments(
+        str(folder.with_name("trainer")), max_steps=MANY_STEPS, per_device_train_batch_size=size,
+        gradient_accumulation_steps=of_step, learning_rate=config.optimizer.lr, weight_decay=0.1,
+        adam_beta2=0.95, max_grad_norm=1.0, train_sampling_strategy="sequential", use_cpu=True,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Recorded(model, settings, train_dataset=rows_of_steps(config))
+    trainer.train()
+    losses = np.reshape(trainer.losses, (MANY_STEPS, of_step)).sum(axis=1)
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    last = {name: parameter.detach().numpy() for name, parameter in theirs.items()}
+    return {"losses": list(losses), "norms": norms, "factors": last}
+
+
+def rows_of_steps(config: RunConfig) -> list[dict[str, torch.Tensor]]:
+    """The rows of all steps in their order, as transformers takes them: it moves labels by one itself."""
+    rows = []
+    for batch in chain.from_iterable(seeded_batches(config, iteration) for iteration in range(MANY_STEPS)):
+        labels = batch.labels.where(batch.loss_mask > 0, -100)
+        for tokens, learned in zip(batch.tokens, labels, strict=True):
+            first, last = torch.tensor([-100]), torch.tensor([0])
+            rows.append({"input_ids": torch.cat([tokens, last]), "labels": torch.cat([first, learned])})
+    return rows
 
 
 def factors_of(run: Run) -> dict[str, np.ndarray]:
@@ -159,14 +190,14 @@ def factors_of(run: Run) -> dict[str, np.ndarray]:
 def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name in ("llama", "some", "down"):
-        config = run_of(name, {})
+        config = run_of(name, {"train_iters": MANY_STEPS})
         run = build_seeded_run(config, folder)
         assert run.optimizer.grad_buffer.num_bytes == 4 * sum(p.numel() for p in run.optimizer.parameters)
         with run.optimizer.full_weights():
             initialize_weights(run.stages, config.model, 1, adapters=True)
         run.optimizer.reload_model_params()
         first = factors_of(run)
-        results = [train_step(run, iteration) for iteration in range(STEPS)]
+        results = [train_step(run, iteration) for iteration in range(MANY_STEPS)]
         run.optimizer.finish_param_sync()
         found[name] = {
             "losses": [result.loss for result in results], "norms": [result.grad_norm for result in results],
@@ -186,8 +217,8 @@ def beside_peft(folder: Path) -> dict[str, Any]:
 def test_steps_of_one_process_are_those_of_peft(beside_peft: dict[str, Any], folder: Path, name: str) -> None:
     pytest.importorskip("peft")
     ours = beside_peft[name]
-    theirs = peft_steps(run_of(name, {}), folder / "hf", ours["first"])
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
+    theirs = peft_steps(run_of(name, {"train_iters": MANY_STEPS}), folder / "hf", ours["first"])
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
     for factor, expected in theirs["factors"].items():
         change = expected - ours["first"][factor]
