@@ -29,8 +29,8 @@ help:  ## this list
 	$(PIP) --no-build-isolation --editable '.[test]'
 	touch $@
 
-quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores)
-	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart
+quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA),--lora)
 
 test: .venv/tests-installed  ## the tests of a change, but those that are long: minutes on two cores
 	$(PYTEST) -m "not long"

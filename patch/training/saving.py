@@ -26,37 +26,12 @@ from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.stored_shape import is_hf_folder
 from patch.storage.names import ADAPTER_FOLDER
-from patch.training.hooks import TrainerHook
 from patch.training.run_state import Progress, state_to_save
 from patch.training.setup import Run
 
 _logger = get_logger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.5
-
-
-class AdapterFolder(TrainerHook):
-    """Writes a run's adapters as a folder of PEFT when a checkpoint is complete; on every rank.
-
-    Args:
-        run: this rank's parts of the run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def on_save(self, iteration: int) -> None:
-        """Replace the folder by the adapters of now."""
-        run, load = self._run, self._run.config.checkpoint.load
-        with run.optimizer.full_weights():
-            export_adapter(
-                run.stages,
-                Path(run.config.checkpoint.output_path) / ADAPTER_FOLDER,
-                run.config.model,
-                run.config.adapter,
-                run.groups,
-                base=load if load is not None and is_hf_folder(load) else None,
-            )
 
 
 class CheckpointSaver:
@@ -136,6 +111,8 @@ class CheckpointSaver:
         self._newest = self._pending = start_save(
             checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
         )
+        if run.config.adapter.lora_rank:
+            _write_adapters(run)
         run.optimizer.placement.record_memory("save")
         if copies is None:
             self._finish()
@@ -184,6 +161,23 @@ class CheckpointSaver:
             return
         self._write_s = pending.seconds
         self._on_save(pending.iteration)
+
+
+def _write_adapters(run: Run) -> None:
+    """Replace the run's folder of PEFT by the adapters of now, of the checkpoint that begins; a collective.
+
+    Before that checkpoint is complete: whoever goes on from it never finds an older folder.
+    """
+    load = run.config.checkpoint.load
+    with run.optimizer.full_weights():
+        export_adapter(
+            run.stages,
+            Path(run.config.checkpoint.output_path) / ADAPTER_FOLDER,
+            run.config.model,
+            run.config.adapter,
+            run.groups,
+            base=load if load is not None and is_hf_folder(load) else None,
+        )
 
 
 def _have_room(num_bytes: int) -> bool:

@@ -45,7 +45,6 @@ from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTimeForecast, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog
-from patch.training.saving import AdapterFolder
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.trainer import Trainer
@@ -118,8 +117,6 @@ def _train(config: RunConfig) -> int:
 def build_hooks(run: Run) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called."""
     hooks: list[TrainerHook] = [StepTimeForecast(run.optimizer)]
-    if run.config.adapter.lora_rank:
-        hooks.append(AdapterFolder(run))
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)

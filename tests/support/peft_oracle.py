@@ -4,6 +4,7 @@ So experts are as transformers 4 had them, for which transformers 5 has one para
 functions: a test that uses it skips itself without it.
 """
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from training_runs import token_mean
+from training_runs import seeded_batches
 
 from patch.config.schema import RunConfig
 from patch.convert.live_weights import iter_hf_weights
@@ -60,9 +61,26 @@ def peft_model(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> Any:
 def peft_steps(
     config: RunConfig, folder: Path, factors: dict[str, np.ndarray], num_steps: int
 ) -> dict[str, Any]:
-    """PEFT's model with these factors, and torch's AdamW: losses, norms, first gradients and last factors."""
+    """PEFT's model with these factors, in Hugging Face's Trainer: losses, norms and the last factors."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    class Recorded(Trainer):
+        """With our schedule; keeps the loss of each micro-batch."""
+
+        losses: list[float] = []
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            peak = config.optimizer.lr
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda done: learning_rate(done + 1, num_steps, config.optimizer) / peak
+            )
+            return self.lr_scheduler
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.losses.append(loss.item())
+            return loss
 
     adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     targets: Any = adapter.lora_target_modules
@@ -79,17 +97,30 @@ def peft_steps(
     assert theirs.keys() == factors.keys()
     for name, parameter in theirs.items():
         parameter.data.copy_(torch.from_numpy(factors[name]))
-    optimizer = torch.optim.AdamW(theirs.values(), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for iteration in range(num_steps):
-        optimizer.param_groups[0]["lr"] = learning_rate(iteration + 1, num_steps, config.optimizer)
-        optimizer.zero_grad()
-        loss = token_mean(model, config, iteration)
-        loss.backward()
-        found["losses"].append(loss.item())
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0).item())
-        optimizer.step()
-    return found | {"factors": {name: parameter.detach().numpy() for name, parameter in theirs.items()}}
+    size, of_step = config.training.micro_batch_size, config.num_micro_batches
+    settings = TrainingArguments(
+        str(folder.with_name("trainer")), max_steps=num_steps, per_device_train_batch_size=size,
+        gradient_accumulation_steps=of_step, learning_rate=config.optimizer.lr, weight_decay=0.1,
+        adam_beta2=0.95, max_grad_norm=1.0, train_sampling_strategy="sequential", use_cpu=True,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Recorded(model, settings, train_dataset=_rows_of_steps(config, num_steps))
+    trainer.train()
+    losses = np.reshape(trainer.losses, (num_steps, of_step)).sum(axis=1)
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    last = {name: parameter.detach().numpy() for name, parameter in theirs.items()}
+    return {"losses": list(losses), "norms": norms, "factors": last}
+
+
+def _rows_of_steps(config: RunConfig, num_steps: int) -> list[dict[str, torch.Tensor]]:
+    """The rows of all steps in their order, as transformers takes them: it moves labels by one itself."""
+    rows = []
+    for batch in chain.from_iterable(seeded_batches(config, iteration) for iteration in range(num_steps)):
+        labels = batch.labels.where(batch.loss_mask > 0, -100)
+        for tokens, learned in zip(batch.tokens, labels, strict=True):
+            first, last = torch.tensor([-100]), torch.tensor([0])
+            rows.append({"input_ids": torch.cat([tokens, last]), "labels": torch.cat([first, learned])})
+    return rows
 
 
 def factors_of(run: Run) -> dict[str, np.ndarray]:

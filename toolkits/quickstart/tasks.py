@@ -22,6 +22,7 @@ _MONTHS = "January February March April May June July August September October N
 _CURRENCIES = {"dollars": "$", "euros": "EUR ", "francs": "CHF ", "rupees": "INR "}
 _NAMES = "Ada Ben Chen Dora Emil Fatima Goran Hana Igor Jane Kofi Lena Nora Omar Petra Ravi Sofia".split()
 _CITIES = "Oslo Lima Cairo Paris Delhi Accra Quito Kyoto Porto Turin Perth Miami Dakar Riga Bonn Lyon".split()
+DATE_INSTRUCTION = "Write as ISO date:"
 _TEAMS = "sales legal design finance support research".split()
 
 
@@ -62,7 +63,7 @@ def _date(rng: random.Random) -> Example:
     month = _MONTHS[day.month - 1]
     forms = ("{month} {day}, {year}", "{day} {month} {year}", "{day} of {month}, {year}")
     spelled = rng.choice(forms).format(month=month, day=day.day, year=day.year)
-    return Example("date", "Write as ISO date:", spelled, day.isoformat())
+    return Example("date", DATE_INSTRUCTION, spelled, day.isoformat())
 
 
 def _currency(rng: random.Random) -> Example:

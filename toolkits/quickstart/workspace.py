@@ -89,5 +89,5 @@ def _empty(root: Path) -> None:
     if (root / _MARKER).exists():
         print(f"starting over: the files of an earlier quickstart in {root} are removed", flush=True)
     (root / _MARKER).touch()
-    for name in ("model", "data", "run"):
+    for name in ("model", "data", "base", "run"):
         shutil.rmtree(root / name, ignore_errors=True)

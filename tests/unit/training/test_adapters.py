@@ -1,7 +1,7 @@
 """Training adapters (LoRA): as PEFT does it in one process, as one process does it in any layout; resumes.
 
-The oracle of one process is PEFT with transformers and torch's AdamW. Two steps at least: B begins as zero,
-so a wrong gradient of A is first seen in the second.
+The oracle of one process is PEFT in Hugging Face's own Trainer, over ten steps. Others take two at least: B
+begins as zero, so a wrong gradient of A is first seen in the second.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from patch.model import initialize_weights
 from patch.training.run_state import Progress, find_progress, resume
 from patch.training.step import train_step
 
-STEPS = 2
+STEPS, MANY_STEPS = 2, 10
 BOUND, FACTOR_BOUND = 2e-6, 1e-4
 """Of losses near 5.6, and relative of norms; relative to the norms of factors and states, as Adam makes the
 smallest gradients as large as others: sums in another order."""
@@ -118,14 +118,14 @@ def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
 def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name in ("llama", "some", "down"):
-        config = run_of(name, {})
+        config = run_of(name, {"train_iters": MANY_STEPS})
         run = build_seeded_run(config, folder)
         assert run.optimizer.grad_buffer.num_bytes == 4 * sum(p.numel() for p in run.optimizer.parameters)
         with run.optimizer.full_weights():
             initialize_weights(run.stages, config.model, 1, adapters=True)
         run.optimizer.reload_model_params()
         first = factors_of(run)
-        results = [train_step(run, iteration) for iteration in range(STEPS)]
+        results = [train_step(run, iteration) for iteration in range(MANY_STEPS)]
         run.optimizer.finish_param_sync()
         found[name] = {
             "losses": [result.loss for result in results], "norms": [result.grad_norm for result in results],
@@ -145,8 +145,8 @@ def beside_peft(folder: Path) -> dict[str, Any]:
 def test_steps_of_one_process_are_those_of_peft(beside_peft: dict[str, Any], folder: Path, name: str) -> None:
     pytest.importorskip("peft")
     ours = beside_peft[name]
-    theirs = peft_steps(run_of(name, {}), folder / "hf", ours["first"], STEPS)
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
+    theirs = peft_steps(run_of(name, {"train_iters": MANY_STEPS}), folder / "hf", ours["first"], MANY_STEPS)
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
     for factor, expected in theirs["factors"].items():
         change = expected - ours["first"][factor]

@@ -2,17 +2,20 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from safetensors.torch import load_file
 from small_runs import small_run
-from training_runs import build_seeded_run, digests, messages_from
+from training_runs import build_seeded_run, digest_of, digests, messages_from, stored_tensors
 
 from patch.checkpoint import host_copies, latest_iteration
 from patch.config.schema import RunConfig
@@ -39,13 +42,26 @@ def slow_down_copies() -> None:
     host_copies.HostCopies._reserve = slow  # type: ignore[method-assign]
 
 
+class KeptAdapters(TrainerHook):
+    """Copies the folder of PEFT when a checkpoint is complete."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+
+    def on_save(self, iteration: int) -> None:
+        shutil.copytree(self._output / "adapter", self._output / f"adapter-{iteration}")
+
+
 def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str]:
     """What the runs say about saving."""
     slow_down_copies()
     messages = messages_from("INFO", "patch.training.saving")
     for config in configs.values():
         run = build_seeded_run(config)
-        assert Trainer(run, build_hooks(run)).train() == 0
+        hooks = build_hooks(run)
+        if config.adapter.lora_rank and rank == 0:
+            hooks.append(KeptAdapters(Path(config.checkpoint.output_path)))
+        assert Trainer(run, hooks).train() == 0
         new_job()
     free = psutil.virtual_memory().available
     assert _have_room(1) and not _have_room(free // 2)  # of two ranks on one host
@@ -59,9 +75,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]
         "dp": 2, "data_parallel_sharding": "gradients", "precision": "bf16", "train_iters": STEPS,
         "save_interval": 2,
     }  # fmt: skip
+    runs: dict[str, dict[str, Any]] = {
+        "background": {}, "waiting": {"async_save": False}, "adapters": {"lora_rank": 3}
+    }  # fmt: skip
     configs = {
-        name: small_run(**changes, async_save=async_save, output_path=str(root / name))
-        for name, async_save in (("background", True), ("waiting", False))
+        name: small_run(**{**changes, "async_save": True, "output_path": str(root / name), **own})
+        for name, own in runs.items()
     }
     return root, run_distributed(train, 2, configs)
 
@@ -77,10 +96,20 @@ def test_background_changes_no_byte(runs) -> None:
             assert first == second, name
 
 
+def test_folder_of_peft_has_the_adapters_of_its_checkpoint(runs) -> None:
+    for iteration in (2, 4, 6):
+        folder = runs[0] / "adapters"
+        saved = stored_tensors(folder / "checkpoint" / f"iter_{iteration:07d}")
+        layers = [layer for key, all in saved.items() if not key.startswith("optimizer.") for layer in all]
+        kept = load_file(folder / f"adapter-{iteration}" / "adapter_model.safetensors").values()
+        assert sorted(digest_of([one]) for one in kept) == sorted(digest_of([one]) for one in layers)
+
+
 def test_choice_and_lack_of_memory_are_said(runs) -> None:
     for messages in runs[1]:
-        first, room, lack = messages
-        assert "checkpoints are written in the background, from copies of" in first
+        *trainings, room, lack = messages
+        assert len(trainings) == 2  # in the background
+        assert all("written in the background, from copies of" in said for said in trainings)
         assert room.startswith("checkpoints are written in the background")
         assert "training waits while checkpoints are written: copies of the states on" in lack
 
