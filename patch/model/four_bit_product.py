@@ -92,6 +92,7 @@ class FourBits(Product):
         assert weight is not None, "a weight in 4 bits belongs to its layer"
         weight.requires_grad_(False)
         rows, columns = weight.shape
+        assert columns % BLOCK == 0, "the rules refuse it"
         weight.data = weight.new_empty(rows, packed_bytes(columns), dtype=torch.uint8)
         return self
 

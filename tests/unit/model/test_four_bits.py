@@ -7,6 +7,7 @@ from nf4_oracle import levels, quantized
 
 from patch.model.four_bit_product import FOUR_BITS, dense_shape, dequantize, quantize
 
+REASON = "bitsandbytes is not installed: make test installs it"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 130, 192
 
@@ -40,7 +41,7 @@ def test_bytes_are_those_of_the_paper(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_bytes_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes").functional
+    functional = pytest.importorskip("bitsandbytes", reason=REASON).functional
     weight = random_weight(dtype)
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
     packed = quantize(weight)
