@@ -30,6 +30,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from safetensors.torch import load_file
+
 STEPS = 10
 RANKS = 2
 MOMENTS = (
@@ -62,12 +64,13 @@ class Hit(NamedTuple):
 # The run.
 
 
-def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
+def settings(output: Path, *, is_async: bool, interval: int, lora_rank: int) -> dict[str, Any]:
     """The changes of `small_run` that make the run."""
     return {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
         "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
         "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 5,
+        "lora_rank": lora_rank,
     }  # fmt: skip
 
 
@@ -229,12 +232,13 @@ def _is_whole(folder: Path) -> bool:
 
 
 def outcome(output: Path) -> dict[str, Any]:
-    """The bytes of the last checkpoint's tensors, and what the metrics say of all steps."""
+    """The bytes of the last checkpoint's tensors and of adapter/, and what the metrics say of all steps."""
     folder = output / "checkpoint" / f"iter_{STEPS:07d}"
     lines = map(json.loads, (output / "log" / "metrics.jsonl").read_text().splitlines())
     metrics = [(line["iteration"], line["loss"], line["grad_norm"]) for line in lines]
     data = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
     assert _is_whole(folder) and len(data) == 2 * RANKS
+    data |= {path.name: path.read_bytes() for path in output.glob("adapter/*")}
     return {"metrics": metrics, "index": (folder / ".metadata").read_bytes(), **data}
 
 
@@ -248,10 +252,11 @@ class Killing:
         folder: where the runs are.
         is_async: whether checkpoints are written in the background.
         seed: of all that is drawn.
+        lora_rank: of the adapters that train; 0: all weights do.
     """
 
-    def __init__(self, folder: Path, *, is_async: bool, seed: int) -> None:
-        self._folder, self._is_async = folder, is_async
+    def __init__(self, folder: Path, *, is_async: bool, seed: int, lora_rank: int = 0) -> None:
+        self._folder, self._how = folder, {"is_async": is_async, "lora_rank": lora_rank}
         self._random = random.Random(seed)
         self.hits: list[Hit] = []
         self._moments: list[str] = []
@@ -276,7 +281,7 @@ class Killing:
         self._least = {}
         interval, newest = self._random.choice((1, 2)), 0
         while newest < STEPS:
-            job = Job(settings(output, is_async=self._is_async, interval=interval))
+            job = Job(settings(output, interval=interval, **self._how))
             try:
                 is_killed = len(self.hits) < num_kills and self._kill(job, output)
                 wait_for(job.ended, _END_S if is_killed else _RUN_S)
@@ -323,6 +328,9 @@ class Killing:
         whole = max(whole_checkpoints(output / "checkpoint"), default=0)
         least = max([newest, *self._least.values()])
         assert whole >= least, f"{output}: the newest whole checkpoint is {whole}, it was {least}"
+        if (output / "adapter").exists():
+            load_file(output / "adapter" / "adapter_model.safetensors")
+            json.loads((output / "adapter" / "adapter_config.json").read_text())
         assert is_killed or whole == STEPS, f"{output}/messages: not killed, but ended after {whole}"
         self._least = {len(begun): whole}
         return whole
@@ -344,10 +352,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--save", choices=("sync", "async"), default="async")
+    parser.add_argument("--lora-rank", type=int, default=0)
     chosen = parser.parse_args(arguments)
     print(chosen, flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        killing = Killing(Path(folder), is_async=chosen.save == "async", seed=chosen.seed)
+        killing = Killing(
+            Path(folder), is_async=chosen.save == "async", seed=chosen.seed, lora_rank=chosen.lora_rank
+        )
         try:
             killing.run(chosen.kills)
         finally:
