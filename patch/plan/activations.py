@@ -283,7 +283,9 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
     if any(each.base.part == "expert" for each in adapters_of(config.model, config.adapter)):
         inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
-    narrowed = (size - PRECISIONS[training.precision].factor_bytes) * (2 * hidden + mlp.taken)
+    # Adapters keep them as they are, and weights that stay keep nothing.
+    bytes_kept = size if config.adapter.lora_rank else PRECISIONS[training.precision].factor_bytes
+    narrowed = (size - bytes_kept) * (2 * hidden + mlp.taken)
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + inputs + gate_up + activation - narrowed,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + inputs + gate_up,
