@@ -49,11 +49,7 @@ def open_adapter(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> HF
         ConversionError: the folder cannot be read, or does not fit.
     """
     source = HFFolder(folder, adapter=True)
-    try:
-        tensors = hf_tensors(model, adapter)
-    except ConfigError as error:
-        raise ConversionError(f"{folder}: {error}") from error
-    source.check([HFTensor(PEFT_PREFIX + name, shape) for name, shape in tensors])
+    source.check([HFTensor(PEFT_PREFIX + name, shape) for name, shape in hf_tensors(model, adapter)])
     return source
 
 

@@ -277,12 +277,17 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
     gate_up = size * mlp.given
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     # The product of silu(gate) and up; that of experts is computed again.
-    activation = size * (mlp.taken - widths(config.model, "expert", tp_size).taken)
+    of_experts = size * widths(config.model, "expert", tp_size).taken
+    activation = size * mlp.taken - of_experts
     inputs = 0.0  # of experts, kept beside the norm's output
     if config.model.num_experts:
         inputs = size * dispatch_of(config).rows * config.model.hidden_size / config.micro_batch_tokens
+    if any(each.base.part == "expert" for each in adapters_of(config.model, config.adapter)):
+        inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
-    narrowed = (size - PRECISIONS[training.precision].factor_bytes) * (2 * hidden + mlp.taken)
+    # Adapters keep them as they are, and weights that stay keep nothing.
+    bytes_kept = size if config.adapter.lora_rank else PRECISIONS[training.precision].factor_bytes
+    narrowed = (size - bytes_kept) * (2 * hidden + mlp.taken)
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + inputs + gate_up + activation - narrowed,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + inputs + gate_up,

@@ -58,7 +58,6 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
         rows = adapter_rows(model, config.adapter)
         added = 2 * tokens * sum(len(row.layers) * row.active * row.num_elements for row in rows)
         needed += 3 * added - layers - output
-        layers += added
     repeated = 0.0
     if config.training.recompute_granularity == "full":
         of_layers = by_layer(config, lambda run: sum(_forward_of_layers(run.model, tokens, pairs)))

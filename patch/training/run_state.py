@@ -208,7 +208,7 @@ def resume(
             state["random"] = _sharded_generators()
         loaded = load_checkpoint(root, progress.iteration, state, CURES)
         with all_or_none():
-            restore_scales(stages, loaded["model"])
+            restore_scales(stages, loaded.get("model", {}))  # a rank may have no adapter
     optimizer.load_common_state_dict(loaded)
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})

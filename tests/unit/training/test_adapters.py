@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "some": {"lora_target_modules": "q_proj,v_proj,up_proj"},
     "down": {"lora_target_modules": "down_proj", "lora_rslora": True},
     "experts": EXPERTS,
+    "early": {**EXPERTS, "moe_layer_freq": "[1]*2+[0]*2", "lora_target_modules": "*.experts.*"},
     "latents": LATENT,
     "few": {**EXPERTS, "num_layers": 1, "moe_layer_freq": "1", **ROWS_OF_FOUR},
 }
@@ -69,6 +70,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "some, SP": ("some", {**SP2, "tp_comm_overlap": False}),
     "down, TP, selective": ("down", {"tp": 2, **SELECTIVE}),
     "PP interleaved, full": ("llama", {"pp": 2, "stage": 1, **FULL}),
+    "PP, a stage without adapters": ("early", {"pp": 2}),
     "CP ring": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
     "CP a2a, block": ("some", {"cp": 2, "cp_comm_type": "a2a", **FULL, "recompute_method": "block"}),
     "ZeRO-1, half offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "optimizer", **HALF}),
@@ -169,10 +171,10 @@ def test_adapters_train_as_in_one_process(trained: dict, folder: Path, name: str
 def resume_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """A step after the checkpoint of one process, of a run that goes on and of resumed ones; another base."""
     found: dict[str, Any] = {}
-    layouts: dict[str, dict[str, Any]] = {"again": {}} if world_size == 1 else RESUMED
-    for name, changes in layouts.items():
-        run = build_seeded_run(run_of("llama", {**changes, "train_iters": STEPS + 1}))
-        resume(folder / "llama", find_progress(folder / "llama"), run.stages, run.optimizer, 0)
+    layouts = {name: (name, {}) for name in ("llama", "early")} if world_size == 1 else RESUMED
+    for name, (model, changes) in layouts.items():
+        run = build_seeded_run(run_of(model, {**changes, "train_iters": STEPS + 1}))
+        resume(folder / model, find_progress(folder / model), run.stages, run.optimizer, 0)
         save(folder / f"resumed {name}", Progress(STEPS, 4 * STEPS), run.stages, run.optimizer)
         found[name] = train_step(run, STEPS).loss
         new_job()
@@ -185,10 +187,11 @@ def resume_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-RESUMED: dict[str, dict[str, Any]] = {
-    "SP": SP2,
-    "PP interleaved": {"pp": 2, "stage": 1},
-    "ZeRO-2": {"dp": 2, "data_parallel_sharding": "gradients", **HALF},
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "SP": ("llama", SP2),
+    "PP interleaved": ("llama", {"pp": 2, "stage": 1}),
+    "ZeRO-2": ("llama", {"dp": 2, "data_parallel_sharding": "gradients", **HALF}),
+    "a stage without": ("early", {"pp": 2}),
 }
 
 
@@ -196,12 +199,13 @@ def test_a_checkpoint_of_adapters_resumes_at_any_layout_beside_its_own_base_alon
     trained: dict, folder: Path
 ) -> None:
     (again,), ranks = (run_distributed(resume_all, size, folder) for size in (1, 2))
-    expected = stored_tensors(folder / "llama" / f"iter_000000{STEPS}")
-    for name in ("again", *RESUMED):
+    models = {name: model for name, (model, _) in RESUMED.items()}
+    for name, model in ({name: name for name in again} | models).items():
+        expected = stored_tensors(folder / model / f"iter_000000{STEPS}")
         ours = stored_tensors(folder / f"resumed {name}" / f"iter_000000{STEPS}")
         assert all(torch.equal(values, ours[key]) for key, values in expected.items())
-    losses = [max(rank[name] for rank in ranks) for name in RESUMED]
-    assert losses == pytest.approx([again["again"]] * len(RESUMED), abs=2e-6)
+    losses = [max(rank[name] for rank in ranks) for name in models]
+    assert losses == pytest.approx([again[model] for model in models.values()], abs=2e-6)
 
 
 def run_dropout(rank: int, world_size: int) -> dict[str, Any]:

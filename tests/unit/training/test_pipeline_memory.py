@@ -58,6 +58,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "bloom": {"model_type": "bloom", "use_rope_scaling": False},
     "full": {"recompute_granularity": "full"},
     "experts": EXPERTS,
+    "adapters": {"lora_rank": 3},
+    "adapters of experts": {"lora_rank": 3, "precision": "bf16", **EXPERTS},
     "experts but in the last layer, bf16, selective": {
         "precision": "bf16", "recompute_granularity": "selective", "moe_layer_freq": "[1]*2+[0]", **EXPERTS,
     },
@@ -267,4 +269,5 @@ def test_the_plan_says_what_waits_for_backward(ranks: list, case: str) -> None:
 @pytest.mark.parametrize("case", ALONE)
 def test_the_plan_is_close_to_what_the_allocator_gives(allocated: dict, case: str) -> None:
     planned = activation_peak(small_run(**LONG | ALONE[case]), 0, cuda=False)
-    assert planned.total == pytest.approx(allocated[case], rel=0.07)
+    # Before the first adapter nothing is kept, which counts among so few layers.
+    assert planned.total == pytest.approx(allocated[case], rel=0.13 if "adapters" in case else 0.07)
