@@ -29,7 +29,8 @@ class RouteComparison(NamedTuple):
     """Tokens that would go to other experts."""
     largest_gap: float
     """How much larger transformers' logit is of the expert that it chooses instead, at most: a share of the
-    token's largest logit; 0 is a tie."""
+    layer's largest logit; 0 is a tie. What routers are given is normed, so rounding moves the logits of all
+    tokens alike, also where they happen to be small."""
 
 
 @contextmanager
@@ -72,6 +73,7 @@ class _Replay:
 
     def __init__(self, passes: Sequence[tuple[torch.Tensor, torch.Tensor]], own: Any) -> None:
         self._passes, self._own = iter(passes), own
+        self._largest = max(logits.abs().max().item() for _, logits in passes)
         self.compared = RouteComparison(0, 0, 0.0)
 
     def get_replay_topk(
@@ -92,7 +94,7 @@ class _Replay:
         ours.scatter_(1, own, True)
         missed, other = (logits.where(kept, -torch.inf).amax(1) for kept in (theirs & ~ours, ours & ~theirs))
         differs = (ours != theirs).any(1)
-        gaps = ((missed - other) / logits.abs().amax(1))[differs]
+        gaps = ((missed - other) / self._largest)[differs]
         tokens, differing, largest = self.compared
         self.compared = RouteComparison(
             tokens + len(logits), differing + int(differs.sum()), max([largest, *gaps.abs().tolist()])

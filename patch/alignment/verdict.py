@@ -15,7 +15,7 @@ HALF_COSINE = 0.999
 
 
 TIES = {"fp32": 1e-4, "fp16": 2**-8, "bf16": 2**-5}
-"""Largest gap between the logits of two experts, as a share of the largest one, that rounding closes."""
+"""Largest gap between the logits of two experts, as a share of the layer's largest, that rounding closes."""
 
 
 class Verdict(NamedTuple):

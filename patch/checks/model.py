@@ -86,9 +86,6 @@ def latent_attention_is_possible(config: RunConfig, machine: MachineFacts) -> No
             refuse(field, "true", "false", why)
     if model.window_size is not None:
         refuse("window_size", scalar_of(config, "window_size"), "none", why)
-    if model.precision_align is not None:
-        of_bits = f"latent attention ({_LATENT}) has no form with the bits of transformers' gradients"
-        refuse("precision_align", model.precision_align, "none", of_bits)
     if config.has_8_bits:
         refuse("precision", "fp8", "bf16, fp16 or fp32", "latent attention has no 8-bit products yet")
 

@@ -199,7 +199,7 @@ MIXTRAL = ExpertsFamily(
     rows=partial(rows_named, _MIXTRAL_NAMES),
     expert_keys={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
     supported={"router_jitter_noise": 0.0},
-    float32_of_router=frozenset({"weights"}),
+    own_of_router=frozenset({"weights"}),
     has_layer_choice=False,
     presets={
         "8x7B": _shape(

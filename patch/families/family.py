@@ -53,8 +53,9 @@ class Family:
     """Whether the layers use the window given by `sliding_window`; None: they never have a window."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """The keys for traits that only this family's config.json has."""
-    float32_of_router: Set[str] = frozenset()
-    """What transformers computes in float32 in a 16-bit model too: of "logits" and experts' "weights"."""
+    own_of_router: Set[str] = frozenset()
+    """What its class in transformers has: float32 "logits", float32 "weights" in a 16-bit model, "unsorted"
+    choices."""
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
     """The weight table of a model of this family; the traits are the model's."""
 

@@ -45,6 +45,8 @@ class CausalAttention(torch.nn.Module):
         The other arguments are upstream's builder protocol.
     """
 
+    pads_values = True
+    """Whether kernels get values as wide as queries and keys."""
     may_use_varlen = True
     """Whether packed sequences and windows may be computed by another kernel than whole rows."""
 
@@ -93,7 +95,7 @@ class CausalAttention(torch.nn.Module):
         """
         assert attention_mask is None and attention_bias is None
         width = value.shape[3]
-        if width == query.shape[3]:
+        if width == query.shape[3] or not self.pads_values:
             return self._attend_tokens(query, key, value, packed_seq_params)
         wide = F.pad(value, (0, query.shape[3] - width))
         context = self._attend_tokens(query, key, wide, packed_seq_params)

@@ -38,21 +38,33 @@ FURTHER_COUNTS = ("dropped", "aux_loss", "z_loss")
 """What a router notes beside the load of each expert."""
 
 
-class _LikeliestGroups:
+class LikeliestGroups:
     """Groups of experts by DeepSeek-V2's rule (arXiv:2405.04434, 2.2.3), where upstream asks for a replay.
 
     A token visits experts of the groups whose largest scores are the largest. Upstream's own rule, that of
     DeepSeek-V3, is another: the sum of the largest scores (moe_utils.py:515-560).
+
+    Args:
+        is_sorted: whether a token's experts come by their scores.
     """
 
+    def __init__(self, *, is_sorted: bool = True) -> None:
+        self._is_sorted = is_sorted
+
     def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, *unused: Any
+        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int, *unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest scores [tokens, topk] of [tokens, experts], and their experts."""
+        if num_groups is None:
+            return scores.topk(topk, sorted=self._is_sorted)
         of_groups = scores.unflatten(1, (num_groups, -1))
         chosen = of_groups.amax(-1).topk(group_topk).indices
         others = torch.ones_like(of_groups[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
-        return of_groups.masked_fill(others[..., None], float("-inf")).flatten(1).topk(topk)
+        return (
+            of_groups.masked_fill(others[..., None], float("-inf"))
+            .flatten(1)
+            .topk(topk, sorted=self._is_sorted)
+        )
 
 
 class Router(TopKRouter):
@@ -77,7 +89,7 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self._share = share
         if config.moe_router_group_topk:
-            self.router_replay = _LikeliestGroups()
+            self.router_replay = LikeliestGroups()
         counts = torch.zeros(config.num_moe_experts + len(FURTHER_COUNTS), dtype=torch.float64)
         self.register_buffer("counts", counts, persistent=False)
         """In a step: tokens that this rank sent to each expert, and then FURTHER_COUNTS: choices without
@@ -107,7 +119,7 @@ class Router(TopKRouter):
         groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if not groups or not chosen:
             return without_groups
-        indices = _LikeliestGroups().get_replay_topk(scores, self.topk, groups, chosen)[1]
+        indices = LikeliestGroups().get_replay_topk(scores, self.topk, groups, chosen)[1]
         return torch.zeros_like(without_groups).scatter_(1, indices, True)
 
     def attach_and_log_load_balancing_loss(

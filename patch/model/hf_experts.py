@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-from patch.model.experts import Router
+from patch.model.experts import LikeliestGroups, Router
 from patch.model.mlp import Activation
 
 
@@ -29,16 +29,18 @@ class AlignedRouter(Router):
     Args:
         arguments, named: those of Router. Upstream's configuration has a softmax over all experts.
         is_normed: whether a token's weights are divided by their sum.
-        float32: what is float32 whatever the model's type: of "logits" and "weights".
+        own: see Family.own_of_router.
     """
 
-    def __init__(self, *arguments: Any, is_normed: bool, float32: Set[str], **named: Any) -> None:
+    def __init__(self, *arguments: Any, is_normed: bool, own: Set[str], **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._is_normed, self._float32 = is_normed, float32
+        self._is_normed, self._own = is_normed, own
+        if "unsorted" in own:
+            self.router_replay = LikeliestGroups(is_sorted=False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Float32 logits [S, B, experts] of tokens [B, S, H]."""
-        dtype = torch.float32 if "logits" in self._float32 else input.dtype
+        dtype = torch.float32 if "logits" in self._own else input.dtype
         logits = F.linear(input.flatten(0, 1).to(dtype), self.weight.to(dtype))
         return logits.float().view(*input.shape[:2], -1).transpose(0, 1).contiguous()
 
@@ -53,7 +55,7 @@ class AlignedRouter(Router):
         weights = scores.gather(1, choices.chosen)
         if self._is_normed:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        if "weights" not in self._float32:
+        if "weights" not in self._own:
             weights = weights.to(self.weight.dtype)
         return _batch_first(weights, logits.shape[1]), _batch_first(choices.chosen, logits.shape[1])
 
@@ -103,7 +105,10 @@ class AlignedMoELayer(MoELayer):
         gate_weight = None if shared is None else shared.gate_weight
         if gate_weight is not None:
             of_shared = self._of_shared(tokens)
-        output = self._of_experts(tokens, *self.router(tokens.view_as(rows_first)))
+        routed = self.router(tokens.view_as(rows_first))
+        # DeepSeek's experts have a view of their own, made behind the router, that adds up their gradients.
+        of_experts = tokens if shared is None or gate_weight is not None else tokens.view_as(tokens)
+        output = self._of_experts(of_experts, *routed)
         if gate_weight is not None:
             output = output + F.linear(tokens, gate_weight).sigmoid() * of_shared
         elif shared is not None:
@@ -134,7 +139,7 @@ def aligned_experts_spec(
     *,
     share: float,
     is_normed: bool,
-    float32: Set[str],
+    own: Set[str],
 ) -> SimpleNamespace:
     """What upstream's build_module makes the layer from; no ModuleSpec, for the reason of `mlp_spec`.
 
@@ -143,8 +148,8 @@ def aligned_experts_spec(
         groups: the process groups.
         activate: see AlignedMoELayer.
         share: see Router.
-        is_normed, float32: see AlignedRouter.
+        is_normed, own: see AlignedRouter.
     """
-    parts.router = partial(AlignedRouter, share=share, is_normed=is_normed, float32=float32)
+    parts.router = partial(AlignedRouter, share=share, is_normed=is_normed, own=own)
     params = {"activate": activate, "pg_collection": groups}
     return SimpleNamespace(module=AlignedMoELayer, submodules=parts, params=params)

@@ -32,15 +32,17 @@ SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
 """LLaMA's operations whose fast form may differ from Hugging Face's. RoPE has one form, in that order."""
 
 _OF_BLOOM = ("layernorm", "gelu", "attention")
+_OF_LATENTS = ("rmsnorm", "rope", "swiglu", "gate_up", "attention")
 
 
 def sources_of(model: ModelConfig) -> tuple[str, ...]:
     """The operations of a model that have a form in Hugging Face's order; none: it has no aligned form."""
     if traits_of(model).is_bloom_like:
         return _OF_BLOOM
-    if not traits_of(model).is_llama_like or model.kv_lora_rank is not None:
+    if not traits_of(model).is_llama_like:
         return ()
-    return (*SOURCES, "experts") if expert_layers(model) else SOURCES
+    sources = SOURCES if model.kv_lora_rank is None else _OF_LATENTS
+    return (*sources, "experts") if expert_layers(model) else sources
 
 
 class AlignedRMSNorm(RMSNorm):
@@ -182,7 +184,7 @@ class AlignedOutput(BatchFirst):
 class AlignedSdpa(CausalAttention):
     """transformers' call of scaled_dot_product_attention; unlike ours it uses one S x S mask for a window."""
 
-    may_use_varlen = False
+    may_use_varlen = pads_values = False
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -202,7 +204,7 @@ class AlignedSdpa(CausalAttention):
 class EagerAttention(CausalAttention):
     """transformers' eager attention: rounded scores are scaled, a mask is added, the softmax is float32."""
 
-    may_use_varlen = False
+    may_use_varlen = pads_values = False
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

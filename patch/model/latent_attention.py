@@ -23,7 +23,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from patch.model.linear import PLAIN
+from patch.model.hf_order import BatchFirst
+from patch.model.linear import PLAIN, Product
 from patch.model.rotary_attention import TableAttention, Turn
 
 LATENT_EPSILON = 1e-6
@@ -35,6 +36,8 @@ class LatentAttention(TableAttention, MLASelfAttention):
 
     Both down projections are upstream's uncut `Linear`.
     """
+
+    _down: Product = PLAIN
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -51,10 +54,10 @@ class LatentAttention(TableAttention, MLASelfAttention):
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            latent = _uncut(self.linear_q_down_proj, hidden_states)
+            latent = self._uncut(self.linear_q_down_proj, hidden_states)
             query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
         query = query.unflatten(-1, (heads, -1))
-        latent, rotary_key = _uncut(self.linear_kv_down_proj, hidden_states).split(
+        latent, rotary_key = self._uncut(self.linear_kv_down_proj, hidden_states).split(
             (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
         )
         # Each rank's heads have a part of its gradient.
@@ -80,8 +83,19 @@ class LatentAttention(TableAttention, MLASelfAttention):
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return Turn.apply(halves, self._table, self._kernels)
 
+    def _uncut(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """The latents [S, B, L] of hidden states, whose layer may have adapters."""
+        latent: torch.Tensor = self._down(hidden, layer.weight)
+        return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent
 
-def _uncut(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The latents [S, B, L] of hidden states, whose layer may have adapters."""
-    latent: torch.Tensor = PLAIN(hidden, layer.weight)
-    return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent
+
+class AlignedLatentAttention(LatentAttention):
+    """LatentAttention in Hugging Face's order of operations: heads are turned as complex float32 numbers."""
+
+    _down = BatchFirst()
+
+    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
+        assert self._table is not None, "called by forward only"
+        angles = torch.view_as_complex(torch.stack(tuple(self._table.permute(0, 2, 3, 1, 4)), dim=-1))
+        pairs = torch.view_as_complex(heads.permute(1, 2, 0, 3).float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * angles).flatten(3).to(heads.dtype).permute(2, 0, 1, 3)

@@ -98,8 +98,9 @@ class LlamaModel(GPTModel):
         self.activation_offload, self.step_weights = blueprint.saved, blueprint.step_weights
         follow_offloaded(self.decoder.layers)
         if traits.has_rope:
+            is_polar = "rope" in blueprint.aligned and model.kv_lora_rank is not None
             self.rotary_pos_emb = RotaryTable(
-                inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
+                inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp), is_polar=is_polar
             )
             own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
             self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)

@@ -28,15 +28,18 @@ class RotaryTable(torch.nn.Module):
         frequencies: (D / 2,) float32, radians from one position to the next.
         factor: of cosines and sines (`attention_factor`).
         zigzag: this rank's part of the sequences.
+        is_polar: whether cosines and sines are made as those of complex numbers, which have other bits.
     """
 
     frequencies: torch.Tensor
 
-    def __init__(self, frequencies: torch.Tensor, factor: float, zigzag: Zigzag) -> None:
+    def __init__(
+        self, frequencies: torch.Tensor, factor: float, zigzag: Zigzag, *, is_polar: bool = False
+    ) -> None:
         super().__init__()
         self._factor = factor
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self._zigzag = zigzag
+        self._zigzag, self._is_polar = zigzag, is_polar
 
     def get_rotary_seq_len(self, *args: Any) -> int:
         """Upstream's protocol: S, or 0 with packed sequences, whose tokens have other positions (`at`)."""
@@ -58,6 +61,9 @@ class RotaryTable(torch.nn.Module):
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The table [2, s, B, 1, D / 2] of tokens at any positions [s, B]."""
         angles = positions[..., None, None].float() * self.frequencies
+        if self._is_polar:
+            numbers = torch.polar(torch.ones_like(angles), angles)
+            return torch.stack((numbers.real, numbers.imag)) * self._factor
         return torch.stack((angles.cos(), angles.sin())) * self._factor
 
 

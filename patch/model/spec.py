@@ -54,7 +54,7 @@ from patch.model.hf_order import (
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.latent_attention import LatentAttention
+from patch.model.latent_attention import AlignedLatentAttention, LatentAttention
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
@@ -162,7 +162,7 @@ class Blueprint:
         """Attention whose q, k and v are made from latents."""
         column = self._linear(Column, number)
         return ModuleSpec(
-            module=LatentAttention,
+            module=AlignedLatentAttention if "rope" in self.aligned else LatentAttention,
             params={"attn_mask_type": AttnMaskType.causal, "is_fused": self.backends.is_fused},
             submodules=MLASelfAttentionSubmodules(
                 linear_q_proj=column,
@@ -230,7 +230,7 @@ class Blueprint:
         assert family is not None, "validate_run refuses it"
         return aligned_experts_spec(
             spec.submodules, self.groups, activation_called(self.traits.activation),
-            share=share, is_normed=is_normed, float32=family.float32_of_router,
+            share=share, is_normed=is_normed, own=family.own_of_router,
         )  # fmt: skip
 
     @property

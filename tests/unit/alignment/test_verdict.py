@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from patch.alignment.logits import LogitStats
 from patch.alignment.measure import LogitComparison, Measurement
-from patch.alignment.routes import RouteComparison
+from patch.alignment.routes import RouteComparison, _Replay
 from patch.alignment.stored import ConfigDifference
-from patch.alignment.verdict import judge
+from patch.alignment.verdict import TIES, judge
 from patch.alignment.weights import WeightComparison, WeightDifference
 
 EQUAL = LogitStats(max=0.0, mean=0.0, cosine=1.0, kl=0.0, top1=1.0)
@@ -59,6 +60,15 @@ def test_what_another_order_explains_is_normal(changes: dict) -> None:
 def test_what_it_does_not_explain_is_not(changes: dict, words: str) -> None:
     verdict = judge(changed(**changes))
     assert not verdict.is_normal and words in verdict.text
+
+
+def test_a_tie_of_a_token_with_small_logits_is_one() -> None:
+    logits = torch.tensor([[1.4, 0.2, -0.9], [0.129, 0.121, 0.229]])
+    replay = _Replay([(logits.topk(2).indices, logits)], None)
+    moved = logits + torch.tensor([0.0, 0.01, 0.0])
+    replay.get_replay_topk(moved, 2, None, None, lambda scores, topk, *_: scores.topk(topk))
+    tokens, differing, gap = replay.compared
+    assert (tokens, differing) == (2, 1) and 0 < gap < TIES["bf16"] < 0.008 / 0.229
 
 
 @pytest.mark.parametrize(
