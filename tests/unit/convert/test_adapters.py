@@ -33,7 +33,7 @@ from peft import PeftModel, get_peft_model_state_dict  # noqa: E402
 from peft_oracle import peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-SECONDS = 2
+SECONDS = 10
 """Far more than any refusal takes, far less than a pattern or a rank that explodes."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CASES = {
