@@ -81,10 +81,10 @@ def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None
     Args:
         config, machine, timed_on: see `cures`.
     """
-    has_rank = config.adapter.lora_rank is not None
-    for values in ((_IN_4_BITS,),) if has_rank else ((_RANK,), (_RANK, _IN_4_BITS)):
+    ways = ((_RANK,), (_RANK, _IN_4_BITS)) if config.adapter.lora_rank is None else ((_IN_4_BITS,),)
+    for values in () if fit_of(config, machine).is_whole else ways:
         change = Change("adapter", values)
-        run = None if fit_of(config, machine).is_whole else resolve_if_legal(change.applied(config), machine)
+        run = resolve_if_legal(change.applied(config), machine)
         if run is not None and (fit := fit_of(run, machine)).is_whole:
             cure = ChangeSet((change,), fit, _seconds(run, timed_on or machines_of(config, machine)))
             return f"{'QLoRA' if _IN_4_BITS in values else 'LoRA'} of this run fits: {cure}"
