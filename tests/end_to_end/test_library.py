@@ -230,7 +230,7 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 import warnings
 import torch.distributed.checkpoint, torch.distributed.fsdp, torch.nn.parallel, torch.optim, torch.utils.data
-import transformers
+from transformers import LlamaForCausalLM  # with accelerate, which filters a warning for itself
 import megatron.core.dist_checkpointing.strategies.torch
 import megatron.core.models.gpt.gpt_model, megatron.core.pipeline_parallel.schedules
 KINDS = FunctionType, MethodType, ModuleType, type
