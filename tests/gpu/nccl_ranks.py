@@ -81,6 +81,13 @@ if NUM_RANKS >= 4:  # an instance of one rank shards nothing
 WINDOW = {"window_size": "7,0"}
 FP8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
 BF16 = {"precision": "bf16"}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": "1", "moe_aux_loss_coeff": 0.05,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}  # fmt: skip
+EP2 = {"expert_model_parallel_size": 2}
+LORA = {"lora_rank": 3, "lora_alpha": 6}
+SP = {"tp": 2, "sequence_parallel": True}
 OTHERS: dict[str, dict[str, Any]] = {
     "packed": PACKED,
     "packed, all-to-all": ALL_TO_ALL | PACKED,
@@ -90,9 +97,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "window, ring": RING | WINDOW,
     "16 bits": {"data_parallel_sharding": "gradients", **BF16},
     "16 bits, ring": RING | BF16,
+    "experts": EXPERTS,
+    "experts, EP": EXPERTS | EP2 | {"data_parallel_sharding": "gradients"},
+    "experts, EP over TP": EXPERTS | EP2 | SP | {"expert_tensor_parallel_size": 1},
+    "experts, ETP": EXPERTS | SP,
+    "adapters": LORA,
+    "adapters, sharded": LORA | STATIC | {"data_parallel_sharding": "gradients"},
+    "adapters, tensor, SP": LORA | SP,
+    "adapters, interleaved": LORA | {"pp": 2, "stage": 1},
+    "adapters, ring": LORA | RING,
     "8 bits": FP8,
     "8 bits, gathered": {"data_parallel_sharding": "optimizer", "fp8_param_gather": True, **FP8},
-    "8 bits, tensor, SP": {"tp": 2, "sequence_parallel": True, **FP8},
+    "8 bits, tensor, SP": SP | FP8,
     "8 bits, pipeline": {"pp": 2, **FP8},
     "8 bits, ring": RING | FP8,
 }

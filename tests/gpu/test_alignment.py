@@ -9,10 +9,12 @@ from patch.alignment import verify
 from patch.convert import hf_to_mcore
 from patch.device import DeviceContext
 
+FAMILIES = ["llama-3.1", "mistral-0.1", "qwen-3", "bloom", "mixtral", "qwen-2-moe", "deepseek-v2"]
+
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama-3.1", "mistral-0.1", "qwen-3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(
     job: DeviceContext, tmp_path: Path, family: str, precision: str, attention: str
 ) -> None:

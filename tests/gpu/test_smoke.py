@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def test_pre_training_resumes_to_the_bit_from_what_was_written_beside_it(
     train(office, tmp_path / "waiting", "--no-async-save", **data)
     assert losses(tmp_path / "beside") == losses(tmp_path / "waiting")
     assert_same_weights(tmp_path / "beside" / "hf", tmp_path / "waiting" / "hf")
+
+
+def test_preferences_by_adapters_resume_to_the_bit(office: Office, tmp_path: Path) -> None:
+    answers = [{"instruction": f"{n} plus 1?", "chosen": f"{n + 1}.", "rejected": "No"} for n in range(24)]
+    (rows := tmp_path / "pairs.json").write_text(json.dumps(answers))
+    data = {"DATASET_PATH": rows, "VALID_DATASET_PATH": rows, "PR": "bf16", "GLOBAL_BATCH_SIZE": 4}
+    flags = ("--objective", "dpo", "--packing", "--dpo-beta", "0.5", "--lora-rank", "4", "--lora-alpha", "8")
+    train_and_resume(office, tmp_path / "out", *flags, **data)
+    assert losses(tmp_path / "out")[0] == pytest.approx(math.log(2))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

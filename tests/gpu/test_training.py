@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_runner import run_distributed
 from gpu import runs
 from gpu.runs import close, digest_of, needs_8_bits
+from hf_families import family_model, family_run
 from small_runs import hf_llama, small_run
-from training_runs import transformers_steps
+from training_runs import CPU, build_seeded_run, transformers_steps
 
 from patch.device import DeviceContext
 from patch.model import initialize_weights
@@ -74,6 +76,58 @@ def test_losses_are_those_of_transformers_and_torch_adamw(job: DeviceContext, tm
     ours = [step[0] for step in train(run)[:STEPS]]
     close(run)
     assert ours == pytest.approx(transformers_steps(config, tmp_path, job.device)[0], rel=1e-4)
+
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, "lr": 1e-2}
+LIKE_A_CPU: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in ("bloom", "mixtral", "qwen-2-moe", "deepseek-v2", "deepseek-v2-lite")
+} | {
+    "adapters": ("llama-3.1", LORA),
+    "adapters of experts": ("qwen-3-moe", LORA),
+    "adapters, half on the host": ("llama-3.1", LORA | POLICIES["static 0.3"]),
+    "beside 4 bits": ("llama-3.1", LORA | {"quantize_base": "nf4"}),
+}
+"""The family, and changes of the run."""
+WIDE = {"intermediate_size": 128}
+"""Rows of whole blocks."""
+
+
+def losses_of_families(rank: int, world_size: int, folder: Path) -> dict[str, list[float]]:
+    """In a process of the CPU."""
+    return {name: losses_of_family(CPU, folder, name) for name in LIKE_A_CPU}
+
+
+def losses_of_family(context: DeviceContext, folder: Path, name: str, **changes: Any) -> list[float]:
+    family, own = LIKE_A_CPU[name]
+    if not (folder / name).exists():
+        family_model(family, folder / name, **WIDE if "quantize_base" in own else {})
+    config = family_run(folder / name, **SMALL | own | changes)
+    run = build_seeded_run(config, folder / name, context)
+    if config.adapter.lora_rank:
+        with run.optimizer.full_weights():
+            initialize_weights(run.stages, config.model, 1, adapters=True)
+        run.optimizer.reload_model_params()
+    found = runs.losses_of(run)
+    close(run)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """The folders of models, and the losses there."""
+    folder = tmp_path_factory.mktemp("families")
+    return folder, run_distributed(losses_of_families, 1, folder)[0]
+
+
+@pytest.mark.parametrize("name", LIKE_A_CPU)
+def test_losses_are_those_of_a_cpu(
+    job: DeviceContext, on_the_cpu: tuple[Path, dict[str, list[float]]], name: str
+) -> None:
+    """Where they are transformers' and PEFT's."""
+    folder, expected = on_the_cpu
+    assert losses_of_family(job, folder, name) == pytest.approx(expected[name], rel=1e-4)
+    in_16_bits = losses_of_family(job, folder, name, precision="bf16")
+    assert in_16_bits == pytest.approx(expected[name], abs=0.03)
 
 
 BF16 = {"precision": "bf16"}
