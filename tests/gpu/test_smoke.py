@@ -82,6 +82,7 @@ def test_preferences_by_adapters_resume_to_the_bit(office: Office, tmp_path: Pat
     (rows := tmp_path / "pairs.json").write_text(json.dumps(answers))
     data = {"DATASET_PATH": rows, "VALID_DATASET_PATH": rows, "PR": "bf16", "GLOBAL_BATCH_SIZE": 4}
     flags = ("--objective", "dpo", "--packing", "--dpo-beta", "0.5", "--lora-rank", "4", "--lora-alpha", "8")
+    flags += ("--quantize-base", "nf4")
     train_and_resume(office, tmp_path / "out", *flags, **data)
     assert losses(tmp_path / "out")[0] == pytest.approx(math.log(2))
 
