@@ -103,10 +103,12 @@ def losses_of_family(context: DeviceContext, folder: Path, name: str, **changes:
         family_model(family, folder / name, **WIDE if "quantize_base" in own else {})
     config = family_run(folder / name, **SMALL | own | changes)
     run = build_seeded_run(config, folder / name, context)
-    if config.adapter.lora_rank:
-        with run.optimizer.full_weights():
-            initialize_weights(run.stages, config.model, 1, adapters=True)
-        run.optimizer.reload_model_params()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # adapters are drawn on the device
+        for factor in run.stages[0].parameters() if config.adapter.lora_rank else ():
+            if factor.requires_grad:
+                factor.copy_(torch.randn(factor.shape, generator=generator) / 8)
+    run.optimizer.reload_model_params()
     found = runs.losses_of(run)
     close(run)
     return found

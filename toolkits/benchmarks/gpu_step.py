@@ -1,6 +1,7 @@
 """Measures a training step on a GPU with layers of LLaMA-3.1 8B: TFLOP/s, MFU, memory, the dearest kernels.
 
     python -m toolkits.benchmarks.gpu_step [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
+        [--contenders NAME...]
 
 It needs a GPU. Each contender runs in its own process, in the environment that the launcher gives a worker.
 """
@@ -52,12 +53,17 @@ class Recipe(NamedTuple):
 
 _FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
 _ENGINE = {"transformer_impl": "transformer_engine"}
+_EXPERTS = {
+    "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 7168, "moe_layer_freq": "1",
+}  # fmt: skip
+"""A token has the FLOPs of 8B's MLP."""
 CONTENDERS = {
     "local bf16": Recipe(),
     "TE bf16": Recipe(_ENGINE),
     "local fp8": Recipe(_FP8),
     "TE fp8": Recipe(_FP8 | _ENGINE),
     "TE fp8 delayed": Recipe(_DELAYED | _ENGINE),
+    "experts bf16": Recipe(_EXPERTS),
 }
 _FIELDS = {"precision": "bf16", "transformer_impl": "local", "lr": 1e-5, "min_lr": 1e-5}
 
@@ -111,17 +117,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--layers": {"type": int, "default": 0, "help": "layers of the model (default: what fits)"},
     "--sequence": {"type": int, "nargs": "+", "default": _SEQUENCES, "help": "sequence lengths"},
 }
+_CHOSEN = {
+    "--contenders": {
+        "nargs": "+",
+        "choices": [*CONTENDERS],
+        "default": [name for name in CONTENDERS if "experts" not in name],
+        "help": "which, the first is the base (all but experts, whose weights need more memory)",
+    },
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    return run_benchmark(_run, argv, quick="fewer steps", options=OPTIONS)
+    return run_benchmark(_run, argv, quick="fewer steps", options=OPTIONS | _CHOSEN)
 
 
 def _run(arguments: argparse.Namespace) -> Report:
     machine = needs_gpu()
     has_engine = "transformer_engine" in machine.libraries
-    contenders = {name: one for name, one in CONTENDERS.items() if has_engine or not name.startswith("TE")}
+    names = [name for name in arguments.contenders if has_engine or not name.startswith("TE")]
+    contenders = {name: CONTENDERS[name] for name in names}
     found = steps_of(contenders, arguments, machine, _MEMORY_SHARE)
     base, longest = next(iter(contenders)), max(found, key=lambda steps: steps.sequence)
     texts = [steps.table(base, machine.cuda_name) for steps in found]
