@@ -7,8 +7,8 @@ row-major order, whatever rows and blocks of columns a rank has. A weight [O, I]
     codes     I / 2     two values a byte, the first one in its high half
     scales    I / 16    a float32 for each block: the largest of its absolute values
 
-A product makes the weight dense for itself alone, and backward does again. All of it is torch's arithmetic;
-`dequantize` is the one place that makes numbers of codes.
+A product makes the weight dense for itself alone, and backward does again. `dequantize` is the one place that
+makes numbers of codes: in torch's arithmetic, on CUDA in one kernel of Triton with the same bits.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _PIECE = 2**22
 class _Tables(NamedTuple):
     """The levels on a device, as the two directions need them."""
 
+    levels: torch.Tensor
+    """[16] float32."""
     bounds: torch.Tensor
     """[15] float32: where the code of a value becomes the next one."""
     pairs: torch.Tensor
@@ -47,7 +49,7 @@ class _Tables(NamedTuple):
 def _tables(device: torch.device) -> _Tables:
     levels = torch.tensor(_LEVELS, device=device)
     pairs = torch.cartesian_prod(levels, levels).view(torch.int64).flatten()
-    return _Tables((levels[:-1] + levels[1:]) / 2, pairs)
+    return _Tables(levels, (levels[:-1] + levels[1:]) / 2, pairs)
 
 
 def dense_shape(weight: torch.Tensor) -> tuple[int, ...]:
@@ -75,10 +77,16 @@ def quantize(weight: torch.Tensor) -> torch.Tensor:
 def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight [O, I] that bytes stand for: level times scale in float32, rounded once."""
     rows, columns = dense_shape(packed)
-    weight = packed.new_empty(rows, columns, dtype=dtype)
-    pairs, half, step = _tables(packed.device).pairs, columns // 2, max(1, _PIECE // columns)
+    weight, tables = packed.new_empty(rows, columns, dtype=dtype), _tables(packed.device)
+    if packed.is_cuda:
+        # Imported here, because only torch's CUDA builds come with Triton.
+        from patch.model.kernels import fused
+
+        fused.dequantize_nf4(packed, tables.levels, weight)
+        return weight
+    half, step = columns // 2, max(1, _PIECE // columns)
     for part, result in zip(packed.split(step), weight.split(step), strict=True):
-        shares = pairs.index_select(0, part[:, :half].flatten().int()).view(torch.float32)
+        shares = tables.pairs.index_select(0, part[:, :half].flatten().int()).view(torch.float32)
         scales = part[:, half:].view(torch.float32).unsqueeze(-1)
         torch.mul(shares.view(len(part), -1, BLOCK), scales, out=result.view(len(part), -1, BLOCK))
     return weight

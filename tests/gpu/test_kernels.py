@@ -1,6 +1,7 @@
 """The kernels of a layer on a GPU: Triton against torch, products in 8 bits and with an epilogue."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from patch.distributed.groups import initialize
 from patch.families import Traits
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.experts import _Experts
+from patch.model.four_bit_product import FOUR_BITS, dequantize, quantize
 from patch.model.grouped_experts import GroupedExperts
 from patch.model.kernels import layer_kernels
 from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
@@ -157,3 +159,55 @@ def test_8_bit_products_are_those_of_the_cpu(form: str, recipe: str) -> None:
     fp8 = Fp8(format=form, recipe=recipe)
     for ours, theirs in zip(eight_bit_results(fp8, "cuda"), eight_bit_results(fp8, "cpu"), strict=True):
         assert (ours - theirs).abs().max() <= 0.01 * theirs.abs().max()
+
+
+def gigabytes_a_second(work: Callable[[], object], num_bytes: int) -> str:
+    work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        work()
+    end.record()
+    end.synchronize()
+    return f"{20 * num_bytes / start.elapsed_time(end) / 1e6:.0f} GB/s"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [64, 1088, 14336])
+def test_numbers_of_4_bits_are_torchs_and_those_of_bitsandbytes(
+    figure: Callable[[str, object], None], dtype: torch.dtype, columns: int
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4096, columns, device="cuda").to(dtype)
+    packed, on_cpu = quantize(weight), quantize(weight[:64].cpu())
+    dense = dequantize(packed, dtype)
+    assert torch.equal(packed[:64].cpu(), on_cpu)
+    assert torch.equal(dense[:64].cpu(), dequantize(on_cpu, dtype))
+    name, size = f"4096 x {columns} of 4 bits made {dtype}", packed.nbytes + dense.nbytes
+    figure(name, gigabytes_a_second(lambda: dequantize(packed, dtype), size))
+    functional = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").functional
+    codes = packed[:, : columns // 2].reshape(-1, 1)
+    scales = packed[:, columns // 2 :].reshape(-1).view(torch.float32)
+    state = functional.QuantState(
+        scales, shape=dense.shape, blocksize=64, quant_type="nf4", dtype=dtype,
+        code=functional.get_4bit_type("nf4", device="cuda"),
+    )  # fmt: skip
+    theirs = partial(functional.dequantize_4bit, codes, state)
+    assert torch.equal(dense, theirs())
+    figure(f"{name}, bitsandbytes", gigabytes_a_second(theirs, size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_4_bit_product_is_that_of_the_dense_weight(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(96, 320, device="cuda").to(dtype))
+    packed = quantize(weight.detach())
+    product = FOUR_BITS.of(weight)
+    weight.copy_(packed)
+    inputs, found = [torch.randn(33, 2, 320, device="cuda").to(dtype).requires_grad_()], []
+    gradient = torch.randn(33, 2, 96, device="cuda").to(dtype)
+    dense = dequantize(packed, dtype)
+    for output in (product(*inputs, weight), inputs[0] @ dense.t()):
+        found.append([output, *torch.autograd.grad(output, inputs, gradient)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,4 +1,5 @@
 """The operations of `LayerKernels` in Triton, each in one kernel that reads and writes every number once.
+`bias_gelu` and `dequantize_nf4` belong to ../mlp.py and ../four_bit_product.py, which have their plain forms.
 
 Products are rounded before they are added, as torch's operations are (enable_fp_fusion=False). With
 TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
@@ -11,6 +12,8 @@ import triton
 import triton.language as tl
 
 _BLOCK = tl.constexpr(1024)
+_NF4_BLOCKS = tl.constexpr(16)
+"""Blocks of 64 values that a program makes of codes."""
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -85,6 +88,14 @@ def join_qkv(
     mixed = key.new_empty(*tokens, groups, (query.shape[2] // groups + 2) * size)
     _split_or_join(mixed, query, key, value, table, is_join=True)
     return mixed
+
+
+def dequantize_nf4(packed: torch.Tensor, levels: torch.Tensor, weight: torch.Tensor) -> None:
+    """Write the weight [O, I] that bytes [O, 9 I / 16] stand for; what they are says four_bit_product.py."""
+    packed, blocks = packed.contiguous(), weight.shape[1] // 64
+    if weight.numel():
+        grid = len(weight), triton.cdiv(blocks, _NF4_BLOCKS.value)
+        _dequantize_nf4[grid](packed, packed.view(torch.float32), levels, weight, blocks)
 
 
 def _split_or_join(
@@ -274,3 +285,18 @@ def _gather(
     """Each row of a tile from the tensor that has it."""
     of_pair = tl.where(is_key, tl.load(key, is_key & inside), tl.load(value, is_value & inside))
     return tl.where(is_query, tl.load(query, is_query & inside), of_pair)
+
+
+@triton.jit
+def _dequantize_nf4(
+    codes: tl.tensor, scales: tl.tensor, levels: tl.tensor, weight: tl.tensor, blocks: tl.tensor
+) -> None:
+    """Some blocks of a row, whose 32 bytes of codes for each come before its scales, of 4 bytes each."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * _NF4_BLOCKS + tl.arange(0, _NF4_BLOCKS)[:, None]
+    inside = block < blocks
+    byte = tl.load(codes + row * 36 * blocks + block * 32 + tl.arange(0, 32)[None], inside, other=0)
+    scale = tl.load(scales + row * 9 * blocks + 8 * blocks + block, inside)
+    pairs = tl.join(tl.load(levels + (byte >> 4).to(tl.int32)), tl.load(levels + (byte & 15).to(tl.int32)))
+    values = tl.reshape(pairs, (_NF4_BLOCKS, 64)) * scale
+    tl.store(weight + (row * blocks + block) * 64 + tl.arange(0, 64)[None], values, inside)

@@ -7,6 +7,8 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from triton_interpreter import interpreted, output_of_compiler, rounding
 
+from patch.model import four_bit_product
+
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
 MODULE = "patch.model.kernels.fused"
@@ -95,19 +97,31 @@ def test_split_and_joined_qkv_have_upstreams_bits(fused, dtype, size, groups, qu
     assert torch.equal(fused.join_qkv(*directions, table), gradient)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 64), (5, 64 * 19)], ids=str)
+def test_numbers_of_4_bits_have_torchs_bits(fused, shape, dtype):
+    torch.manual_seed(0)
+    packed = four_bit_product.quantize(torch.randn(shape).exp().sub(1))
+    weight = torch.empty(shape, dtype=dtype)
+    fused.dequantize_nf4(packed, four_bit_product._tables(packed.device).levels, weight)
+    assert torch.equal(weight, four_bit_product.dequantize(packed, dtype))
+
+
 COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from patch.model.kernels import fused
 
-INTS = {"width", "rows", "table_rows"}
+INTS = {"width", "rows", "table_rows", "blocks"}
 SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True)}
-NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv")
+NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv",
+         "_dequantize_nf4")
+TABLES = {"table": "*fp32", "levels": "*fp32", "scales": "*fp32", "codes": "*u8"}
 for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
     kernel = getattr(fused, name)
     fixed = {"back": True, "sizes": SIZES.get(name)}
-    known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | {"table": "*fp32"}
+    known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | TABLES
     signature = {a: known.get(a, "*" + kind) for a in kernel.arg_names}
     constants = {a: fixed[a] for a in kernel.arg_names if a in fixed}
     attributes = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a not in fixed}
@@ -119,9 +133,11 @@ for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
 
 
 def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
+    """Of numbers in 4 bits a thread loads 4 bytes, so its stores are the wide ones."""
     ptx = output_of_compiler(COMPILE)
     kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
-    assert len(kernels) == 2 * 12
+    assert len(kernels) == 2 * 14
     for name, code in zip(kernels[::2], kernels[1::2], strict=True):
         assert not re.findall(r"fma\.rn\.f32|div\.full", code), name
-        assert re.search(r"ld\.global\.v[24]", code), name
+        wide = "st" if "nf4" in name else "ld"
+        assert re.search(rf"{wide}\.global\.v[24]", code), name
