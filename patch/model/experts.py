@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from patch.model.four_bit_product import FOUR_BITS
-from patch.model.grouped_experts import SIZES, GroupedExperts, activation_backward
+from patch.model.grouped_experts import SIZES, GroupedExperts, activation_backward, weighted_activation
 from patch.model.mlp import Activation, through_layers
 from patch.model.weight_gradient import weight_gradient
 
@@ -270,7 +270,7 @@ class _Experts(torch.autograd.Function):
         for rows, experts, of_experts in _parts(sizes, tokens.is_cuda):
             first, second = matrices[: len(sizes)][experts], matrices[len(sizes) :][experts]
             _multiply(tokens[rows], [each.t() for each in first], of_experts, hidden[rows])
-            active = activate(hidden[rows]).mul_(weights[rows].unsqueeze(-1))
+            active = weighted_activation(hidden[rows], weights[rows], activate)
             _multiply(active, [each.t() for each in second], of_experts, output[rows])
         ctx.sizes, ctx.activate, ctx.matrices = sizes, activate, matrices
         ctx.save_for_backward(tokens, weights, hidden, *matrices)

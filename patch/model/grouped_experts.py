@@ -15,13 +15,14 @@ Shapes: T rows of all E experts, H hidden, F width of an expert (2 F: gate and u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
+from patch.model.mlp import Activation, is_fused_swiglu
 from patch.model.weight_gradient import as_one, weight_gradients
 
 SIZES = 8
@@ -41,13 +42,13 @@ class GroupedExperts(torch.autograd.Function):
         tokens: torch.Tensor,
         weights: torch.Tensor,
         ends: torch.Tensor,
-        activate: Callable[[torch.Tensor], torch.Tensor],
+        activate: Activation,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         """[T, H]."""
         first, second = _stacked(matrices)
         hidden = grouped_mm(tokens, first.mT, offs=ends)
-        active = activate(hidden).mul_(weights.unsqueeze(-1))
+        active = weighted_activation(hidden, weights, activate)
         ctx.activate, ctx.matrices = activate, matrices
         ctx.save_for_backward(tokens, weights, ends, hidden, *matrices)
         return grouped_mm(active, second.mT, offs=ends)
@@ -74,14 +75,23 @@ class GroupedExperts(torch.autograd.Function):
         return grouped_mm(of_hidden, first, offs=ends), of_weights, None, None, *of_matrices
 
 
+def weighted_activation(hidden: torch.Tensor, weights: torch.Tensor, activate: Activation) -> torch.Tensor:
+    """activate(hidden) * weight [T, F] of [T, 2 F] and [T]; of SwiGLU on a GPU in one kernel."""
+    if is_fused_swiglu(activate):
+        from patch.model.kernels import fused  # only torch's CUDA builds come with Triton
+
+        return fused.weighted_swiglu(hidden, weights)
+    return activate(hidden).mul_(weights.unsqueeze(-1))
+
+
 def activation_backward(
     hidden: torch.Tensor,
     weights: torch.Tensor,
     of_active: torch.Tensor,
-    activate: Callable[[torch.Tensor], torch.Tensor],
+    activate: Activation,
     of_weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backward of activate(hidden) * weight, for rows of any experts.
+    """The backward of `weighted_activation`, for rows of any experts.
 
     Args:
         hidden: [T, 2 F].
@@ -92,6 +102,10 @@ def activation_backward(
     Returns:
         the gradient of hidden, and the product.
     """
+    if is_fused_swiglu(activate):
+        from patch.model.kernels import fused
+
+        return fused.weighted_swiglu_backward(of_active, hidden, weights, of_weights)
     weight = weights.unsqueeze(-1)
     with torch.enable_grad():
         gate_up = hidden.detach().requires_grad_()

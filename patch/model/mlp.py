@@ -116,6 +116,11 @@ def swiglu(gate_up: torch.Tensor, *, is_fused: bool) -> torch.Tensor:
     return _SwiGlu.apply(gate_up, layer_kernels(is_fused))
 
 
+def is_fused_swiglu(activate: Activation) -> bool:
+    """Whether an activation of `activation_of` is SwiGLU in Triton."""
+    return isinstance(activate, partial) and activate.func is swiglu and activate.keywords["is_fused"]
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:

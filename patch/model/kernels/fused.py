@@ -1,5 +1,6 @@
 """The operations of `LayerKernels` in Triton, each in one kernel that reads and writes every number once.
-`bias_gelu` and `dequantize_nf4` belong to ../mlp.py and ../four_bit_product.py, which have their plain forms.
+`bias_gelu`, `weighted_swiglu` and `dequantize_nf4` belong to ../mlp.py, ../grouped_experts.py and
+../four_bit_product.py, which have their plain forms.
 
 Products are rounded before they are added, as torch's operations are (enable_fp_fusion=False). With
 TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
@@ -35,6 +36,28 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tens
         grid = _grid(gradient, width)
         _swiglu_backward[grid](gradient, gate_up, of_gate_up, width, enable_fp_fusion=False)
     return of_gate_up
+
+
+def weighted_swiglu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [T, 2 F], each row times its weight [T]: [T, F]."""
+    active = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    if active.numel():
+        grid = _grid(active, active.shape[1])
+        _weighted_swiglu[grid](gate_up, weights, active, active.shape[1], enable_fp_fusion=False)
+    return active
+
+
+def weighted_swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, of_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of gate_up from that of `weighted_swiglu`, and the latter; of_weights [T] gets its own."""
+    of_gate_up, active = torch.empty_like(gate_up), torch.empty_like(gradient)
+    if active.numel():
+        _weighted_swiglu_backward[len(active),](
+            gradient, gate_up, weights, of_gate_up, active, of_weights, active.shape[1],
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return of_gate_up, active
 
 
 def bias_gelu(hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -155,6 +178,48 @@ def _swiglu_backward(
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
     tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
     tl.store(of_gate_up + row * 2 * width + width + i, of_product * silu, inside)
+
+
+@triton.jit
+def _weighted_swiglu(gate_up: tl.tensor, weights: tl.tensor, active: tl.tensor, width: tl.tensor) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < width
+    gate = tl.load(gate_up + row * 2 * width + i, inside)
+    up = tl.load(gate_up + row * 2 * width + width + i, inside)
+    wide = gate.to(tl.float32)
+    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
+    product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    tl.store(active + row * width + i, product * tl.load(weights + row).to(tl.float32), inside)
+
+
+@triton.jit
+def _weighted_swiglu_backward(
+    gradient: tl.tensor, gate_up: tl.tensor, weights: tl.tensor, of_gate_up: tl.tensor, active: tl.tensor,
+    of_weights: tl.tensor, width: tl.constexpr,
+) -> None:  # fmt: skip
+    """A whole row, whose weight's gradient is a sum over it."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    sums = tl.full((_BLOCK,), 0.0, tl.float32)
+    for start in range(0, width, _BLOCK):
+        i = start + tl.arange(0, _BLOCK)
+        inside = i < width
+        gate = tl.load(gate_up + row * 2 * width + i, inside, other=0)
+        up = tl.load(gate_up + row * 2 * width + width + i, inside, other=0).to(tl.float32)
+        of_active = tl.load(gradient + row * width + i, inside, other=0).to(tl.float32)
+        wide = gate.to(tl.float32)
+        sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
+        silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+        product = (silu * up).to(gate.dtype).to(tl.float32)
+        sums += of_active * product
+        of_product = (of_active * weight).to(gate.dtype).to(tl.float32)
+        of_silu = (of_product * up).to(gate.dtype).to(tl.float32)
+        of_gate = of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))
+        tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
+        tl.store(of_gate_up + row * 2 * width + width + i, of_product * silu, inside)
+        tl.store(active + row * width + i, product * weight, inside)
+    tl.store(of_weights + row, tl.sum(sums, axis=0))
 
 
 @triton.jit

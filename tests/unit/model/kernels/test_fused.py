@@ -40,6 +40,23 @@ def test_swiglu_is_that_of_torch_and_its_autograd(fused, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 74), (2, 2 * 1025)], ids=str)
+def test_weighted_swiglu_is_that_of_torch_and_its_autograd(fused, shape, dtype):
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(shape)).to(dtype)
+    wide, weights = gate_up.double().requires_grad_(), torch.rand(shape[0], requires_grad=True)
+    gate, up = wide.chunk(2, dim=-1)
+    active = torch.nn.functional.silu(gate) * up * weights.unsqueeze(-1).double()
+    direction, of_weights = torch.randn_like(active).to(dtype), torch.empty(shape[0])
+    expected = *torch.autograd.grad(active, (wide, weights), direction.double()), active
+    forward = fused.weighted_swiglu(gate_up, weights.detach())
+    gradient, again = fused.weighted_swiglu_backward(direction, gate_up, weights.detach(), of_weights)
+    assert torch.equal(forward, again)
+    for ours, theirs in zip((gradient, of_weights, again), expected, strict=True):
+        assert (ours.double() - theirs).norm() <= 2 * SWIGLU_BOUND[dtype] * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 37), (2, 1, 1025)], ids=str)
 def test_bias_and_gelu_are_those_of_torch_and_its_autograd(fused, shape, dtype):
     torch.manual_seed(0)
@@ -116,11 +133,13 @@ from patch.model.kernels import fused
 INTS = {"width", "rows", "table_rows", "blocks"}
 SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True)}
 NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv",
-         "_dequantize_nf4")
+         "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward")
 TABLES = {"table": "*fp32", "levels": "*fp32", "scales": "*fp32", "codes": "*u8"}
+TABLES |= {"weights": "*fp32", "of_weights": "*fp32"}
 for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
     kernel = getattr(fused, name)
     fixed = {"back": True, "sizes": SIZES.get(name)}
+    fixed |= {"width": 4096} if name == "_weighted_swiglu_backward" else {}
     known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | TABLES
     signature = {a: known.get(a, "*" + kind) for a in kernel.arg_names}
     constants = {a: fixed[a] for a in kernel.arg_names if a in fixed}
@@ -136,7 +155,7 @@ def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
     """Of numbers in 4 bits a thread loads 4 bytes, so its stores are the wide ones."""
     ptx = output_of_compiler(COMPILE)
     kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
-    assert len(kernels) == 2 * 14
+    assert len(kernels) == 2 * 18
     for name, code in zip(kernels[::2], kernels[1::2], strict=True):
         assert not re.findall(r"fma\.rn\.f32|div\.full", code), name
         wide = "st" if "nf4" in name else "ld"
