@@ -3,8 +3,9 @@
 Arithmetic only: no tensor is touched. Buckets follow the backward pass, so that the first bucket's
 gradients are complete first; a bucket closes when it holds `bucket_size` elements, and is padded so that
 every rank's shard of it has the same size. Inside a bucket parameters with weight decay come first, so that
-a shard is at most a few ranges of one parameter group each. Each domain (optimizer/domain.py) has a flat
-buffer of its own; the buckets of all of them are in one order.
+a shard is at most a few ranges of one parameter group each; but a series that goes on in the next bucket (a
+layer's experts, whose matrices are to lie at equal distances) comes last. Each domain (optimizer/domain.py)
+has a flat buffer of its own; the buckets of all of them are in one order.
 
 Buckets are tapered: no compute hides the messages of those that backward completes last, and the next
 forward needs them first. So a bucket has at most half of the elements that are left, down to a smallest
@@ -51,6 +52,8 @@ class ParamSpec(NamedTuple):
     """Which of the rank's pipeline stages it belongs to: each has its own backward, no bucket spans two."""
     domain: int = 0
     """Index of its domain, that is of its flat buffer: no bucket spans two."""
+    series: int = 0
+    """Not 0: of those with this number nothing but a bucket's padding lies between two."""
 
 
 class ParamRange(NamedTuple):
@@ -122,12 +125,17 @@ def lay_out(
         last = specs[parts[-1].parameter]
         begin, unit = ends[last.domain], units[last.domain]
         params, position = [], begin
-        for part in sorted(parts, key=lambda part: specs[part.parameter].group):
+        for part in sorted(parts, key=lambda part: _place(specs[part.parameter], last)):
             params.append(ParamRange(part.parameter, position, position + part.numel, part.offset))
             position += part.numel
         end = ends[last.domain] = begin + -(-(position - begin) // unit) * unit
         buckets.append(BucketRange(begin, end, tuple(params), last.stage, last.domain))
     return buckets
+
+
+def _place(spec: ParamSpec, last: ParamSpec) -> tuple[bool, int]:
+    """Where in its bucket a parameter belongs; the last one to be complete may be of a series."""
+    return last.series > 0 and spec.series == last.series, spec.group
 
 
 def flat_numels(buckets: Sequence[BucketRange], num_domains: int) -> list[int]:

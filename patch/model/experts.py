@@ -215,6 +215,8 @@ class LocalExperts(SequentialMLP):
         self._activate = activate
         sizes = [size for weight in self.local_experts[0].parameters() for size in weight.shape]
         self.is_grouped = is_grouped and not any(size % SIZES for size in sizes)
+        for parameter in self.parameters():
+            parameter.series = self  # type: ignore[attr-defined]
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor

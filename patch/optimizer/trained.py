@@ -108,14 +108,20 @@ class TrainedParameters:
     def specs(self, domain_indices: list[int]) -> list[ParamSpec]:
         """What the layout needs to know; a tied embedding, which two stages must cut alike, is alone.
 
+        Parameters with the same attribute `series` are one.
+
         Args:
             domain_indices: of the parameters.
         """
         indices = zip(self.group_indices, self._stage_indices, domain_indices, strict=True)
+        series: dict[object, int] = {None: 0}
         return [
-            ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain)
+            ParamSpec(
+                parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain,
+                series.setdefault(getattr(parameter, "series", None), len(series)),
+            )
             for parameter, (group, stage, domain) in zip(self.parameters, indices, strict=True)
-        ]
+        ]  # fmt: skip
 
     def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """The optimizer itself has given these parameters the memory that they have now."""

@@ -155,3 +155,16 @@ def test_a_tied_embedding_is_cut_alike_wherever_it_comes() -> None:
 @pytest.mark.parametrize("bucket_size,expected", [(1, 3), (10, 3), (14, 2), (21, 1), (10**9, 1)])
 def test_number_of_buckets(bucket_size: int, expected: int) -> None:
     assert len(lay_out([ParamSpec(7, 0), ParamSpec(7, 1), ParamSpec(7, 0)], bucket_size, [4])) == expected
+
+
+@pytest.mark.parametrize("bucket_size", [*range(100, 700, 50), 10**9])
+def test_of_a_series_nothing_but_padding_lies_between_two(bucket_size: int) -> None:
+    """Two layers: each has experts of two matrices, a norm and an attention; a last norm comes first."""
+    experts = [ParamSpec(size, 0, series=1) for size in 4 * (64, 128)]
+    of_layer = [*experts, ParamSpec(64, 1), ParamSpec(192, 0)]
+    specs = [ParamSpec(64, 1), *of_layer, *(spec._replace(series=2 * spec.series) for spec in of_layer)]
+    params = [param for bucket in lay_out(specs, bucket_size, [1]) for param in bucket.params]
+    for series in (1, 2):
+        own = [param for param in params if specs[param.parameter].series == series]
+        assert [param.parameter for param in own] == sorted(param.parameter for param in own)
+        assert all(after.begin == before.end for before, after in pairwise(own)), own
