@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from patch.model.hf_order import BatchFirst
-from patch.model.linear import PLAIN, Product
+from patch.model.linear import PLAIN
 from patch.model.rotary_attention import TableAttention, Turn
 
 LATENT_EPSILON = 1e-6
@@ -36,8 +36,6 @@ class LatentAttention(TableAttention, MLASelfAttention):
 
     Both down projections are upstream's uncut `Linear`.
     """
-
-    _down: Product = PLAIN
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -85,14 +83,15 @@ class LatentAttention(TableAttention, MLASelfAttention):
 
     def _uncut(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """The latents [S, B, L] of hidden states, whose layer may have adapters."""
-        latent: torch.Tensor = self._down(hidden, layer.weight)
+        latent: torch.Tensor = PLAIN(hidden, layer.weight)
         return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent
 
 
 class AlignedLatentAttention(LatentAttention):
     """LatentAttention in Hugging Face's order of operations: heads are turned as complex float32 numbers."""
 
-    _down = BatchFirst()
+    def _uncut(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return BatchFirst(getattr(layer, "adapters", None))(hidden, layer.weight)
 
     def _turn(self, heads: torch.Tensor) -> torch.Tensor:
         assert self._table is not None, "called by forward only"
