@@ -254,7 +254,7 @@ def add_adapters(
         adapters = list(found)
         for layer in _layers_called(stage, base):
             layer.adapters = Adapters(layer, adapters, config, groups, model.num_query_groups)
-            product = getattr(layer, "product", None)
+            product: Any = getattr(layer, "product", None)
             is_aligned = isinstance(product, BatchFirst) and product.num_parts == len(base.hf)
             if is_aligned and groups.tp.size() == 1:  # over more ranks sums have another order anyway
                 product.adapters = layer.adapters

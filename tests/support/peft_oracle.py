@@ -60,22 +60,22 @@ def peft_model(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> Any:
 
 
 class WrittenAdamW(torch.optim.Optimizer):
-    """AdamW of matrices in the order of operations of patch/optimizer/kernels/spec.py, which is not torch's."""
+    """AdamW of matrices in the order of operations of patch/optimizer/kernels/spec.py."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Roots are NumPy's: torch's are not rounded to nearest. With `is_bf16` weights are, ties upwards."""
         for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
+            beta1, beta2, lr = 0.9, 0.95, group["lr"]
             for weight in group["params"]:
                 state, gradient = self.state[weight], weight.grad
                 step = state["step"] = state.get("step", 0) + 1
-                master = state.setdefault("master", weight.clone()).mul_(1 - lr * group["weight_decay"])
+                master = state.setdefault("master", weight.clone()).mul_(1 - lr * 0.1)
                 m, v = (state.setdefault(name, torch.zeros_like(weight)) for name in "mv")
                 m.copy_(m * beta1 + gradient * (1 - beta1))
                 v.copy_(v * beta2 + (gradient * (1 - beta2)) * gradient)
                 root = torch.from_numpy(np.sqrt(v.numpy())) / math.sqrt(1 - beta2**step)
-                master.sub_((m / (root + group["eps"])) * (lr / (1 - beta1**step)))
+                master.sub_((m / (root + 1e-8)) * (lr / (1 - beta1**step)))
                 bits = (master.view(torch.int32) + 0x8000 >> 16) << 16
                 weight.copy_(bits.view(torch.float32) if group["is_bf16"] else master)
 
@@ -112,12 +112,12 @@ def peft_steps(
     adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16 if is_bf16 else torch.float32, attn_implementation=aligned
     )  # fmt: skip
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")
     targets: Any = adapter.lora_target_modules
+    if targets != "all-linear":
+        targets = write_adapter(config.model, adapter, None)["target_modules"]
     described = LoraConfig(
-        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora,
-        target_modules=targets if targets == "all-linear" else write_adapter(config.model, adapter, None)["target_modules"],
+        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora, target_modules=targets
     )  # fmt: skip
     model = get_peft_model(model, described)
     theirs = {
@@ -136,8 +136,8 @@ def peft_steps(
         bf16=is_bf16, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
         remove_unused_columns=False,
     )  # fmt: skip
-    decay = {"lr": config.optimizer.lr, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "is_bf16": is_bf16}
-    written = WrittenAdamW(theirs.values(), decay) if aligned else None
+    known = {"lr": config.optimizer.lr, "is_bf16": is_bf16}
+    written = WrittenAdamW(theirs.values(), known) if aligned else None
     rows = _rows_of_steps(config, num_steps)
     trainer = Recorded(model, settings, train_dataset=rows, optimizers=(written, None))
     trainer.train()
