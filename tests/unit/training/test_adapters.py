@@ -64,11 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 ZERO2 = {"data_parallel_sharding": "gradients"}
+EAGER, SDPA, BF16 = {"precision_align": "eager"}, {"precision_align": "sdpa"}, {"precision": "bf16"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP": ("llama", {"tp": 2}),
     "SP, full": ("llama", {**SP2, **FULL}),
     "SP, selective, fused": ("llama", {**SP2, **SELECTIVE, "gradient_accumulation_fusion": True}),
     "some, SP": ("some", {**SP2, "tp_comm_overlap": False}),
+    "SP, aligned": ("llama", {**SP2, **EAGER}),
     "down, TP, selective": ("down", {"tp": 2, **SELECTIVE}),
     "PP interleaved, full": ("llama", {"pp": 2, "stage": 1, **FULL}),
     "PP, a stage without adapters": ("early", {"pp": 2}),
@@ -84,7 +86,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, SP": ("latents", SP2),
 }
 
-EAGER, SDPA, BF16 = {"precision_align": "eager"}, {"precision_align": "sdpa"}, {"precision": "bf16"}
 BESIDE_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("hf", MODELS[name]) for name in ("llama", "some", "down")},
     "eager": ("hf", EAGER),
