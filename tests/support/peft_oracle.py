@@ -88,8 +88,7 @@ def peft_steps(
     Of an aligned run with its attention and its order of AdamW, else with torch's. Of one in bf16 weights and
     autocast have it, factors are float32: PEFT's and the Trainer's defaults with `bf16=True`.
     """
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     class Recorded(Trainer):
         """With our schedule; keeps the loss of each micro-batch."""
@@ -109,17 +108,7 @@ def peft_steps(
             return loss
 
     is_bf16, aligned = config.training.precision == "bf16", config.model.precision_align
-    adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16 if is_bf16 else torch.float32, attn_implementation=aligned
-    )  # fmt: skip
-    model.set_experts_implementation("eager")
-    targets: Any = adapter.lora_target_modules
-    if targets != "all-linear":
-        targets = write_adapter(config.model, adapter, None)["target_modules"]
-    described = LoraConfig(
-        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora, target_modules=targets
-    )  # fmt: skip
-    model = get_peft_model(model, described)
+    model = _with_adapters(config, folder)
     theirs = {
         name.replace("base_model.model.", "").replace(".default", ""): parameter
         for name, parameter in model.named_parameters()
@@ -145,6 +134,22 @@ def peft_steps(
     norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
     last = {name: parameter.detach().numpy() for name, parameter in theirs.items()}
     return {"losses": list(losses), "norms": norms, "factors": last}
+
+
+def _with_adapters(config: RunConfig, folder: Path) -> Any:
+    """The folder's model and PEFT's adapters of a run, as PEFT begins them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter, aligned = config.adapter, config.model.precision_align
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=aligned)
+    model.set_experts_implementation("eager")
+    described = {"target_modules": write_adapter(config.model, adapter, None)["target_modules"]}
+    if adapter.lora_target_modules == "all-linear":
+        described["target_modules"] = "all-linear"
+    rank, alpha, is_root = adapter.lora_rank, adapter.alpha, adapter.lora_rslora
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, use_rslora=is_root, **described))
 
 
 def _rows_of_steps(config: RunConfig, num_steps: int) -> list[dict[str, torch.Tensor]]:
