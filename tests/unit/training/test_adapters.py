@@ -93,7 +93,7 @@ BESIDE_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "down, eager, bf16": ("hf", MODELS["down"] | EAGER | BF16 | FULL),
     "bloom": ("bloom", EAGER),
     "shared experts, bf16": ("qwen-2-moe", SDPA | BF16 | {"lora_target_modules": "*.shared_expert.*"}),
-    "latents": ("deepseek-v2-lite", SDPA | {"lora_target_modules": "*.self_attn.*"}),
+    "latents": ("deepseek-v2", SDPA | {"lora_target_modules": "*.self_attn.*"}),
 }
 """Folders, and changes of a run. Aligned ones have PEFT's bits."""
 
@@ -160,7 +160,7 @@ def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def beside_peft(folder: Path) -> dict[str, Any]:
     hf_llama(small_run(), folder / "hf")
-    for name in ("bloom", "qwen-2-moe", "deepseek-v2-lite"):
+    for name in ("bloom", "qwen-2-moe", "deepseek-v2"):
         family_model(name, folder / name)
     return run_distributed(run_beside_peft, 1, folder)[0]
 
