@@ -5,7 +5,7 @@ from __future__ import annotations
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families.adapters import BLOCK, base_rows, targets_are_there
+from patch.families.adapters import BLOCK, adapters_of, base_rows, targets_are_there
 
 
 def adapters_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
@@ -26,9 +26,11 @@ def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
         return
     targets_are_there(config.model, config.adapter)
     beside = f"beside {where('lora_rank')} {rank}"
-    if config.model.precision_align is not None:
-        why = "adapters are not computed in transformers' order of operations yet"
-        refuse("precision_align", config.model.precision_align, f"none {beside}", why)
+    of_experts = [each for each in adapters_of(config.model, config.adapter) if each.base.part == "expert"]
+    if config.model.precision_align is not None and of_experts:
+        why = "PEFT adds adapters of experts to their weights: they have no products of their own"
+        expected = f"none, or targets at {where('lora_target_modules')} that are not of experts"
+        refuse("precision_align", config.model.precision_align, expected, why)
     if config.training.fp8_param_gather:
         why = "no weight travels that has 8-bit products: they stay as they are"
         refuse("fp8_param_gather", "true", f"false {beside}", why)
@@ -42,6 +44,9 @@ def base_can_have_4_bits(config: RunConfig, machine: MachineFacts) -> None:
     base, model = config.adapter.quantize_base, config.model
     if not base:
         return
+    if model.precision_align is not None:
+        why = "a matrix in 4 bits is made dense for each of our products"
+        refuse("precision_align", model.precision_align, f"none beside {where('quantize_base')} {base}", why)
     if config.has_8_bits:
         expected = f"bf16, fp16 or fp32 beside {where('quantize_base')} {base}"
         refuse("precision", "fp8", expected, "a matrix in 4 bits is multiplied in 16 or 32")

@@ -49,6 +49,7 @@ from patch.config.schema import ModelConfig
 from patch.families import Kind
 from patch.families.adapters import Adapter, AdapterConfig, adapters_of
 from patch.families.weights import WeightRow
+from patch.model.hf_order import BatchFirst
 
 _AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
 """The axis along which TP cuts a factor."""
@@ -171,6 +172,18 @@ class Adapters(torch.nn.ModuleDict):
         sum_: torch.Tensor = _Sum.apply(output, hidden, self._second(), self._scale)
         return sum_
 
+    def add_part(self, number: int, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        """A part's output [..., O] and what its adapter adds, in PEFT's order of operations; at TP 1.
+
+        Source: peft/tuners/lora/layer.py, Linear.forward.
+        """
+        name, _ = self._parts[number]
+        if name is None:
+            return output
+        part: Any = self[name]
+        taken = self._with_zeros(input) if self._dropout and self.training else input
+        return output + linear(linear(taken, part.lora_A.weight), part.lora_B.weight) * self._scale
+
     def _own(self) -> list[Any]:
         return [*self.values()]
 
@@ -241,7 +254,12 @@ def add_adapters(
         adapters = list(found)
         for layer in _layers_called(stage, base):
             layer.adapters = Adapters(layer, adapters, config, groups, model.num_query_groups)
-            layer.register_forward_hook(_add)
+            product: Any = getattr(layer, "product", None)
+            is_aligned = isinstance(product, BatchFirst) and product.num_parts == len(base.hf)
+            if is_aligned and groups.tp.size() == 1:  # over more ranks sums have another order anyway
+                product.adapters = layer.adapters
+            else:
+                layer.register_forward_hook(_add)
     stage.is_adapted = True
     if stage.pre_process and execution.recompute_granularity is not None:
         # What is recomputed passes gradients on only if its input has one.

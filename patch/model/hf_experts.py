@@ -116,9 +116,12 @@ class AlignedMoELayer(MoELayer):
         return output.view_as(rows_first).transpose(0, 1), None
 
     def _of_shared(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the expert of all tokens gives without its gate; gate and up are separate products."""
-        gate, up = (F.linear(tokens, half) for half in self.shared_experts.linear_fc1.weight.chunk(2))
-        return F.linear(self._activate(gate) * up, self.shared_experts.linear_fc2.weight)
+        """What the expert of all tokens gives without its gate, by its own products."""
+        first, second = self.shared_experts.linear_fc1, self.shared_experts.linear_fc2
+        gate, up = first.product.multiply(tokens, first.weight, None).chunk(2, dim=-1)
+        hidden = self._activate(gate.contiguous()) * up
+        output: torch.Tensor = second.product.multiply(hidden, second.weight, None)
+        return output
 
     def _of_experts(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """The sum of a token's experts, [T, H], of tokens [T, H], and weights and experts [T, K]."""

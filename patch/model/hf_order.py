@@ -11,7 +11,8 @@ memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ from patch.model.alibi import slopes
 from patch.model.attention import CausalAttention
 from patch.model.linear import NO_MESSAGES, Messages, Product
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
+
+if TYPE_CHECKING:
+    from patch.model.adapters import Adapters
 
 SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
 """LLaMA's operations whose fast form may differ from Hugging Face's. RoPE has one form, in that order."""
@@ -80,9 +84,23 @@ class AlignedLayerNorm(LayerNorm):
 
 
 class BatchFirst(Product):
-    """Batch-first products by autograd. Messages are upstream's; with TP > 1 a row layer's sum is another."""
+    """Batch-first products by autograd. Messages are upstream's; with TP > 1 a row layer's sum is another.
+
+    Args:
+        adapters: of the layer, computed with its products: autograd adds up the input's gradients in PEFT's
+            order then, those of a part's adapter before that of its weight, and the last part's first.
+    """
 
     adds_bias = True
+    num_parts = 1
+    """How many products it makes, each of one Hugging Face tensor unless the weight is a merged one."""
+
+    def __init__(self, adapters: Adapters | None = None) -> None:
+        self.adapters = adapters
+
+    def of(self, weight: torch.nn.Parameter | None) -> Self:
+        """See Product; each layer may have adapters of its own."""
+        return copy(self)
 
     def __call__(
         self,
@@ -105,7 +123,14 @@ class BatchFirst(Product):
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The matrix product: [B, S, inputs] in, [B, S, outputs] out."""
-        return F.linear(hidden_bsh, weight, bias)
+        return self._part(0, hidden_bsh, weight, bias)
+
+    def _part(
+        self, number: int, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One of the products, and what its adapter adds."""
+        output = F.linear(hidden_bsh, weight, bias)
+        return output if self.adapters is None else self.adapters.add_part(number, output, hidden_bsh)
 
 
 class SeparateQKV(BatchFirst):
@@ -115,7 +140,10 @@ class SeparateQKV(BatchFirst):
         config: heads and groups of the model.
     """
 
+    num_parts = 3
+
     def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
         self._queries = config.num_attention_heads // config.num_query_groups
         self._head_size = config.kv_channels
 
@@ -126,7 +154,7 @@ class SeparateQKV(BatchFirst):
         heads = self._split(weight)
         weights = [rows.flatten(0, 2) for rows in heads]
         biases = [None] * 3 if bias is None else [rows.flatten() for rows in self._split(bias)]
-        outputs = [F.linear(hidden_bsh, *pair) for pair in zip(weights, biases, strict=True)]
+        outputs = [self._part(number, hidden_bsh, weights[number], biases[number]) for number in range(3)]
         merged = torch.cat([output.unflatten(-1, (len(heads[0]), -1)) for output in outputs], dim=-1)
         return merged.flatten(-2)
 
@@ -139,12 +167,15 @@ class SeparateQKV(BatchFirst):
 class SeparateGateUp(BatchFirst):
     """One merged parameter, but two products, for the same reason as in SeparateQKV."""
 
+    num_parts = 2
+
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[B, S, H] in; gate and up out, concatenated; their bias is added by the caller."""
         assert bias is None
-        return torch.cat([F.linear(hidden_bsh, half) for half in weight.chunk(2)], dim=-1)
+        halves = enumerate(weight.chunk(2))
+        return torch.cat([self._part(number, hidden_bsh, half, None) for number, half in halves], dim=-1)
 
 
 def batch_first_silu(gate_sbf: torch.Tensor) -> torch.Tensor:
@@ -171,6 +202,7 @@ class AlignedOutput(BatchFirst):
     """
 
     def __init__(self, num_rows: int) -> None:
+        super().__init__()
         self._num_rows = num_rows
 
     def multiply(

@@ -14,6 +14,7 @@ of a query's and a key's head, R those that RoPE turns, V those of a value's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from patch.model.hf_order import BatchFirst
-from patch.model.linear import PLAIN, Product
+from patch.model.linear import PLAIN, Column
 from patch.model.rotary_attention import TableAttention, Turn
 
 LATENT_EPSILON = 1e-6
@@ -37,8 +38,6 @@ class LatentAttention(TableAttention, MLASelfAttention):
     Both down projections are upstream's uncut `Linear`.
     """
 
-    _down: Product = PLAIN
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         del self.rotary_pos_emb
@@ -50,14 +49,14 @@ class LatentAttention(TableAttention, MLASelfAttention):
         self, hidden_states: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         """Turned q and k [S, B, N, D], and v [S, B, N, V], from hidden states [S, B, H]; no latents."""
-        config, heads = self.config, self.num_attention_heads_per_partition
+        config, heads, multiply = self.config, self.num_attention_heads_per_partition, self._by(hidden_states)
         if config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
+            query = multiply(self.linear_q_proj)
         else:
-            latent = self._uncut(self.linear_q_down_proj, hidden_states)
+            latent = multiply(self.linear_q_down_proj)
             query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
         query = query.unflatten(-1, (heads, -1))
-        latent, rotary_key = self._uncut(self.linear_kv_down_proj, hidden_states).split(
+        latent, rotary_key = multiply(self.linear_kv_down_proj).split(
             (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
         )
         # Each rank's heads have a part of its gradient.
@@ -83,16 +82,32 @@ class LatentAttention(TableAttention, MLASelfAttention):
         halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return Turn.apply(halves, self._table, self._kernels)
 
-    def _uncut(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """The latents [S, B, L] of hidden states, whose layer may have adapters."""
-        latent: torch.Tensor = self._down(hidden, layer.weight)
-        return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent
+    def _by(self, hidden: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+        """What gives the output [S, B, L] of a layer that takes the hidden states, and may have adapters."""
+
+        def multiply(layer: Any) -> torch.Tensor:
+            if isinstance(layer, Column):
+                return layer(hidden)[0]
+            latent: torch.Tensor = PLAIN(hidden, layer.weight)
+            return layer.adapters(latent, hidden) if hasattr(layer, "adapters") else latent
+
+        return multiply
 
 
 class AlignedLatentAttention(LatentAttention):
     """LatentAttention in Hugging Face's order of operations: heads are turned as complex float32 numbers."""
 
-    _down = BatchFirst()
+    def _by(self, hidden: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+        """One tensor for all layers and their adapters adds up its gradients in transformers' order."""
+        rows = hidden.transpose(0, 1).contiguous()
+
+        def multiply(layer: Any) -> torch.Tensor:
+            if isinstance(layer, Column) and self.tp_group.size() > 1:
+                return layer(hidden)[0]
+            product = BatchFirst(getattr(layer, "adapters", None))
+            return product.multiply(rows, layer.weight, None).transpose(0, 1)
+
+        return multiply
 
     def _turn(self, heads: torch.Tensor) -> torch.Tensor:
         assert self._table is not None, "called by forward only"

@@ -4,6 +4,7 @@ So experts are as transformers 4 had them, for which transformers 5 has one para
 functions: a test that uses it skips itself without it.
 """
 
+import math
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,36 @@ def peft_model(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> Any:
     return found
 
 
+class WrittenAdamW(torch.optim.Optimizer):
+    """AdamW of matrices in the order of operations of patch/optimizer/kernels/spec.py."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Roots are NumPy's: torch's are not rounded to nearest. With `is_bf16` weights are, ties upwards."""
+        for group in self.param_groups:
+            beta1, beta2, lr = 0.9, 0.95, group["lr"]
+            for weight in group["params"]:
+                state, gradient = self.state[weight], weight.grad
+                step = state["step"] = state.get("step", 0) + 1
+                master = state.setdefault("master", weight.clone()).mul_(1 - lr * 0.1)
+                m, v = (state.setdefault(name, torch.zeros_like(weight)) for name in "mv")
+                m.copy_(m * beta1 + gradient * (1 - beta1))
+                v.copy_(v * beta2 + (gradient * (1 - beta2)) * gradient)
+                root = torch.from_numpy(np.sqrt(v.numpy())) / math.sqrt(1 - beta2**step)
+                master.sub_((m / (root + 1e-8)) * (lr / (1 - beta1**step)))
+                bits = (master.view(torch.int32) + 0x8000 >> 16) << 16
+                weight.copy_(bits.view(torch.float32) if group["is_bf16"] else master)
+
+
 def peft_steps(
     config: RunConfig, folder: Path, factors: dict[str, np.ndarray], num_steps: int
 ) -> dict[str, Any]:
-    """PEFT's model with these factors, in Hugging Face's Trainer: losses, norms and the last factors."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    """PEFT's model with these factors, in Hugging Face's Trainer: losses, norms and the last factors.
+
+    Of an aligned run with its attention and its order of AdamW, else with torch's. Of one in bf16 weights and
+    autocast have it, factors are float32: PEFT's and the Trainer's defaults with `bf16=True`.
+    """
+    from transformers import Trainer, TrainingArguments
 
     class Recorded(Trainer):
         """With our schedule; keeps the loss of each micro-batch."""
@@ -82,13 +107,8 @@ def peft_steps(
             self.losses.append(loss.item())
             return loss
 
-    adapter, model = config.adapter, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    targets: Any = adapter.lora_target_modules
-    described = LoraConfig(
-        r=adapter.lora_rank, lora_alpha=adapter.alpha, use_rslora=adapter.lora_rslora,
-        target_modules=targets if targets == "all-linear" else targets.split(","),
-    )  # fmt: skip
-    model = get_peft_model(model, described)
+    is_bf16, aligned = config.training.precision == "bf16", config.model.precision_align
+    model = _with_adapters(config, folder)
     theirs = {
         name.replace("base_model.model.", "").replace(".default", ""): parameter
         for name, parameter in model.named_parameters()
@@ -102,9 +122,13 @@ def peft_steps(
         str(folder.with_name("trainer")), max_steps=num_steps, per_device_train_batch_size=size,
         gradient_accumulation_steps=of_step, learning_rate=config.optimizer.lr, weight_decay=0.1,
         adam_beta2=0.95, max_grad_norm=1.0, train_sampling_strategy="sequential", use_cpu=True,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        bf16=is_bf16, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        remove_unused_columns=False,
     )  # fmt: skip
-    trainer = Recorded(model, settings, train_dataset=_rows_of_steps(config, num_steps))
+    known = {"lr": config.optimizer.lr, "is_bf16": is_bf16}
+    written = WrittenAdamW(theirs.values(), known) if aligned else None
+    rows = _rows_of_steps(config, num_steps)
+    trainer = Recorded(model, settings, train_dataset=rows, optimizers=(written, None))
     trainer.train()
     losses = np.reshape(trainer.losses, (num_steps, of_step)).sum(axis=1)
     norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
@@ -112,14 +136,29 @@ def peft_steps(
     return {"losses": list(losses), "norms": norms, "factors": last}
 
 
+def _with_adapters(config: RunConfig, folder: Path) -> Any:
+    """The folder's model and PEFT's adapters of a run, as PEFT begins them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter, aligned = config.adapter, config.model.precision_align
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=aligned)
+    model.set_experts_implementation("eager")
+    described = {"target_modules": write_adapter(config.model, adapter, None)["target_modules"]}
+    if adapter.lora_target_modules == "all-linear":
+        described["target_modules"] = "all-linear"
+    rank, alpha, is_root = adapter.lora_rank, adapter.alpha, adapter.lora_rslora
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, use_rslora=is_root, **described))
+
+
 def _rows_of_steps(config: RunConfig, num_steps: int) -> list[dict[str, torch.Tensor]]:
-    """The rows of all steps in their order, as transformers takes them: it moves labels by one itself."""
+    """The rows of all steps in their order, as transformers takes them that are moved by one already."""
     rows = []
     for batch in chain.from_iterable(seeded_batches(config, iteration) for iteration in range(num_steps)):
         labels = batch.labels.where(batch.loss_mask > 0, -100)
         for tokens, learned in zip(batch.tokens, labels, strict=True):
-            first, last = torch.tensor([-100]), torch.tensor([0])
-            rows.append({"input_ids": torch.cat([tokens, last]), "labels": torch.cat([first, learned])})
+            rows.append({"input_ids": tokens, "labels": learned, "shift_labels": learned})
     return rows
 
 

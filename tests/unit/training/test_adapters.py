@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from hf_families import family_model, family_run
 from peft_oracle import factors_of, peft_steps
 from small_runs import hf_llama, small_run
 from training_runs import (
@@ -63,11 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 ZERO2 = {"data_parallel_sharding": "gradients"}
+EAGER, SDPA, BF16 = {"precision_align": "eager"}, {"precision_align": "sdpa"}, {"precision": "bf16"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP": ("llama", {"tp": 2}),
     "SP, full": ("llama", {**SP2, **FULL}),
     "SP, selective, fused": ("llama", {**SP2, **SELECTIVE, "gradient_accumulation_fusion": True}),
     "some, SP": ("some", {**SP2, "tp_comm_overlap": False}),
+    "SP, aligned": ("llama", {**SP2, **EAGER}),
     "down, TP, selective": ("down", {"tp": 2, **SELECTIVE}),
     "PP interleaved, full": ("llama", {"pp": 2, "stage": 1, **FULL}),
     "PP, a stage without adapters": ("early", {"pp": 2}),
@@ -82,6 +85,17 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, TP": ("latents", {"tp": 2}),
     "latents, SP": ("latents", SP2),
 }
+
+BESIDE_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("hf", MODELS[name]) for name in ("llama", "some", "down")},
+    "eager": ("hf", EAGER),
+    "some, sdpa": ("hf", MODELS["some"] | SDPA),
+    "down, eager, bf16": ("hf", MODELS["down"] | EAGER | BF16 | FULL),
+    "bloom": ("bloom", EAGER),
+    "shared experts, bf16": ("qwen-2-moe", SDPA | BF16 | {"lora_target_modules": "*.shared_expert.*"}),
+    "latents": ("deepseek-v2", SDPA | {"lora_target_modules": "*.self_attn.*"}),
+}
+"""Folders, and changes of a run. Aligned ones have PEFT's bits."""
 
 
 class Trained(NamedTuple):
@@ -117,12 +131,18 @@ def trained(folder: Path) -> dict[int, list[dict[str, Trained]]]:
     return {size: run_distributed(train_all, size, folder) for size in (1, 2)}
 
 
+def run_beside(name: str, root: Path) -> tuple[RunConfig, Path]:
+    model, changes = BESIDE_PEFT[name]
+    return family_run(root / model, **LORA | changes | {"train_iters": MANY_STEPS}), root / model
+
+
 def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {}
-    for name in ("llama", "some", "down"):
-        config = run_of(name, {"train_iters": MANY_STEPS})
-        run = build_seeded_run(config, folder)
-        assert run.optimizer.grad_buffer.num_bytes == 4 * sum(p.numel() for p in run.optimizer.parameters)
+    for name in BESIDE_PEFT:
+        config, hf = run_beside(name, folder)
+        run = build_seeded_run(config, hf)
+        gradients = 4 * sum(p.numel() for p in run.optimizer.parameters)
+        assert gradients <= run.optimizer.grad_buffer.num_bytes < gradients + 1024
         with run.optimizer.full_weights():
             initialize_weights(run.stages, config.model, 1, adapters=True)
         run.optimizer.reload_model_params()
@@ -140,14 +160,19 @@ def run_beside_peft(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def beside_peft(folder: Path) -> dict[str, Any]:
     hf_llama(small_run(), folder / "hf")
-    return run_distributed(run_beside_peft, 1, folder / "hf")[0]
+    for name in ("bloom", "qwen-2-moe", "deepseek-v2"):
+        family_model(name, folder / name)
+    return run_distributed(run_beside_peft, 1, folder)[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "some", "down"])
+@pytest.mark.parametrize("name", BESIDE_PEFT)
 def test_steps_of_one_process_are_those_of_peft(beside_peft: dict[str, Any], folder: Path, name: str) -> None:
     pytest.importorskip("peft")
-    ours = beside_peft[name]
-    theirs = peft_steps(run_of(name, {"train_iters": MANY_STEPS}), folder / "hf", ours["first"], MANY_STEPS)
+    ours, (config, hf) = beside_peft[name], run_beside(name, folder)
+    theirs = peft_steps(config, hf, ours["first"], MANY_STEPS)
+    if config.model.precision_align:
+        assert ours["losses"] == theirs["losses"]
+        assert not [n for n, values in theirs["factors"].items() if (ours["factors"][n] != values).any()]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
     for factor, expected in theirs["factors"].items():
