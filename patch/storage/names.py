@@ -16,8 +16,8 @@ OUTPUT_BASEPATH/data_cache/                                        tokenized set
 OUTPUT_BASEPATH/hf/                                                the exported model
 OUTPUT_BASEPATH/STOP                                               written by people: ends the run
 
-With --save URL, the checkpoints and their .txt files are at URL/, config.yaml, data.json and metrics.jsonl
-beside them; OUTPUT_BASEPATH/checkpoint/ has only what the store refused.
+With --save URL, the checkpoints and their .txt files are at URL/, config.yaml, data.json, reference.json and
+metrics.jsonl beside them; OUTPUT_BASEPATH/checkpoint/ has only what the store refused.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Preference(Objective):
         """Read the reference, or compute it with the weights of now.
 
         Raises:
-            CheckpointError: a resumed run has begun with other weights than those of now.
+            CheckpointError: a resumed run has begun with other weights than those of now, or who knows which.
             DataError: the values cannot be kept.
         """
         super().prepare(run)
@@ -110,7 +110,8 @@ class Preference(Objective):
         with run.optimizer.full_weights():  # new adapters add nothing
             is_base = adapter.lora_rank and not adapter.lora_load
             weights = base_checksum(run.stages) if is_base else checksum(run.stages)
-        self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))
+        if run.start_iteration:
+            self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))
         keys, values = {}, []
         self.reference = torch.zeros(size, device=run.device)
         for source in self.sets:
@@ -201,6 +202,14 @@ class Preference(Objective):
         return sha256(repr(decides).encode()).hexdigest()[:32]
 
     def _check(self, weights: str, keys: Mapping[str, str]) -> None:
+        """Refuse a resumed run that has begun with other weights, or of which this is not known."""
+        if not keys:
+            raise CheckpointError(
+                f"{self._keys_file} is not there or cannot be read; expected that of the run that is "
+                "resumed: it says with which weights the run began. Bring it from that run's folder, or "
+                "start another run from the checkpoint (--load, position 22)",
+                field="output_path",
+            )
         if then := next((key for key in keys.values() if not key.startswith(weights)), None):
             raise CheckpointError(
                 f"{self._keys_file}: the run began with weights whose checksum is {then.partition('-')[0]}; "

@@ -1,7 +1,7 @@
 """Records that travel with a run's checkpoints in a store, so that it goes on elsewhere with only the URL.
 
-config.yaml and data.json are sent when training begins, metrics.jsonl after each save. A run whose folder
-lacks them, or has fewer metrics than the store, takes them from there.
+config.yaml, data.json and (DPO) reference.json are sent when training begins, metrics.jsonl after each save.
+A run whose folder lacks them, or has fewer metrics than the store, takes them from there.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.preflight.checkpoint_places import checkpoint_root, record_home
 from patch.storage.atomic import write_atomically
-from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE
+from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE, REFERENCE_FILE
 from patch.storage.remote import RemotePath
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import read_metrics
 
 _logger = get_logger(__name__)
 
-_RECORDS = (CONFIG_FILE, DATA_RECORD_FILE)
+_RECORDS = (CONFIG_FILE, DATA_RECORD_FILE, REFERENCE_FILE)
 _WAIT_S = 10.0
 """Seconds that the next save and the end wait for a store that does not take the metrics."""
 
 
 def take_records(config: RunConfig) -> None:
-    """Bring config.yaml and data.json from the store of a run that is resumed; in one process.
+    """Bring the records from the store of a run that is resumed; in one process.
 
     Raises:
         CheckpointError: the store does not answer, or the run's folder cannot be written.
@@ -41,7 +41,7 @@ def take_records(config: RunConfig) -> None:
 
 
 def send_records(config: RunConfig) -> None:
-    """Send config.yaml and data.json to the store, if there is one; in one process.
+    """Send the records to the store, if there is one; in one process.
 
     Raises:
         CheckpointError: the store refuses them.

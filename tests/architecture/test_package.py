@@ -39,13 +39,13 @@ def declared(root: Path) -> set[str]:
 
 
 def test_what_is_imported_is_declared(house, declared):
-    """Triton comes with torch's CUDA build; DeepSpeed and PEFT are rivals where they are installed.
+    """Triton comes with torch's CUDA build; DeepSpeed, PEFT and TRL are rivals where they are installed.
 
     Transformer Engine is in requirements-gpu.txt, and imported only where a user asks for its layers.
     """
     distributions = packages_distributions()
     known = sys.stdlib_module_names | {"patch", "toolkits", "examples", "triton", "deepspeed", "datasets"}
-    known |= {"transformer_engine", "peft"}
+    known |= {"transformer_engine", "peft", "trl"}
     missing = set()
     for source in house:
         for node in ast.walk(source.tree):

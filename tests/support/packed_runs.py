@@ -31,18 +31,22 @@ class Talks:
     Args:
         seed: of the ids.
         learned: which conversations have anything to learn; None: all.
+        sizes: their tokens.
     """
 
-    def __init__(self, seed: int, learned: Sequence[int] | None = None) -> None:
+    num_learned = 1
+    """Nobody asks."""
+
+    def __init__(self, seed: int, learned: Sequence[int] | None = None, sizes: Sequence[int] = SIZES) -> None:
         random = np.random.default_rng(seed)
-        self.sizes = np.array(SIZES)
+        self.sizes, self.fingerprint = np.array(sizes), f"talks {seed}"
         self.padding = PADDING
-        self._ids = [random.integers(0, 250, size + 1).astype(np.int32) for size in SIZES]
+        self._ids = [random.integers(0, 250, size + 1).astype(np.int32) for size in sizes]
         self._learned = [
             np.arange(size + 1) > size // 2
             if learned is None or index in learned
             else np.zeros(size + 1, bool)
-            for index, size in enumerate(SIZES)
+            for index, size in enumerate(sizes)
         ]
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,10 +79,15 @@ class Talks:
 
 def batches_of(config: RunConfig, *talks: Talks) -> list[Batch]:
     """All micro-batches of these conversations, packed or padded as the run asks."""
-    size = config.training.micro_batch_size
     samples = [
         sample for each in talks for sample in (each.packed() if config.data.packing else each.padded())
     ]
+    return in_batches(config, samples)
+
+
+def in_batches(config: RunConfig, samples: Sequence[Sample]) -> list[Batch]:
+    """These samples as micro-batches of a run."""
+    size = config.training.micro_batch_size
     return [collate(samples[begin : begin + size]) for begin in range(0, len(samples), size)]
 
 

@@ -1,9 +1,10 @@
 """Measures a training step on CPUs beside what users write without us: a plain loop of transformers, DDP.
 
-python -m toolkits.benchmarks.step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16]
+python -m toolkits.benchmarks.step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16] [--dpo]
 
 With --lora both train adapters, the plain loop PEFT's; gradients and states of a rank stand beside those of
-all weights.
+all weights. With --dpo both learn from pairs in fp32, TRL's `DPOTrainer` in place of the plain loop; both
+have computed their reference before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, t
 from toolkits.benchmarks._measure import Rounds, dearest_kernels, kernel_table, over_ranks, take_turns
 from toolkits.benchmarks._report import Aim, NotRunError, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import run_ranks
+from toolkits.benchmarks._trl import beside_trl
 
 _STEPS = 4
 _AIMS = {"llama": 0.95, "bloom": 1.0, "mixtral": 1.0}
@@ -62,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     only = {"help": "one case: precision,processes,accumulation, as fp32,2,4"}
     model = {"help": "whose step", "choices": [*_MODELS], "default": "llama"}
     lora = {"help": "rank of adapters; 0: all weights train", "type": int, "default": 0}
-    options: dict[str, Any] = {"--only": only, "--model": model, "--lora": lora}
+    dpo = {"help": "preferred answers, beside TRL", "action": "store_true"}
+    options: dict[str, Any] = {"--only": only, "--model": model, "--lora": lora, "--dpo": dpo}
     return run_benchmark(_run, argv, rounds=(9, 3), options=options)
 
 
@@ -71,12 +75,14 @@ def _run(arguments: argparse.Namespace) -> Report:
     ratios: dict[str, list[float]] = {}
     if arguments.lora and find_spec("peft") is None:
         raise NotRunError("needs peft, of the extra `test`")
-    for precision, num_ranks, accumulation in _cases(arguments.only):
+    if arguments.dpo and find_spec("trl") is None:
+        raise NotRunError("needs trl with what it imports, see .ci/run")
+    for precision, num_ranks, accumulation in _cases("fp32,1,1" if arguments.dpo else arguments.only):
         name = f"{precision}, {num_ranks} process{'es'[: 2 * (num_ranks > 1)]}, accumulation {accumulation}"
         found[name] = run_ranks(
             measure, num_ranks, _TIMEOUT_S, threads=max(1, min(2, usable_cores()) // num_ranks),
             model=arguments.model, precision=precision, accumulation=accumulation, lora=arguments.lora,
-            rounds=arguments.rounds, steps=max(1, _STEPS // accumulation),
+            dpo=arguments.dpo, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation),
         )  # fmt: skip
         losses, rounds = found[name]["losses"], found[name]["rounds"]
         print(Rounds(rounds).table(name, PLAIN, {"loss": lambda contender: f"{losses[contender]:.5f}"}))  # noqa: B023
@@ -88,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         if abs(losses[OURS] - losses[PLAIN]) > _LOSS_BOUND[precision] * losses[PLAIN]:
             sys.exit(f"FAILED: losses {losses}, expected equal ones")
         ratios[name] = [a / b for a, b in zip(rounds[OURS], rounds[PLAIN], strict=True)]
-    most = 0.95 if arguments.lora else _AIMS[arguments.model]
+    most = 0.95 if arguments.lora or arguments.dpo else _AIMS[arguments.model]
     aims = [Aim(f"{name}: {OURS} / {PLAIN}", median(values), most) for name, values in ratios.items()]
     panel = Panel(f"{OURS} / {PLAIN}, each round", ratios, {"equal": 1.0})
     return Report("", aims, [panel], {"measured": found})
@@ -186,6 +192,7 @@ def measure(
     precision: Precision,
     accumulation: int,
     lora: int,
+    dpo: bool,
     rounds: int,
     steps: int,
 ) -> dict[str, Any]:
@@ -198,14 +205,17 @@ def measure(
             autocast.
         accumulation: micro-batches of a step.
         lora: the rank of adapters, or 0.
+        dpo: pairs, and TRL's trainer in place of the plain loop.
         rounds: how often each contender is timed.
         steps: timed steps of a round.
     """
     num_ranks = dist.get_world_size()
+    of_pairs = {"objective": "dpo", "output_path": mkdtemp(), "cache_dir": mkdtemp()} if dpo else {}
     config = run_config(
-        256, **_MODELS[model], nproc_per_node=num_ranks, use_distributed_optimizer=num_ranks > 1,
-        micro_batch_size=_BATCH, global_batch_size=_BATCH * num_ranks * accumulation, precision=precision,
-        lora_rank=lora or None,
+        512 if dpo else 256, **_MODELS[model], nproc_per_node=num_ranks,
+        use_distributed_optimizer=num_ranks > 1, micro_batch_size=_BATCH,
+        global_batch_size=_BATCH * num_ranks * accumulation, precision=precision, lora_rank=lora or None,
+        **of_pairs,
     )  # fmt: skip
     groups = initialize(config, context)
     ours = OurTrainer(config, groups, context.device)
@@ -213,7 +223,8 @@ def measure(
     if lora:
         full = dataclasses.replace(config, adapter=AdapterConfig())
         held["all weights"] = _held(OurTrainer(full, groups, context.device).run)
-    contenders: dict[str, Contender] = {OURS: ours, PLAIN: PlainLoop(ours.run)}
+    plain = beside_trl(ours.run, _transformers_model(ours.run)) if dpo else PlainLoop(ours.run)
+    contenders: dict[str, Contender] = {OURS: ours, PLAIN: plain}
     found = take_turns(
         {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
     )

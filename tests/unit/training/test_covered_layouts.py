@@ -9,13 +9,17 @@ chunks. So the same sums come from different code, in another order.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from covering_array import Row, Rule, all_pairs, further_rows, is_legal, legal_pairs, pairs_of
 from distributed_runner import new_job, run_distributed
-from packed_runs import SIZES, Talks, batches_of
+from packed_runs import LENGTH, SIZES, Talks, batches_of, in_batches
 from small_runs import small_run
 from training_runs import SeededReader, build_seeded_run
 
@@ -23,6 +27,7 @@ from patch.checks.notes import notes
 from patch.checks.rules import RULES
 from patch.config.schema import RunConfig
 from patch.data import Batch
+from patch.data.packing import PairSource
 from patch.device import MachineFacts
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
@@ -30,6 +35,8 @@ from patch.errors import ConfigError
 from patch.model import loss
 from patch.plan.flops import attended_pairs
 from patch.training.evaluation import evaluate
+from patch.training.preference import Preference
+from patch.training.setup import Run
 from patch.training.step import train_step
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # the first test trains all rows
@@ -105,11 +112,12 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
     "LoRA": {"no": {}, "yes": {"lora_rank": 3}},
+    "objective": {"sft": {}, "dpo": {"objective": "dpo", "dpo_beta": 0.5}},
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
     *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens"),
-    "LoRA",
+    *("LoRA", "objective"),
 }
 """Columns whose values are tested to 5e-6 in pairs; those of others change no bit, which other tests show."""
 VALUES = {column: list(values) for column, values in COLUMNS.items()}
@@ -163,6 +171,8 @@ BY_HAND = {("1", "1"): "EttL", ("2", "1"): "Ettt|tL", ("2", "2"): "Et|tt|t|L"}
 """Stages by PP and VPP."""
 SAMPLES = {"yes": 8, "no": 16}
 """Of a step, by packing."""
+PAIRS = [15, 12, 3, 2, 10, 14, 3, 5, 5, 15, 7, 4, 9, 8, 4, 9]
+"""Tokens of the two sequences of eight pairs, which fill four packed rows: 32, 32, 31 and 30 tokens."""
 
 
 def table(beginning: str) -> list[list[str]]:
@@ -192,7 +202,7 @@ def one_process_of(row: Row) -> RunConfig:
     But for the losses of routers, which are means over a micro-batch: it has the same ones, one by one.
     """
     ours = run_of(row)
-    kept = ("PR", "model", "LoRA", *(["packing"] if ours.experts.moe_aux_loss_coeff else []))
+    kept = ("PR", "model", "LoRA", "objective", *(["packing"] if ours.experts.moe_aux_loss_coeff else []))
     changes = changes_of(FIRST | {column: row[column] for column in kept})
     size = ours.training.micro_batch_size if "packing" in kept else changes["global_batch_size"]
     layers = {name: getattr(ours.model, name) for name in ("num_layers", "moe_layer_freq")}
@@ -221,8 +231,27 @@ class Trained(NamedTuple):
 
 
 def conversations(config: RunConfig, iteration: int) -> list[Batch]:
-    """The micro-batches of a step: 16 conversations, in 8 packed rows or in 16."""
+    """The micro-batches of a step: 16 conversations, in 8 packed rows or in 16; or 16 pairs, in each step."""
+    if config.training.objective == "dpo":
+        return in_batches(config, list(chain.from_iterable(pairs_of_run(config))))
     return batches_of(config, Talks(2 * iteration), Talks(2 * iteration + 1))
+
+
+def pairs_of_run(config: RunConfig) -> list[PairSource]:
+    talks = [Talks(seed, sizes=PAIRS) for seed in range(2)]
+    how = {"is_packed": config.data.packing}
+    return [PairSource(own, LENGTH, first=number * len(PAIRS), **how) for number, own in enumerate(talks)]
+
+
+def prefer(run: Run) -> None:
+    """Give a run the objective of pairs, with the reference that its layout computes."""
+    config = run.config
+    with TemporaryDirectory() as folder:
+        checkpoint = replace(config.checkpoint, output_path=folder)
+        config = replace(config, checkpoint=checkpoint, data=replace(config.data, cache_dir=folder))
+        run.data.objective = objective = Preference(config)
+        objective.sets = pairs_of_run(config)
+        objective.prepare(run)
 
 
 def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[Trained]:
@@ -237,6 +266,8 @@ def train(config: RunConfig) -> Trained:
         zigzag = Zigzag.of(run.groups.cp)
         reader = SeededReader(config, run.groups.dp.rank(), zigzag, conversations, num_steps=1)
         run.data.train_reader, run.data.valid_readers = reader, {"valid": reader}  # type: ignore[dict-item]
+        if config.training.objective == "dpo":
+            prefer(run)
         num_steps = STEPS if config.training.precision == "fp32" else STEPS_ROUNDED
         results = [train_step(run, iteration) for iteration in range(num_steps)]
         losses = max_over_world([*(r.loss for r in results), evaluate(run)["valid_loss"]], run.device)
@@ -271,6 +302,7 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
         assert ours.losses == pytest.approx(one.losses, abs=loss_bound)
         assert ours.grad_norms == pytest.approx(one.grad_norms, rel=norm_bound)
         assert ours.skipped == one.skipped
+        assert row["objective"] == "sft" or ours.losses[0] == torch.tensor(2.0).log().item()
 
 
 @pytest.mark.parametrize("model", COLUMNS["model"])
@@ -278,7 +310,7 @@ def test_attention_of_a_packed_step_is_counted_sequence_by_sequence(of_eight: li
     lengths = 2 * [*SIZES, 4, 1]  # and the padding of two rows
     expected = attended_pairs(lengths, WINDOW if model == "families" else None)
     for row, ranks in zip(ROWS, of_eight, strict=True):
-        if (row["model"], row["packing"]) == (model, "yes"):
+        if (row["model"], row["packing"], row["objective"]) == (model, "yes", "sft"):
             assert {trained.attended_pairs for trained in ranks} == {expected}
 
 

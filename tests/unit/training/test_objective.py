@@ -44,8 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Pairs(Talks):
     """Talks in which neighbours are a pair."""
 
-    fingerprint, num_learned = "pairs", 1
-
     def __init__(self, pairs: list[tuple[int, int]]) -> None:
         super().__init__(0)
         self.order = np.array(pairs).flatten()

@@ -29,10 +29,11 @@ from patch.errors import CheckpointError
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import Record
 from patch.training.setup import build_run
+from patch.training.store_records import send_records, take_records
 from patch.training.trainer import Trainer
 
 _FOLDER = os.environ.get("TRL", "")
-LENGTH = 192
+LENGTH, STEPS = 192, 10
 BOUND = 1e-5
 """Of fp32 sums in another order, after updates."""
 SAID = [
@@ -67,10 +68,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "messages": {},
     "texts": {"dpo_loss_type": "ipo"},
     "whole": {"dpo_sft_weight": 0.5, "micro_batch_size": 1},
+    "adapters": {"lora_rank": 4, "lora_alpha": 8.0},
 }
+FORM_OF = {"adapters": "messages"}
 _TRL = """
 import json, sys
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 folder, found = sys.argv[1], {}
@@ -84,6 +88,7 @@ class Noting(DPOTrainer):
         steps[-1].update({name: value for name, value in means.items() if name.startswith(("rew", "logps"))})
         steps.append({})
         self._metrics["train"].clear()
+num_steps = int(sys.argv[2])
 for form, (rows, changes) in json.load(open(f"{folder}/request.json")).items():
     model = AutoModelForCausalLM.from_pretrained(folder)
     own = {"ipo": {"loss_type": ["ipo"]}}.get(changes.get("dpo_loss_type"), {})
@@ -91,17 +96,20 @@ for form, (rows, changes) in json.load(open(f"{folder}/request.json")).items():
         own = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, changes["dpo_sft_weight"]]}
     size = changes.get("micro_batch_size", 4)
     config = DPOConfig(
-        f"{folder}/trl", beta=0.1, max_steps=3, learning_rate=1e-3, lr_scheduler_type="constant",
+        f"{folder}/trl", beta=0.1, max_steps=num_steps, learning_rate=1e-3, lr_scheduler_type="constant",
         adam_beta2=0.95, weight_decay=0.1, per_device_train_batch_size=size, use_cpu=True,
         gradient_accumulation_steps=4 // size, bf16=False, gradient_checkpointing=False,
         report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no", max_length=None, **own,
     )
     steps = [{}]
     tokenizer, data = AutoTokenizer.from_pretrained(folder), Dataset.from_list(rows)
-    trainer = Noting(model, args=config, train_dataset=data, processing_class=tokenizer)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear") if "lora_rank" in changes else None
+    trainer = Noting(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
+    if lora:
+        trainer.model.save_pretrained(f"{folder}/adapter")
     if form != "transcripts":
         trainer.train()
-    found[form] = {"steps": steps[:3], "rows": list(trainer.train_dataset)}
+    found[form] = {"steps": steps[:num_steps], "rows": list(trainer.train_dataset)}
 json.dump(found, open(f"{folder}/answer.json", "w"))
 """
 
@@ -109,9 +117,10 @@ json.dump(found, open(f"{folder}/answer.json", "w"))
 def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
     flags = {
         "objective": "dpo", "load": str(folder), "train_data_path": str(folder / f"{name}.json"), "lr": 1e-3,
-        "min_lr": 1e-3, "lr_warmup_iters": 0, "train_iters": 3, "micro_batch_size": 4, "global_batch_size": 4,
-        "seq_length": LENGTH, "max_padding_length": LENGTH, "deterministic_mode": True,
-        "output_path": str(folder / "run"), "cache_dir": str(folder / "cache"), "vocab_size": 400,
+        "min_lr": 1e-3, "lr_warmup_iters": 0, "train_iters": STEPS, "micro_batch_size": 4,
+        "global_batch_size": 4, "seq_length": LENGTH, "max_padding_length": LENGTH,
+        "deterministic_mode": True, "output_path": str(folder / "run"),
+        "cache_dir": str(folder / "cache"), "vocab_size": 400,
     }  # fmt: skip
     return small_run(**flags | changes)
 
@@ -127,6 +136,13 @@ def train(config: RunConfig) -> list[Record]:
             export_adapter(this_run.stages, folder, config.model, config.adapter, groups, base=None)
     new_job()
     return hook.records
+
+
+def refusal_of(config: RunConfig) -> str:
+    with pytest.raises(CheckpointError) as error:
+        train(config)
+    new_job()
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +161,10 @@ def trl(folder: Path) -> dict[str, Any]:
     if not _FOLDER:
         pytest.skip("TRL names no folder with trl")
     request = {form: [rows, LOSSES.get(form, {})] for form, rows in FORMS.items()}
+    request["adapters"] = [FORMS["messages"], LOSSES["adapters"]]
     (folder / "request.json").write_text(json.dumps(request))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _TRL, str(folder)],
+        [sys.executable, "-W", "ignore", "-c", _TRL, str(folder), str(STEPS)],
         env={**os.environ, "PYTHONPATH": _FOLDER, "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
@@ -170,8 +187,11 @@ def test_tokens_are_trls(folder: Path, trl: dict[str, Any], form: str) -> None:
 
 
 def losses_of_forms(rank: int, world_size: int, folder: Path) -> dict[str, list[Record]]:
+    LOSSES["adapters"]["lora_load"] = str(folder / "adapter")  # those that PEFT has drawn
     return {
-        form: train(config_of(folder, form, output_path=str(folder / form), **own))
+        form: train(
+            config_of(folder, FORM_OF.get(form, form), output_path=str(folder / f"ten {form}"), **own)
+        )
         for form, own in LOSSES.items()
     }
 
@@ -192,7 +212,8 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
     one_row = {"packing": True, "global_batch_size": 1, "seq_length": 512, "max_padding_length": 512}
 
     def config(output: str, **own: Any) -> RunConfig:
-        changes = {"micro_batch_size": 2, "output_path": str(folder / output)} | common | own
+        changes = {"micro_batch_size": 2, "train_iters": 3, "output_path": str(folder / output)}
+        changes |= common | own
         return config_of(folder, "messages", **changes)
 
     found["alone"] = train(config("alone"))
@@ -213,11 +234,61 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
         shutil.rmtree(cache)
     shutil.rmtree(root / "iter_0000003")
     (root / "latest_checkpointed_iteration.txt").write_text("2\n")
-    try:
-        train(config("alone", load=None, tokenizer_name_or_path=str(folder)))
-    except CheckpointError as error:
-        found["refused"] = str(error)
+    found["refused"] = refusal_of(config("alone", load=None, tokenizer_name_or_path=str(folder)))
+    moved = config("there", save="memory://dpo", cache_dir=str(folder / "there"))
+    here = config("here", save="memory://dpo", train_iters=1)
+    train(here)
+    (folder / "here" / "config.yaml").touch()
+    send_records(here)
+    take_records(moved)
+    found["moved"], found["moved computed"] = train(moved), len(said)
+    for gone in (folder / "there" / "reference.json", folder / "there" / "references"):
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    found["unknown"] = refusal_of(moved)
     return found
+
+
+RESUMED = {
+    "pipeline": {"pp": 2, "stage": 1},
+    "experts": {"dp": 2, "expert_model_parallel_size": 2},
+    "tensor": {"tp": 2, "sequence_parallel": True},
+    "context": {"cp": 2},
+}
+
+
+def resumed_elsewhere(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Of the last of Mixtral's three steps, here and in another layout, with the cache and without it."""
+    experts = {
+        "model_type": "mixtral",
+        "num_experts": 4,
+        "load": None,
+        "micro_batch_size": 2,
+        "train_iters": 3,
+    }
+    said = messages_from("INFO", "patch.training.preference")
+    found: dict[str, Any] = {}
+    for first, then in (("pipeline", "experts"), ("experts", "pipeline"), ("tensor", "context")):
+        output, cache = folder / f"{first} {then}", folder / "experts cache"
+        common = {**experts, "tokenizer_name_or_path": str(folder), "cache_dir": str(cache)}
+        common["output_path"] = str(output)
+        *_, last = train(config_of(folder, "messages", **common, **RESUMED[first], save_interval=2))
+        for lost in ("nothing", "references"):
+            if rank == 0:
+                shutil.rmtree(output / "checkpoint" / "iter_0000003")
+                (output / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2\n")
+                shutil.rmtree(cache / lost, ignore_errors=lost == "nothing")
+            before = len(said)
+            (other,) = train(config_of(folder, "messages", **common, **RESUMED[then]))
+            found[f"{output.name}, {lost} lost"] = last, other, len(said) - before
+    return found
+
+
+def test_a_run_goes_on_in_another_layout_with_the_reference_of_its_beginning(folder: Path) -> None:
+    for found in run_distributed(resumed_elsewhere, 2, folder):
+        for name, (one, other, computed) in found.items():
+            own = {key: value for key, value in one.items() if key.startswith(("loss", "rewards"))}
+            assert {key: other[key] for key in own} == pytest.approx(own, rel=BOUND, abs=BOUND), name
+            assert computed == ("references" in name), name
 
 
 def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
@@ -233,6 +304,8 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
         assert begin == first["loss"] > max(later) and found[f"{name} computed"] == computed, name
     assert found["again computed"] == 6 and found["recomputed computed"] == 8, "a lost one is made anew"
     losses = [record["loss"] for record in found["alone"] if "loss" in record]
-    for name in ("again", "recomputed"):
+    for name in ("again", "recomputed", "moved"):
         assert [record["loss"] for record in found[name] if "loss" in record] == losses[1:], name
     assert "began with weights whose checksum is" in found["refused"]
+    assert found["moved computed"] == found["recomputed computed"] + 4, "of two sets, here and there"
+    assert "reference.json is not there or cannot be read; expected that of the run" in found["unknown"]
