@@ -108,7 +108,7 @@ def beside_trl(run: Run, model: torch.nn.Module) -> DpoTrainer:
     objective.sets = [source]
     run.data.train_reader = BatchReader(
         source, micro_batch_size=config.training.micro_batch_size,
-        global_batch_size=config.training.global_batch_size, dp_rank=0, dp_size=1, seed=0, shuffle=False,
+        global_batch_size=config.training.global_batch_size, dp_rank=0, dp_size=1, seed=0, shuffle=True,
         make_batch=objective.collate,
     )  # fmt: skip
     objective.prepare(run)
