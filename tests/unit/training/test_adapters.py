@@ -4,7 +4,6 @@ The oracle of one process is PEFT in Hugging Face's own Trainer, over ten steps.
 begins as zero, so a wrong gradient of A is first seen in the second.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,22 +249,25 @@ FEWER_BITS: dict[str, dict[str, Any]] = {
 }
 
 
-def first_steps(rank: int, world_size: int) -> dict[str, list[np.ndarray]]:
+def first_step(name: str) -> list[np.ndarray]:
     """The loss, and the gradients of what the second of four layers gives; B is zero."""
-    found: dict[str, list[np.ndarray]] = {}
-    for name, changes in FEWER_BITS.items():
-        run, own = build_seeded_run(small_run(**changes, ffn_hidden_size=192)), list[np.ndarray]()
-        for layer in run.stages[0].decoder.modules():
-            if "rounded" in name and isinstance(layer, (Column, Row)):
-                layer.weight.data.copy_(torch.from_numpy(rounded(layer.weight.numpy())))
-        keep = partial(lambda own, gradient: own.append(gradient.float().numpy()), own)
-        second = run.stages[0].decoder.layers[1]
-        second.register_forward_hook(
-            lambda layer, inputs, output, keep=keep: output[0].register_hook(keep) and None
+    run, found = build_seeded_run(small_run(**FEWER_BITS[name], ffn_hidden_size=192)), list[np.ndarray]()
+    for layer in run.stages[0].decoder.modules():
+        if "rounded" in name and isinstance(layer, (Column, Row)):
+            layer.weight.data.copy_(torch.from_numpy(rounded(layer.weight.numpy())))
+    second = run.stages[0].decoder.layers[1]
+    second.register_forward_hook(
+        lambda layer, inputs, output: (
+            output[0].register_hook(lambda gradient: found.append(gradient.float().numpy())) and None
         )
-        found[name] = [np.array(train_step(run, 0).loss), *own]
-        new_job()
-    return found
+    )
+    loss = train_step(run, 0).loss
+    new_job()
+    return [np.array(loss), *found]
+
+
+def first_steps(rank: int, world_size: int) -> dict[str, list[np.ndarray]]:
+    return {name: first_step(name) for name in FEWER_BITS}
 
 
 def test_a_base_in_fewer_bits_is_multiplied_as_such_forward_and_backward() -> None:
