@@ -138,7 +138,7 @@ class Rounds(NamedTuple):
         return Panel(f"{self.unit} (median, quartiles)", bars, {**alone, **(marks or {})}, title=title)
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
     """The most bytes at once of those that `run` asks for; on a GPU it runs twice, the first time unmeasured.
 
     Args:

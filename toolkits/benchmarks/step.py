@@ -200,9 +200,14 @@ def _held(ours: OurTrainer, device: torch.device) -> dict[str, int]:
     """Bytes of this rank, as they are and as `plan` counts them, and the most that a step asks for beside."""
     run = ours.run
     report, planned = run.optimizer.report(), bytes_per_rank(run.config)
+
+    def step() -> None:
+        ours.step()
+        ours.settle()  # a profiler that stops meanwhile crashes gloo's threads
+
     return {
         "weights": sum(parameter.nbytes for stage in run.stages for parameter in stage.parameters()),
-        "planned weights": planned.weights, "of a step beside": peak_bytes(ours.step, device),
+        "planned weights": planned.weights, "of a step beside": peak_bytes(step, device),
         "gradients": run.optimizer.grad_buffer.num_bytes, "planned gradients": planned.gradients,
         "states": report.host_bytes + report.device_bytes, "planned states": planned.optimizer,
     }  # fmt: skip
