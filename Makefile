@@ -29,8 +29,8 @@ help:  ## this list
 	$(PIP) --no-build-isolation --editable '.[test]'
 	touch $@
 
-quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters
-	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA),--lora)
+quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
 
 test: .venv/tests-installed  ## the tests of a change, but those that are long: minutes on two cores
 	$(PYTEST) -m "not long"

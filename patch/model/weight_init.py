@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from patch.config.schema import ModelConfig
 from patch.families.adapters import INSIDE
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
+from patch.model.four_bit_product import dense_shape, quantize
 from patch.model.llama import sharded_weights
 
 # The last projections of attention and MLP get smaller values: arXiv:1909.08053, section 5.1 (after GPT-2).
@@ -44,7 +45,8 @@ def initialize_weights(
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
     With `init_method_xavier_uniform` the embedding is uniform with Glorot and Bengio's deviation. Adapters
-    begin as PEFT's: A uniform between -1 and 1 over the root of its inputs, B 0.
+    begin as PEFT's: A uniform between -1 and 1 over the root of its inputs, B 0. A weight in 4 bits gets what
+    they leave of its values.
 
     Args:
         stages: all pipeline stages of this rank.
@@ -63,6 +65,10 @@ def initialize_weights(
         # Of a layer, and of an expert in it.
         place = " ".join(map(str, shard.global_offset[:number])) or "0"
         shape, offset = shard.global_shape[number:], shard.global_offset[number:]
+        own = dense_shape(shard.data)
+        is_dense = own == shard.data.shape
+        if not is_dense:  # in bytes along a row
+            shape, offset = ((n, m * own[1] // shard.data.shape[1]) for n, m in (shape, offset))
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
         if INSIDE in shard.key and shard.key.endswith("lora_B.weight"):
@@ -73,8 +79,8 @@ def initialize_weights(
         whole = _draw(name, shape, std, device, is_uniform=is_uniform)
         if num_padded:
             whole = F.pad(whole, (0, 0, 0, num_padded))
-        part = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))
-        shard.data.copy_(whole[part])
+        values = whole[tuple(slice(start, start + size) for start, size in zip(offset, own, strict=True))]
+        shard.data.copy_(values if is_dense else quantize(values))
 
 
 def _spread(key: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[bool, float]:

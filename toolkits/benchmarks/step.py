@@ -2,9 +2,9 @@
 
 python -m toolkits.benchmarks.step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16] [--dpo]
 
-With --lora both train adapters, the plain loop PEFT's; gradients and states of a rank stand beside those of
-all weights. With --dpo both learn from pairs in fp32, TRL's `DPOTrainer` in place of the plain loop; both
-have computed their reference before.
+With --lora both train adapters, the plain loop PEFT's; beside them step ours with all weights and with a base
+in 4 bits, and the bytes of a rank are those of the plan. With --dpo both learn from pairs in fp32, TRL's
+`DPOTrainer` in place of the plain loop; both have computed their reference before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from patch.numbers import size_text
 from patch.plan.memory import bytes_per_rank
 from patch.training.setup import Run
 from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
-from toolkits.benchmarks._measure import Rounds, dearest_kernels, kernel_table, over_ranks, take_turns
+from toolkits.benchmarks._measure import (
+    Rounds,
+    dearest_kernels,
+    kernel_table,
+    over_ranks,
+    peak_bytes,
+    ratio,
+    take_turns,
+)
 from toolkits.benchmarks._report import Aim, NotRunError, Panel, Report, run_benchmark
 from toolkits.benchmarks._runner import run_ranks
 from toolkits.benchmarks._trl import beside_trl
@@ -47,6 +55,8 @@ _AIMS = {"llama": 0.95, "bloom": 1.0, "mixtral": 1.0}
 _LOSS_BOUND = {"fp32": 1e-4, "bf16": 2e-2}
 _TIMEOUT_S = 900
 OURS, PLAIN = "the main job", "a plain loop"
+ALL, IN_4_BITS = "all weights", "a base in 4 bits"
+"""With --lora, beside the main job."""
 _SHAPE = {
     "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8,
     "num_query_groups": 8, "kv_channels": 64, "vocab_size": 8192,
@@ -79,11 +89,14 @@ def _run(arguments: argparse.Namespace) -> Report:
         raise NotRunError("needs trl with what it imports, see .ci/run")
     for precision, num_ranks, accumulation in _cases("fp32,1,1" if arguments.dpo else arguments.only):
         name = f"{precision}, {num_ranks} process{'es'[: 2 * (num_ranks > 1)]}, accumulation {accumulation}"
-        found[name] = run_ranks(
-            measure, num_ranks, _TIMEOUT_S, threads=max(1, min(2, usable_cores()) // num_ranks),
-            model=arguments.model, precision=precision, accumulation=accumulation, lora=arguments.lora,
-            dpo=arguments.dpo, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation),
+        threads = max(1, min(2, usable_cores()) // num_ranks)
+        run = partial(
+            run_ranks, num_ranks=num_ranks, timeout_s=_TIMEOUT_S, threads=threads, model=arguments.model,
+            precision=precision, accumulation=accumulation, lora=arguments.lora,
+            dpo=arguments.dpo,
         )  # fmt: skip
+        found[name] = run(measure, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation))
+        found[name]["bytes"] = {} if arguments.dpo else run(bytes_held)
         losses, rounds = found[name]["losses"], found[name]["rounds"]
         print(Rounds(rounds).table(name, PLAIN, {"loss": lambda contender: f"{losses[contender]:.5f}"}))  # noqa: B023
         for what, sizes in found[name]["bytes"].items():
@@ -96,8 +109,26 @@ def _run(arguments: argparse.Namespace) -> Report:
         ratios[name] = [a / b for a, b in zip(rounds[OURS], rounds[PLAIN], strict=True)]
     most = 0.95 if arguments.lora or arguments.dpo else _AIMS[arguments.model]
     aims = [Aim(f"{name}: {OURS} / {PLAIN}", median(values), most) for name, values in ratios.items()]
+    aims += [
+        aim
+        for name in found
+        if arguments.lora and not arguments.dpo
+        for aim in _aims_of_adapters(name, **found[name])
+    ]
     panel = Panel(f"{OURS} / {PLAIN}, each round", ratios, {"equal": 1.0})
     return Report("", aims, [panel], {"measured": found})
+
+
+def _aims_of_adapters(name: str, bytes: dict[str, Any], rounds: dict[str, Any], **more: Any) -> list[Aim]:
+    """The bytes of each run of ours are the plan's, and its time is near that of others."""
+    aims = [
+        Aim(f"{name}: {of}, {what} / planned", held[of] / held[f"planned {of}"], 1.01)
+        for what, held in bytes.items()
+        for of in ("weights", "gradients", "states")
+    ]
+    pairs = ((OURS, ALL, 1.0), (IN_4_BITS, ALL, 1.0))
+    times = (Aim(f"{name}: {a} / {b}", ratio(rounds[a], rounds[b]), most) for a, b, most in pairs)
+    return [*aims, *times]
 
 
 def _cases(only: str | None) -> list[tuple[str, int, int]]:
@@ -177,26 +208,64 @@ def _with_adapters(model: torch.nn.Module, run: Run) -> torch.nn.Module:
     return found
 
 
-def _held(run: Run) -> dict[str, int]:
-    """Bytes of this rank's gradients and optimizer states, as they are and as `plan` counts them."""
+def _held(ours: OurTrainer, device: torch.device) -> dict[str, int]:
+    """Bytes of this rank, as they are and as `plan` counts them, and the most that a step asks for beside."""
+    run = ours.run
     report, planned = run.optimizer.report(), bytes_per_rank(run.config)
+
+    def step() -> None:
+        ours.step()
+        ours.settle()  # a profiler that stops meanwhile crashes gloo's threads
+
     return {
+        "weights": sum(parameter.nbytes for stage in run.stages for parameter in stage.parameters()),
+        "planned weights": planned.weights, "of a step beside": peak_bytes(step, device),
         "gradients": run.optimizer.grad_buffer.num_bytes, "planned gradients": planned.gradients,
         "states": report.host_bytes + report.device_bytes, "planned states": planned.optimizer,
     }  # fmt: skip
 
 
-def measure(
-    context: DeviceContext,
-    model: str,
-    precision: Precision,
-    accumulation: int,
-    lora: int,
-    dpo: bool,
-    rounds: int,
-    steps: int,
-) -> dict[str, Any]:
+def bytes_held(context: DeviceContext, **case: Any) -> dict[str, dict[str, int]]:
+    """Bytes of this rank, of each run of ours, in a process without a profile of time: both crash torch.
+
+    Args:
+        context: the device of this rank.
+        case: see `_trainers`.
+    """
+    return {name: _held(one, context.device) for name, one in _trainers(context, **case).items()}
+
+
+def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dict[str, Any]:
     """Seconds of a step and losses of each round, and the dearest operators of one step more.
+
+    Args:
+        context: the device of this rank.
+        rounds: how often each contender is timed.
+        steps: timed steps of a round.
+        case: see `_trainers`.
+    """
+    ours = _trainers(context, **case)
+    run = ours[OURS].run
+    is_dpo = run.config.training.objective == "dpo"
+    plain = beside_trl(run, _transformers_model(run)) if is_dpo else PlainLoop(run)
+    contenders: dict[str, Contender] = {**ours, PLAIN: plain}
+    found = take_turns(
+        {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
+    )
+    # Of the first round: later a token of nearly equal experts is sent to the one here, to the other there.
+    losses = {name: timed[0].loss for name, timed in found.items()}
+    losses[PLAIN] = over_ranks(losses[PLAIN], context.device, dist.ReduceOp.SUM) / dist.get_world_size()
+    return {
+        "rounds": {name: [one.seconds for one in timed] for name, timed in found.items()},
+        "losses": losses,
+        "kernels": {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()},
+    }
+
+
+def _trainers(
+    context: DeviceContext, model: str, precision: Precision, accumulation: int, lora: int, dpo: bool
+) -> dict[str, OurTrainer]:
+    """Our runs.
 
     Args:
         context: the device of this rank.
@@ -205,9 +274,7 @@ def measure(
             autocast.
         accumulation: micro-batches of a step.
         lora: the rank of adapters, or 0.
-        dpo: pairs, and TRL's trainer in place of the plain loop.
-        rounds: how often each contender is timed.
-        steps: timed steps of a round.
+        dpo: whether it learns from pairs.
     """
     num_ranks = dist.get_world_size()
     of_pairs = {"objective": "dpo", "output_path": mkdtemp(), "cache_dir": mkdtemp()} if dpo else {}
@@ -218,24 +285,13 @@ def measure(
         **of_pairs,
     )  # fmt: skip
     groups = initialize(config, context)
-    ours = OurTrainer(config, groups, context.device)
-    held = {"as run": _held(ours.run)}
-    if lora:
-        full = dataclasses.replace(config, adapter=AdapterConfig())
-        held["all weights"] = _held(OurTrainer(full, groups, context.device).run)
-    plain = beside_trl(ours.run, _transformers_model(ours.run)) if dpo else PlainLoop(ours.run)
-    contenders: dict[str, Contender] = {OURS: ours, PLAIN: plain}
-    found = take_turns(
-        {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
-    )
-    # Of the first round: later a token of nearly equal experts is sent to the one here, to the other there.
-    losses = {name: timed[0].loss for name, timed in found.items()}
-    losses[PLAIN] = over_ranks(losses[PLAIN], context.device, dist.ReduceOp.SUM) / num_ranks
+    adapters = {OURS: config.adapter}
+    if lora and not dpo:
+        in_4_bits = dataclasses.replace(config.adapter, quantize_base="nf4")
+        adapters |= {ALL: AdapterConfig(), IN_4_BITS: in_4_bits}
     return {
-        "rounds": {name: [one.seconds for one in timed] for name, timed in found.items()},
-        "losses": losses,
-        "bytes": held,
-        "kernels": {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()},
+        name: OurTrainer(dataclasses.replace(config, adapter=each), groups, context.device)
+        for name, each in adapters.items()
     }
 
 

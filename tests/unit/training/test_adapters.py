@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
+from nf4_oracle import rounded
 from peft_oracle import factors_of, peft_steps
 from small_runs import hf_llama, small_run
 from training_runs import (
@@ -25,6 +26,7 @@ from training_runs import (
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.model import initialize_weights
+from patch.model.linear import Column, Row
 from patch.training.run_state import Progress, find_progress, resume
 from patch.training.step import train_step
 
@@ -260,3 +262,46 @@ def test_dropout_is_alike_where_inputs_are_and_comes_again_in_recomputation() ->
         assert not np.array_equal(row, others[2][1])
         assert {*np.unique(row)} == {0, np.float32(1 / 0.7)} and 0.6 < (row > 0).mean() < 0.8
         assert losses == pytest.approx(first[name, "plain"][0], abs=BOUND)
+
+
+FEWER_BITS: dict[str, dict[str, Any]] = {
+    "bf16": {**LORA, "precision": "bf16"},
+    "fp8": {**LORA, "precision": "fp8"},
+    "fp8, all weights train": {"precision": "fp8"},
+    "fp32": LORA,
+    "nf4": {**LORA, "quantize_base": "nf4"},
+    "fp32, rounded to nf4": LORA,
+}
+
+
+def first_step(name: str) -> list[np.ndarray]:
+    """The loss, and the gradients of what the second of four layers gives; B is zero."""
+    run, found = build_seeded_run(small_run(**FEWER_BITS[name], ffn_hidden_size=192)), list[np.ndarray]()
+    for layer in run.stages[0].decoder.modules():
+        if "rounded" in name and isinstance(layer, (Column, Row)):
+            layer.weight.data.copy_(torch.from_numpy(rounded(layer.weight.numpy())))
+    second = run.stages[0].decoder.layers[1]
+    second.register_forward_hook(
+        lambda layer, inputs, output: (
+            output[0].register_hook(lambda gradient: found.append(gradient.float().numpy())) and None
+        )
+    )
+    loss = train_step(run, 0).loss
+    new_job()
+    return [np.array(loss), *found]
+
+
+def first_steps(rank: int, world_size: int) -> dict[str, list[np.ndarray]]:
+    return {name: first_step(name) for name in FEWER_BITS}
+
+
+def test_a_base_in_fewer_bits_is_multiplied_as_such_forward_and_backward() -> None:
+    (found,) = run_distributed(first_steps, 1)
+    for ours, same, other, bound in (
+        ("fp8", "fp8, all weights train", "bf16", 0),
+        ("nf4", "fp32, rounded to nf4", "fp32", 2e-6),
+    ):
+        assert len(found[ours]) == 3
+        for values, expected, dense in zip(found[ours], found[same], found[other], strict=True):
+            assert np.abs(values - expected).max() <= bound * np.abs(expected).max()
+            assert np.abs(values - dense).max() > 20 * bound * np.abs(dense).max()

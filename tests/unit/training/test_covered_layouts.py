@@ -111,7 +111,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "EP": {"1": {}, "2": {"expert_model_parallel_size": 2}},
     "ETP": {"-": {}} | {size: {"expert_tensor_parallel_size": int(size)} for size in "12"},
     "tokens": {"alltoall": {}, "allgather": {"moe_token_dispatcher_type": "allgather"}},
-    "LoRA": {"no": {}, "yes": {"lora_rank": 3}},
+    "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
     "objective": {"sft": {}, "dpo": {"objective": "dpo", "dpo_beta": 0.5}},
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
@@ -153,6 +153,8 @@ RULES_OF_ROWS = [
     Rule(("TP", "SP", "model"), lambda tp, sp, model: tp == "1" or sp == "yes" or model not in WITH_EXPERTS),
     Rule(("PR", "model"), lambda precision, model: "fp8" not in precision or model not in WITH_EXPERTS),
     Rule(("PR", "LoRA"), lambda precision, lora: "gather" not in precision or lora == "no"),
+    Rule(("PR", "LoRA"), lambda precision, lora: "fp8" not in precision or lora != "nf4"),
+    Rule(("model", "LoRA"), lambda model, lora: model != "deepseek" or lora != "nf4"),
     Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
     Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
     Rule(
@@ -216,7 +218,11 @@ def changes_of(row: Row) -> dict[str, Any]:
     num_layers = LAYERS_OF_A_PROCESS * int(row["PP"])
     if row["model"] == "deepseek":
         changes["moe_layer_freq"] = f"[0]+[1]*{num_layers - 1}"
-    return SHAPE | changes | {"num_layers": num_layers, "global_batch_size": SAMPLES[row["packing"]]}
+    changes = SHAPE | changes
+    if row["LoRA"] == "nf4" and row["model"] != "deepseek":  # a rank has whole blocks of 64
+        sizes = (name for name in changes if name.endswith(("hidden_size", "intermediate_size")))
+        changes |= {"kv_channels": 16, **dict.fromkeys(sizes, 128)}
+    return changes | {"num_layers": num_layers, "global_batch_size": SAMPLES[row["packing"]]}
 
 
 class Trained(NamedTuple):
