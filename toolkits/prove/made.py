@@ -1,0 +1,47 @@
+"""What a proof reads: a tokenizer of 300 words, and short chats, pairs or documents, the same each time."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from patch.config import RunConfig
+from toolkits.prove.shrink import PADDED
+from toolkits.quickstart.seed_model import END, write_tokenizer
+
+_WORDS = "the a small red old cat dog tree sees finds likes near under two three rivers and but then sings".split()
+_NUM_ROWS = 200
+
+
+def make_data(folder: Path, run: RunConfig) -> None:
+    """Write `tokenizer`, and `rows.jsonl` or `text.bin`, into a folder.
+
+    Args:
+        folder: is created.
+        run: a small one, whose kind of data is written.
+    """
+    chance = random.Random(run.training.seed)
+    tokenizer = write_tokenizer(folder / "tokenizer", [" ".join(_WORDS)], PADDED)
+
+    def text(fewest: int, most: int) -> str:
+        return " ".join(chance.choices(_WORDS, k=chance.randint(fewest, most)))
+
+    longest = max(run.sample_length // 8, 4)
+    rows = []
+    for _ in range(_NUM_ROWS):
+        prompt = [{"role": "user", "content": text(1, longest)}]
+        answers = ([{"role": "assistant", "content": text(1, longest)}] for _ in range(2))
+        if run.training.objective == "dpo":
+            rows.append({"prompt": prompt, **dict(zip(("chosen", "rejected"), answers, strict=True))})
+        elif run.training.sft:
+            rows.append({"messages": prompt + next(answers)})
+        else:
+            rows.append({"text": text(4, run.sample_length)})
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if run.data.dataset_type == "idxmap":
+        from patch.data.pretraining.preprocess import write_indexed
+
+        tokenizer.eos_token = END
+        write_indexed([file], tokenizer, {"text": str(folder / "text")}, append_eod=True)
