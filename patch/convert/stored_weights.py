@@ -87,6 +87,7 @@ class StoredWeights:
         adapter: AdapterConfig | None = None,
     ) -> None:
         self.folder, self._model, self._adapter, self._tp_size = folder, model, adapter, 1
+        self._is_state = bool(prefix)
         self._reader = open_stored(folder)
         if isinstance(self._reader, LegacyReader):
             self._tp_size = _check_rank_files(self._reader)
@@ -138,7 +139,7 @@ class StoredWeights:
                 f"{self.folder}: {key} has shape {stored.shape}, expected {expected} by config.json{at}: "
                 "give the folder of this model with --hf-config"
             )
-        if stored.dtype not in SPELLINGS:
+        if stored.dtype not in SPELLINGS and not self._is_state:
             name = mapping.at(place.layer or 0, place.expert or 0).hf[place.half or 0].name
             raise ConversionError(
                 f"{self.folder} stores the values of {name} as {stored.dtype}, expected one of "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,16 +32,17 @@ class Bounds(NamedTuple):
     gradient: float
     """Of a gradient or a first moment, by L2 norms; second moments twice that."""
     weight: float
-    """Of a weight, in units of the step's rate."""
+    """Of a weight (its master), in units of the step's update."""
 
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 2e-2), "fp16": Bounds(2e-3, 3e-2, 0.3), "bf16": Bounds(5e-3, 0.1, 0.5),
-    "fp8": Bounds(2e-2, 0.3, 0.8),
+    "fp32": Bounds(1e-5, 1e-4, 1e-3), "fp16": Bounds(2e-3, 3e-2, 0.1), "bf16": Bounds(5e-3, 0.1, 0.2),
+    "fp8": Bounds(2e-2, 0.3, 0.4),
 }  # fmt: skip
 SMALLEST = 1e-3
 """Of gradients as a whole: what a smaller tensor's is measured by, so that zero may differ from zero."""
-_STATES = {"first moment": "optimizer.state.exp_avg.", "second moment": "optimizer.state.exp_avg_sq."}
+Tensors = dict[str, torch.Tensor]
+"""By their names in Hugging Face."""
 
 
 class Difference(NamedTuple):
@@ -99,24 +100,19 @@ def _all(
         for difference, distance in _numbers(ours, theirs, step, "loss", bounds.number):
             is_forward_right = difference is None
             yield "loss", difference, distance, bounds.number
-        lr = theirs.record(step, "lr")
-        quantities = [("gradient", f"{GRADIENTS}/", "gradient.", bounds.gradient)]
-        quantities += [("weight", f"{CHECKPOINT_FOLDER}/", "", bounds.weight)]
-        factors = (1, 2)
-        quantities += [
-            (state, f"{CHECKPOINT_FOLDER}/", prefix, factor * bounds.gradient)
-            for factor, (state, prefix) in zip(factors, _STATES.items(), strict=True)
-        ]
-        for kind, folder, prefix, bound in quantities:
+        quantities: list[tuple[str, Callable[[_Folder, int], Tensors]]] = [("gradient", _Folder.gradients), ("weight", _Folder.masters)]
+        quantities += [("first moment", _Folder.exp_avg), ("second moment", _Folder.exp_avg_sq)]
+        for kind, read in quantities:
             if kind == "weight":
                 for difference, distance in _numbers(ours, theirs, step, "grad_norm", bounds.number):
                     yield "gradient norm", difference, distance, bounds.number
-            pair = [each.tensors(folder + iteration_name(step), prefix) for each in (ours, theirs)]
-            found = _distances(*pair, lr if kind == "weight" else None)
+            pair = [read(each, step) for each in (ours, theirs)]
+            scales = theirs.updates(step) if kind == "weight" else _norms(pair[1])
+            bound = bounds.weight if kind == "weight" else bounds.gradient * (1 + (kind == "second moment"))
+            found = _distances(*pair, scales)
             order = [*reversed(found)] if kind == "gradient" and is_forward_right else [*found]
-            yield kind, _first(f"{kind} of step {step}", order, found, pair, layout, bound), max(
-                found.values()
-            ), bound
+            difference = _first(f"{kind} of step {step}", order, found, pair, layout, bound)
+            yield kind, difference, max(found.values()), bound
         unequal = a["unequal"]
         yield "copies", (
             Difference(f"copies of {unequal[0]} after step {step}", 1, 0, f"and {len(unequal) - 1} others")
@@ -139,10 +135,48 @@ class _Folder:
         found = [each[name] for each in self._records if each["iteration"] == step and name in each]
         return float(found[-1])
 
-    def tensors(self, name: str, prefix: str) -> dict[str, torch.Tensor]:
+    def _tensors(self, name: str, step: int, prefix: str = "") -> Tensors:
         adapter = self._run.adapter if self._run.adapter.lora_rank else None
         key = prefix or ("" if adapter else None)
-        return StoredWeights(self._folder / name, self._run.model, key, adapter).tensors()
+        folder = self._folder / name / iteration_name(step)
+        return StoredWeights(folder, self._run.model, key, adapter).tensors()
+
+    def gradients(self, step: int) -> Tensors:
+        """Of this step."""
+        return self._tensors(GRADIENTS, step, "gradient.")
+
+    def exp_avg(self, step: int) -> Tensors:
+        """After this step."""
+        return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.exp_avg.")
+
+    def exp_avg_sq(self, step: int) -> Tensors:
+        """After this step."""
+        return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.exp_avg_sq.")
+
+    def masters(self, step: int) -> Tensors:
+        """Weights after this step with all the bits that the optimizer has of them."""
+        weights = self._tensors(CHECKPOINT_FOLDER, step)
+        if self._run.training.precision == "fp32":
+            return weights
+        if self._run.training.precision == "fp16":
+            return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.master.")
+        low = self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.master_low.")
+        return {
+            name: (high.float().view(torch.int32) + low[name].int()).view(torch.float32).double()
+            for name, high in weights.items()
+        }
+
+    def updates(self, step: int) -> dict[str, float]:
+        """The L2 norm of each weight's update in this step, without decay, by Adam's formula."""
+        optimizer, rate = self._run.optimizer, self.record(step, "lr")
+        first, second = self.exp_avg(step), self.exp_avg_sq(step)
+        of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
+        return {
+            name: float(
+                (rate * moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)).norm()
+            )
+            for name, moment in first.items()
+        }
 
 
 def _numbers(
@@ -155,26 +189,28 @@ def _numbers(
     yield None if distance <= bound else Difference(what, distance, bound, detail), distance
 
 
-def _distances(
-    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], rate: float | None
-) -> dict[str, float]:
-    """The relative distance of each tensor in L2 norms; of weights in units of a rate."""
-    square, count = (sum(f(each) for each in theirs.values()) for f in (lambda t: t.norm() ** 2, torch.numel))
-    mean = float(square / count) ** 0.5
-    found = {}
-    for name, b in theirs.items():
-        root = b.numel() ** 0.5
-        scale = rate * root if rate else max(float(b.norm()), SMALLEST * mean * root)
-        distance = float((ours[name] - b).norm()) / max(scale, 1e-30)
-        found[name] = distance if math.isfinite(distance) else math.inf
-    return found
+def _norms(tensors: Tensors) -> dict[str, float]:
+    """The L2 norm of each tensor, at least a small part of what one of its size has on average."""
+    square, count = (sum(of(each) for each in tensors.values()) for of in (_square, torch.numel))
+    least = SMALLEST * (square / count) ** 0.5
+    return {name: max(_square(each), least**2 * each.numel()) ** 0.5 for name, each in tensors.items()}
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.square().sum())
+
+
+def _distances(ours: Tensors, theirs: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
+    """The distance of each tensor in L2 norms, in units of its scale."""
+    found = {name: float((ours[name] - b).norm()) / max(scales[name], 1e-30) for name, b in theirs.items()}
+    return {name: distance if math.isfinite(distance) else math.inf for name, distance in found.items()}
 
 
 def _first(
     what: str,
     order: list[str],
     distances: dict[str, float],
-    pair: list[dict[str, torch.Tensor]],
+    pair: list[Tensors],
     layout: RunConfig,
     bound: float,
 ) -> Difference | None:

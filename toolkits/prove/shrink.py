@@ -38,11 +38,12 @@ _GIVEN_ANEW = {
     "log_dir": None, "nnodes": 1, "min_nodes": None, "max_restarts": 0, "exit_duration_in_mins": None,
     "eval_interval": STEPS, "eval_iters": 1, "train_iters": STEPS, "columns": None, "chat_template": None,
     "split": None, "max_dropped_share": 1.0, "data_workers": 1, "simulated_device_memory": None,
-    "reduce_bucket_size": 20_000, "optimizer_offload_chunk_size": 1999, "lr": 5e-3, "min_lr": 0.0,
+    "reduce_bucket_size": 20_000, "optimizer_offload_chunk_size": 1999, "lr": 5e-3, "min_lr": 3e-3, "adam_eps": 1e-3,
     "ddp_pad_buckets_for_high_nccl_busbw": False, "transformer_impl": "local", "spike_factor": None,
     "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16, "decoupled_min_lr": None,
 }  # fmt: skip
-"""Sizes and places that no proof depends on, and a rate with which the second step's weights are others."""
+"""Sizes and places that no proof depends on; a rate with which the second step's weights are others; and an
+epsilon with which an update is no mere sign, that the rounding of a small gradient would turn."""
 _ALONE: dict[str, Any] = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
     "nproc_per_node": 1, "num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": None,
