@@ -259,6 +259,8 @@ def _places(layout: RunConfig) -> dict[str, _Place]:
 def _shared(wrong: set[str], names: list[str], layout: RunConfig) -> str:
     """The smallest set of tensors with something in common that has all wrong ones."""
     places, sets = _places(layout), {"all tensors": {*names}}
+    last = max(map(names.index, wrong))
+    sets[f"what is up to {names[last]}"] = {*names[: last + 1]}
     ends = [*accumulate(layout.stage_layers)]
     for name in names:
         place = places[name]

@@ -27,10 +27,11 @@ def make_data(folder: Path, run: RunConfig) -> None:
     def text(fewest: int, most: int) -> str:
         return " ".join(chance.choices(_WORDS, k=chance.randint(fewest, most)))
 
-    longest = max(run.sample_length // 8, 4)
+    # A loss in every part of a row, which ranks share; several sequences where they share a row.
+    longest = run.sample_length // (8 if run.is_packed else 2)
     rows = []
     for _ in range(_NUM_ROWS):
-        prompt = [{"role": "user", "content": text(1, longest)}]
+        prompt = [{"role": "user", "content": text(1, 3)}]
         answers = ([{"role": "assistant", "content": text(1, longest)}] for _ in range(2))
         if run.training.objective == "dpo":
             rows.append({"prompt": prompt, **dict(zip(("chosen", "rejected"), answers, strict=True))})
