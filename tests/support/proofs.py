@@ -1,6 +1,7 @@
 """Runs of `llama-patch prove` in a test's processes, one after the other, with wrong messages or without."""
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from distributed_runner import rejoin, run_distributed
@@ -10,19 +11,15 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.training import HOOKS
 from patch.training.worker import run
-from toolkits.prove.compare import Comparison, compare
+from toolkits.prove.compare import Difference, compare
 from toolkits.prove.made import make_data
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
 from toolkits.prove.worker import evidence
 
-HERE = MachineFacts(cuda_devices=0, cpu_cores=2)
 
-
-def small(config: RunConfig, folder: Path, most: int = 8) -> Shrunk:
-    """What prove makes of a run, with its data."""
-    found = shrink(config, HERE, most, folder, is_for_gpus=False)
-    make_data(folder / "made", found.one)
-    return found
+def shrunk(config: RunConfig, folder: Path, *, is_for_gpus: bool = False) -> Shrunk:
+    """What prove makes of a run on eight processes."""
+    return shrink(config, MachineFacts(cuda_devices=0, cpu_cores=2), 8, folder, is_for_gpus=is_for_gpus)
 
 
 def in_folder(config: RunConfig, folder: Path) -> RunConfig:
@@ -41,11 +38,22 @@ def train(rank: int, world_size: int, runs: list[tuple[RunConfig, Fault | None]]
     return found
 
 
-def run_all(runs: list[tuple[RunConfig, Fault | None]], timeout_s: int = 1000) -> list[set[Fault]]:
-    """Train all of them, which have as many processes, and return what each rank's messages can have wrong."""
-    ranks = run_distributed(train, runs[0][0].world_size, runs, timeout_s=timeout_s)
+def train_all(runs: list[tuple[RunConfig, Fault | None]]) -> list[set[Fault]]:
+    """Train all of them, which have as many processes, and return what each one's messages can have wrong."""
+    ranks = run_distributed(train, runs[0][0].world_size, runs, timeout_s=1000)
     return [set().union(*each) for each in zip(*ranks, strict=True)]
 
 
-def compared(layout: RunConfig, one: RunConfig) -> Comparison:
-    return compare(layout, one, range(1, STEPS + 1))
+def prove_all(small: list[Shrunk]) -> dict[int, list[Difference]]:
+    """Those that differ, by their numbers."""
+    for each in small:
+        make_data(Path(each.one.checkpoint.output_path).with_name("made"), each.one)
+    runs = sorted((run for each in small for run in each[:2]), key=lambda run: run.world_size)
+    for _, same in groupby(runs, key=lambda run: run.world_size):
+        train_all([(run, None) for run in same])
+    found = {number: differences(each.layout, each.one) for number, each in enumerate(small)}
+    return {number: each for number, each in found.items() if each}
+
+
+def differences(layout: RunConfig, one: RunConfig) -> list[Difference]:
+    return compare(layout, one, range(1, STEPS + 1)).differences

@@ -1,10 +1,10 @@
-"""Wrong messages between processes, one kind at a time: sums, scales, parts and neighbours that are not right.
+"""Wrong messages between processes, one kind at a time: sums, scales, parts that are not right.
 
     with Messages() as messages: ...            # what travels in a step, and who sends it
     with Messages(Fault(site, "doubled")): ...
 
 A site is a collective and the function that calls it, below the run's step. Only one rank of each group does
-something wrong, the last one, unless nobody does anything ("skipped").
+it wrong, the last one, unless nobody does anything ("skipped").
 """
 
 import sys
@@ -20,10 +20,11 @@ from megatron.core.tensor_parallel import layers, mappings
 from patch.distributed import async_collectives
 
 KINDS = ("doubled", "missing", "swapped", "skipped")
+UPSTREAMS = ("all_gather", "reduce_scatter")
 PLACES = [
     (dist, "all_reduce"), (dist, "all_to_all_single"), (dist, "isend"), (dist.distributed_c10d, "isend"),
     (async_collectives, "_reduce_scatter"), (async_collectives, "_all_gather"),
-    *((module, name) for module in (layers, mappings) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")),
+    *((each, f"dist_{name}_func") for each in (layers, mappings) for name in UPSTREAMS),
 ]  # fmt: skip
 """The functions through which all numbers of a step travel, where they are looked up."""
 INPUT = {"all_reduce": 0, "isend": 0}

@@ -1,13 +1,13 @@
 """llama-patch prove: do these very flags compute what one process computes?
 
-    llama-patch prove -- dsw 8B 1 16 1e-5 ...                          # as run_mcore_llama.sh takes it, or flags
-    llama-patch prove --machine h100 --nodes 4 -- --config config.yaml # of a run that is meant for other machines
+    llama-patch prove -- dsw 8B 1 16 1e-5 ...        # 25 positions and flags, flags alone, or --config FILE
+    llama-patch prove --machine h100 --nodes 4 -- --config config.yaml      # a run that is for other machines
 
-Layout, precision, packing, recomputation, offload, sharding, experts, adapters and objective stay; the model, the
-batch and each axis of the layout become as small as keeps their code paths, which is printed. Two steps and
-an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one process: tokens,
-losses, every gradient, norms, weights, optimizer states, and the second step resumed from one process's
-checkpoint. Exit code 0: they agree; 6: they do not, and the first tensor that differs is named.
+Layout, precision, packing, recomputation, offload, sharding, experts, adapters and objective stay; the model,
+the batch and each axis of the layout become as small as keeps their code paths, which is printed. Two steps
+and an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one process:
+tokens, losses, every gradient, norms, weights, optimizer states, and the second step resumed from one
+process's checkpoint. Exit code 0: they agree; 6: they do not, and the first tensor that differs is named.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
     )
     run = planned.resolved
     if run.training.objective not in OBJECTIVES:
-        raise ConfigError(f"got {run.training.objective}, which only its own program knows", field="objective")
+        what = f"got {run.training.objective}, which only its own program knows"
+        raise ConfigError(f"{what}, expected one of {', '.join(OBJECTIVES)}", field="objective")
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         most = here.cuda_devices or PROCESSES
@@ -99,7 +100,8 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
     if options.json:
         report = {"proved": is_proved, "seconds": seconds, "folded": small.folded}
         for title, comparison in found.items():
-            report[title] = {**comparison._asdict(), "differences": [d._asdict() for d in comparison.differences]}
+            each = [difference._asdict() for difference in comparison.differences]
+            report[title] = {"largest": comparison.largest, "differences": each}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if is_proved else DIFFERS
 
@@ -120,7 +122,9 @@ def prove(small: Shrunk, folder: Path) -> dict[str, Comparison]:
     for name, run in (("one", small.one), ("layout", small.layout)):
         _train(run, folder, name)
     resumed = replace(
-        small.layout, checkpoint=replace(small.layout.checkpoint, output_path=str(folder / "resumed"))
+        small.layout,
+        checkpoint=replace(small.layout.checkpoint, output_path=str(folder / "resumed")),
+        data=replace(small.layout.data, cache_dir=small.one.data.cache_dir),
     )
     _copy_first_step(folder / "one", folder / "resumed")
     _train(resumed, folder, "resumed")

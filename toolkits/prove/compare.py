@@ -1,4 +1,4 @@
-"""What two runs of the same numbers have computed, name by name; the first difference, and what others share with it.
+"""What two runs of the same numbers computed, name by name; the first difference, and what others share.
 
 Both are read from their folders: log/metrics.jsonl, the evidence of `worker.py` and checkpoints, whatever the
 layouts in which they were saved.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -39,6 +38,7 @@ BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-3), "fp16": Bounds(2e-3, 3e-2, 0.1), "bf16": Bounds(5e-3, 0.1, 0.2),
     "fp8": Bounds(2e-2, 0.3, 0.4),
 }  # fmt: skip
+_NAMED = 3
 SMALLEST = 1e-3
 """Of gradients as a whole: what a smaller tensor's is measured by, so that zero may differ from zero."""
 Tensors = dict[str, torch.Tensor]
@@ -69,6 +69,14 @@ class Comparison(NamedTuple):
     """The first one of each kind and step, in the order in which a step computes them."""
 
 
+class _Found(NamedTuple):
+    kind: str
+    distance: float
+    bound: float
+    difference: Difference | None
+    """If the distance is beyond the bound."""
+
+
 def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparison:
     """Compare two runs that have ended.
 
@@ -77,56 +85,52 @@ def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparis
         one: that of one process.
         steps: counted from 1.
     """
-    bounds, largest, differences = BOUNDS[layout.training.precision], dict[str, tuple[float, float]](), []
-    for kind, difference, distance, bound in _all(layout, one, steps, bounds):
-        before = largest.get(kind, (0.0, bound))[0]
-        largest[kind] = (max(before, distance) if distance == distance else math.inf, bound)
-        if difference is not None:
-            differences.append(difference)
-    return Comparison(largest, differences)
+    ours, theirs, bounds = _Folder(layout), _Folder(one), BOUNDS[layout.training.precision]
+    found = [each for step in steps for each in _step(ours, theirs, step, bounds)]
+    found.append(_number(ours, theirs, "evaluation", steps[-1], bounds.number))
+    largest: dict[str, tuple[float, float]] = {}
+    for kind, distance, bound, _ in found:
+        largest[kind] = max(distance, *largest.get(kind, (0.0, 0.0))[:1]), bound
+    return Comparison(largest, [each.difference for each in found if each.difference is not None])
 
 
-def _all(
-    layout: RunConfig, one: RunConfig, steps: Sequence[int], bounds: Bounds
-) -> Iterator[tuple[str, Difference | None, float, float]]:
-    """Kind, the difference if it is beyond its bound, the largest distance, and the bound."""
-    ours, theirs = _Folder(layout), _Folder(one)
+def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator[_Found]:
+    """What a step computes, in this order."""
+    layout, evidence = ours.run, ours.evidence[str(step)]
     shares = layout.world_size // layout.num_weight_copies
-    for step in steps:
-        a, b = ours.evidence[str(step)], theirs.evidence[str(step)]
-        is_same = a["tokens"] == [shares * number for number in b["tokens"]]
-        yield "tokens", None if is_same else Difference(f"tokens of step {step}", 1, 0), float(not is_same), 0
-        is_forward_right = True
-        for difference, distance in _numbers(ours, theirs, step, "loss", bounds.number):
-            is_forward_right = difference is None
-            yield "loss", difference, distance, bounds.number
-        quantities: list[tuple[str, Callable[[_Folder, int], Tensors]]] = [("gradient", _Folder.gradients), ("weight", _Folder.masters)]
-        quantities += [("first moment", _Folder.exp_avg), ("second moment", _Folder.exp_avg_sq)]
-        for kind, read in quantities:
-            if kind == "weight":
-                for difference, distance in _numbers(ours, theirs, step, "grad_norm", bounds.number):
-                    yield "gradient norm", difference, distance, bounds.number
-            pair = [read(each, step) for each in (ours, theirs)]
-            scales = theirs.updates(step) if kind == "weight" else _norms(pair[1])
-            bound = bounds.weight if kind == "weight" else bounds.gradient * (1 + (kind == "second moment"))
-            found = _distances(*pair, scales)
-            order = [*reversed(found)] if kind == "gradient" and is_forward_right else [*found]
-            difference = _first(f"{kind} of step {step}", order, found, pair, layout, bound)
-            yield kind, difference, max(found.values()), bound
-        unequal = a["unequal"]
-        yield "copies", (
-            Difference(f"copies of {unequal[0]} after step {step}", 1, 0, f"and {len(unequal) - 1} others")
-            if unequal else None
-        ), float(bool(unequal)), 0
-    for difference, distance in _numbers(ours, theirs, steps[-1], "valid_loss", bounds.number):
-        yield "evaluation", difference, distance, bounds.number
+    expected = [shares * number for number in theirs.evidence[str(step)]["tokens"]]
+    wrong = [f"{evidence['tokens']} of {expected}"] if evidence["tokens"] != expected else []
+    yield _equal("tokens", f"tokens of step {step} (number, with a loss, hash)", wrong)
+    loss = _number(ours, theirs, "loss", step, bounds.number)
+    yield loss
+    kinds: dict[str, tuple[Callable[[_Folder, int], Tensors], float]] = {
+        "gradient": (_Folder.gradients, bounds.gradient), "weight": (_Folder.masters, bounds.weight),
+        "first moment": (_Folder.exp_avg, bounds.gradient),
+        "second moment": (_Folder.exp_avg_sq, 2 * bounds.gradient),
+    }  # fmt: skip
+    for kind, (read, bound) in kinds.items():
+        pair = read(ours, step), read(theirs, step)
+        scales = theirs.updates(step) if kind == "weight" else _norms(pair[1])
+        distances = _distances(*pair, scales)
+        if kind == "gradient" and loss.difference is None:  # backward ends with the embedding
+            distances = dict(reversed([*distances.items()]))
+        difference = _first(f"{kind} of step {step}", distances, pair, layout, bound)
+        yield _Found(kind, max(distances.values()), bound, difference)
+        if kind == "gradient":
+            yield _number(ours, theirs, "gradient norm", step, bounds.number)
+    yield _equal("copies", f"copies on ranks after step {step}", evidence["unequal"])
+
+
+def _equal(kind: str, what: str, wrong: list[str]) -> _Found:
+    detail = ", ".join(wrong[:_NAMED]) + (", ..." if wrong[_NAMED:] else "")
+    return _Found(kind, float(bool(wrong)), 0, Difference(what, 1, 0, detail) if wrong else None)
 
 
 class _Folder:
     """What a run has left."""
 
     def __init__(self, run: RunConfig) -> None:
-        self._run, self._folder = run, Path(run.checkpoint.output_path)
+        self.run, self._folder = run, Path(run.checkpoint.output_path)
         self.evidence: dict[str, Any] = json.loads((self._folder / EVIDENCE).read_text())
         lines = (self._folder / METRICS_FILE).read_text().splitlines()
         self._records = [json.loads(line) for line in lines]
@@ -136,10 +140,10 @@ class _Folder:
         return float(found[-1])
 
     def _tensors(self, name: str, step: int, prefix: str = "") -> Tensors:
-        adapter = self._run.adapter if self._run.adapter.lora_rank else None
+        adapter = self.run.adapter if self.run.adapter.lora_rank else None
         key = prefix or ("" if adapter else None)
         folder = self._folder / name / iteration_name(step)
-        return StoredWeights(folder, self._run.model, key, adapter).tensors()
+        return StoredWeights(folder, self.run.model, key, adapter).tensors()
 
     def gradients(self, step: int) -> Tensors:
         """Of this step."""
@@ -156,9 +160,9 @@ class _Folder:
     def masters(self, step: int) -> Tensors:
         """Weights after this step with all the bits that the optimizer has of them."""
         weights = self._tensors(CHECKPOINT_FOLDER, step)
-        if self._run.training.precision == "fp32":
+        if self.run.training.precision == "fp32":
             return weights
-        if self._run.training.precision == "fp16":
+        if self.run.training.precision == "fp16":
             return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.master.")
         low = self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.master_low.")
         return {
@@ -168,7 +172,7 @@ class _Folder:
 
     def updates(self, step: int) -> dict[str, float]:
         """The L2 norm of each weight's update in this step, without decay, by Adam's formula."""
-        optimizer, rate = self._run.optimizer, self.record(step, "lr")
+        optimizer, rate = self.run.optimizer, self.record(step, "lr")
         first, second = self.exp_avg(step), self.exp_avg_sq(step)
         of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
         return {
@@ -179,14 +183,13 @@ class _Folder:
         }
 
 
-def _numbers(
-    ours: _Folder, theirs: _Folder, step: int, name: str, bound: float
-) -> Iterator[tuple[Difference | None, float]]:
-    a, b = ours.record(step, name), theirs.record(step, name)
+def _number(ours: _Folder, theirs: _Folder, kind: str, step: int, bound: float) -> _Found:
+    key = {"evaluation": "valid_loss", "gradient norm": "grad_norm"}.get(kind, kind)
+    a, b = ours.record(step, key), theirs.record(step, key)
     distance = abs(a - b) / max(abs(b), 1e-12)
     detail = f"{a:.7g}, one process {b:.7g}"
-    what = f"{name.replace('grad_', 'gradient ').replace('valid_', 'evaluation ')} of step {step}"
-    yield None if distance <= bound else Difference(what, distance, bound, detail), distance
+    difference = Difference(f"{kind} of step {step}", distance, bound, detail)
+    return _Found(kind, distance, bound, None if distance <= bound else difference)
 
 
 def _norms(tensors: Tensors) -> dict[str, float]:
@@ -207,24 +210,17 @@ def _distances(ours: Tensors, theirs: Tensors, scales: Mapping[str, float]) -> d
 
 
 def _first(
-    what: str,
-    order: list[str],
-    distances: dict[str, float],
-    pair: list[Tensors],
-    layout: RunConfig,
-    bound: float,
+    what: str, distances: dict[str, float], pair: tuple[Tensors, Tensors], layout: RunConfig, bound: float
 ) -> Difference | None:
-    wrong = [name for name in order if distances[name] > bound]
+    """The first tensor beyond the bound, and what is known about it."""
+    wrong = [name for name, distance in distances.items() if not distance <= bound]
     if not wrong:
         return None
-    first = wrong[0]
-    details = [
-        _shared({*wrong}, [*distances], layout), _part(*(each[first] for each in pair), first, layout),
-        _factor(*(each[first] for each in pair)),
-    ]  # fmt: skip
-    return Difference(
-        f"{what}: {first}", distances[first], bound, "; ".join(detail for detail in details if detail)
-    )
+    first, places = wrong[0], _places(layout)
+    a, b = (each[first] for each in pair)
+    details = [_shared({*wrong}, [*pair[1]], places, layout), _part(a, b, places[first], layout)]
+    details.append(_factor(a, b))
+    return Difference(f"{what}: {first}", distances[first], bound, "; ".join(filter(None, details)))
 
 
 class _Place(NamedTuple):
@@ -233,8 +229,10 @@ class _Place(NamedTuple):
     layer: int | None
     expert: int | None
     kind: str
+    """Its name with `*` and `#` for the numbers of layer and expert."""
     cut: str
     axis: int | None
+    """That TP cuts."""
 
 
 def _places(layout: RunConfig) -> dict[str, _Place]:
@@ -247,7 +245,7 @@ def _places(layout: RunConfig) -> dict[str, _Place]:
     }  # fmt: skip
     return {
         kind.replace("*", str(layer)).replace("#", str(expert)): _Place(
-            layer if row.is_per_layer else None, expert if row.part == "expert" else None, kind, *cuts[row.kind]
+            layer if row.is_per_layer else None, expert if "#" in kind else None, kind, *cuts[row.kind]
         )
         for row in rows
         for kind in row.hf
@@ -256,39 +254,34 @@ def _places(layout: RunConfig) -> dict[str, _Place]:
     }
 
 
-def _shared(wrong: set[str], names: list[str], layout: RunConfig) -> str:
+def _shared(wrong: set[str], names: list[str], places: Mapping[str, _Place], layout: RunConfig) -> str:
     """The smallest set of tensors with something in common that has all wrong ones."""
-    places, sets = _places(layout), {"all tensors": {*names}}
+    if len(wrong) == 1:
+        return "no other one"
     last = max(map(names.index, wrong))
-    sets[f"what is up to {names[last]}"] = {*names[: last + 1]}
+    sets = {"all tensors": {*names}, f"what is up to {names[last]}": {*names[: last + 1]}}
     ends = [*accumulate(layout.stage_layers)]
+    own = (layout.model.num_experts or 1) // layout.experts.expert_model_parallel_size
     for name in names:
         place = places[name]
-        labels = [place.cut, place.kind]
+        labels = [place.cut, place.kind, *["norms"] * ("norm" in name), *["biases"] * name.endswith("bias")]
         if place.layer is not None:
             stage = next(number for number, end in enumerate(ends) if place.layer < end)
             stage %= layout.parallel.pipeline_model_parallel_size
             labels += [f"layer {place.layer}", f"the layers of pipeline rank {stage}", "layers"]
-        if place.expert is not None:
-            own = (layout.model.num_experts or 1) // layout.experts.expert_model_parallel_size
-            labels += ["experts", f"the experts of EP rank {place.expert // own}"]
-        else:
-            labels += ["what is no expert"]
-        labels += ["norms"] * bool(re.search(r"norm|layernorm", name)) + ["biases"] * name.endswith("bias")
+        is_expert = place.expert is not None
+        labels += ["experts" if is_expert else "what is no expert"]
+        labels += [f"the experts of EP rank {(place.expert or 0) // own}"] * is_expert
         for label in labels:
             sets.setdefault(label, set()).add(name)
-    if len(wrong) == 1:
-        return "no other one"
     label, members = min(
         ((label, found) for label, found in sets.items() if wrong <= found), key=lambda item: len(item[1])
     )
-    extent = "all" if members == wrong else f"{len(wrong)} of {len(members)}"
-    return f"{extent} of: {label}" if label != "all tensors" else f"{extent} of all tensors"
+    return f"{'all' if members == wrong else len(wrong)} of {len(members)}: {label}"
 
 
-def _part(a: torch.Tensor, b: torch.Tensor, name: str, layout: RunConfig) -> str:
+def _part(a: torch.Tensor, b: torch.Tensor, place: _Place, layout: RunConfig) -> str:
     """The TP rank whose part alone differs."""
-    place = _places(layout)[name]
     size = layout.etp_size if place.expert is not None else layout.parallel.tensor_model_parallel_size
     if place.axis is None or size == 1:
         return ""

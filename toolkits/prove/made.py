@@ -10,7 +10,7 @@ from patch.config import RunConfig
 from toolkits.prove.shrink import PADDED
 from toolkits.quickstart.seed_model import END, write_tokenizer
 
-_WORDS = "the a small red old cat dog tree sees finds likes near under two three rivers and but then sings".split()
+_WORDS = "the a small red old cat dog tree sees finds likes near under two rivers and then sings".split()
 _NUM_ROWS = 200
 
 
@@ -29,7 +29,7 @@ def make_data(folder: Path, run: RunConfig) -> None:
 
     # A loss in every part of a row, which ranks share; several sequences where they share a row.
     longest = run.sample_length // (8 if run.is_packed else 2)
-    rows = []
+    rows: list[dict[str, object]] = []
     for _ in range(_NUM_ROWS):
         prompt = [{"role": "user", "content": text(1, 3)}]
         answers = ([{"role": "assistant", "content": text(1, longest)}] for _ in range(2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,32 +31,34 @@ PADDED, WHOLE = 300, 320
 """Words of a vocabulary with and without rows of padding."""
 _HEAD_SIZES = (8, 16, 32, 64)
 """The rules take the first that divides as 8-bit products, or blocks of 4 bits, want it."""
-_GIVEN_ANEW = {
-    "train_epochs": None, "lr_warmup_iters": 0, "load": None, "lora_load": None, "lora_dropout": 0.0,
-    "save": None, "save_interval": 1, "save_retain_last": None, "save_retain_every": None,
-    "save_weights_only_at_end": False, "export_hf": False, "profile": None, "stop_file": None, "log_interval": 1,
-    "log_dir": None, "nnodes": 1, "min_nodes": None, "max_restarts": 0, "exit_duration_in_mins": None,
-    "eval_interval": STEPS, "eval_iters": 1, "train_iters": STEPS, "columns": None, "chat_template": None,
-    "split": None, "max_dropped_share": 1.0, "data_workers": 1, "simulated_device_memory": None,
-    "reduce_bucket_size": 20_000, "optimizer_offload_chunk_size": 1999, "lr": 5e-3, "min_lr": 3e-3, "adam_eps": 1e-3,
-    "ddp_pad_buckets_for_high_nccl_busbw": False, "transformer_impl": "local", "spike_factor": None,
-    "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16, "decoupled_min_lr": None,
+_GIVEN_ANEW: dict[str, Any] = {
+    **dict.fromkeys(["train_epochs", "load", "lora_load", "save", "save_retain_last", "save_retain_every"]),
+    **dict.fromkeys(["profile", "stop_file", "log_dir", "min_nodes", "exit_duration_in_mins"]),
+    **dict.fromkeys(["spike_factor", "columns", "chat_template", "split", "decoupled_min_lr"]),
+    "simulated_device_memory": None,
+    **dict.fromkeys(["save_interval", "log_interval", "nnodes", "eval_iters", "data_workers"], 1),
+    **dict.fromkeys(["lr_warmup_iters", "lora_dropout", "max_restarts"], 0),
+    **dict.fromkeys(["save_weights_only_at_end", "export_hf", "ddp_pad_buckets_for_high_nccl_busbw"], False),
+    **dict.fromkeys(["eval_interval", "train_iters"], STEPS),
+    "max_dropped_share": 1.0, "reduce_bucket_size": 20_000, "optimizer_offload_chunk_size": 1999,
+    "lr": 5e-3, "min_lr": 3e-3, "adam_eps": 1e-3, "init_method_std": 0.05, "model_size": "auto",
+    "make_vocab_size_divisible_by": 16,
 }  # fmt: skip
 """Sizes and places that no proof depends on; a rate with which the second step's weights are others; and an
 epsilon with which an update is no mere sign, that the rounding of a small gradient would turn."""
 _ALONE: dict[str, Any] = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
-    "nproc_per_node": 1, "num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": None,
-    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
-    "overlap_p2p_communication": True, "overlap_p2p_communication_warmup_flush": False,
-    "microbatch_group_size_per_virtual_pipeline_stage": None, "rank_order": "tp-cp-dp-pp", "cp_comm_type": None,
-    "sequence_parallel": False, "tp_comm_overlap": None, "use_distributed_optimizer": False,
-    "overlapped_distributed_optimizer": False, "data_parallel_sharding": ZeroStage.NONE,
-    "num_distributed_optimizer_instances": 1, "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None, "moe_token_dispatcher_type": "alltoall", "recompute_granularity": None,
-    "recompute_method": "uniform", "recompute_num_layers": 1, "cpu_offloading": False,
-    "cpu_offloading_num_layers": None, "optimizer_offload_policy": None, "grad_reduce_in_bf16": False,
-    "gradient_accumulation_fusion": False, "fp8_param_gather": False,
+    **{name: FIELDS[name].default for name in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "overlap_p2p_communication", "overlap_p2p_communication_warmup_flush", "rank_order", "cp_comm_type",
+        "microbatch_group_size_per_virtual_pipeline_stage", "sequence_parallel", "tp_comm_overlap",
+        "use_distributed_optimizer", "overlapped_distributed_optimizer", "expert_model_parallel_size",
+        "num_distributed_optimizer_instances", "expert_tensor_parallel_size", "moe_token_dispatcher_type",
+        "recompute_granularity", "recompute_method", "recompute_num_layers", "cpu_offloading",
+        "cpu_offloading_num_layers", "optimizer_offload_policy", "grad_reduce_in_bf16", "fp8_param_gather",
+    )},
+    "nproc_per_node": 1, "data_parallel_sharding": ZeroStage.NONE, "gradient_accumulation_fusion": False,
 }  # fmt: skip
 """What one process has: no layout, nothing recomputed, offloaded or shared."""
 
@@ -88,8 +90,7 @@ class Sizes(NamedTuple):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Shrunk:
+class Shrunk(NamedTuple):
     """A small run of the same code paths, and the same in one process."""
 
     layout: RunConfig
@@ -117,7 +118,9 @@ def shrink(
         of_device["gradient_accumulation_fusion"] = True
     if is_for_gpus and run.parallel.tp_comm_overlap is None:
         of_device["tp_comm_overlap"] = False
-    for sizes in sorted(_candidates(whole, most), key=lambda sizes: _cost(run, whole, sizes)):
+    is_whole = 0 < whole.processes <= machine.cuda_devices
+    candidates = [whole] if is_whole else sorted(_candidates(whole, most), key=partial(_cost, run, whole))
+    for sizes in candidates:
         for head_size in _HEAD_SIZES:
             layout = _with(run, _values(run, sizes, head_size, folder, machine) | of_device)
             try:
@@ -126,7 +129,8 @@ def shrink(
             except ConfigError as error:
                 refusals.append(error)
                 continue
-            one = _with(layout, _ALONE | _batch_of_one(layout) | {"output_path": str(folder / "one")})
+            places = {"output_path": str(folder / "one"), "cache_dir": str(folder / "one-cache")}
+            one = _with(layout, _ALONE | _batch_of_one(layout) | places)
             return Shrunk(layout, one, _told(run, layout))
     raise refusals[0]
 
@@ -149,7 +153,7 @@ def _candidates(whole: Sizes, most: int) -> Iterator[Sizes]:
 
 
 def _cost(run: RunConfig, whole: Sizes, sizes: Sizes) -> tuple[int, ...]:
-    """What is lost, the worst first: an axis; replicas with other data; a stage, or a ring, with two neighbours."""
+    """What is lost, the worst first: an axis; replicas; a middle stage; a ring with two neighbours."""
     is_lost = [size > 1 and now == 1 for size, now in zip(whole, sizes, strict=True)]
     replicas = is_lost.pop(Sizes._fields.index("dp"))
     has_copies = sizes.dp * sizes.cp > 1
@@ -162,7 +166,8 @@ def _values(
     run: RunConfig, sizes: Sizes, head_size: int, folder: Path, machine: MachineFacts
 ) -> dict[str, Any]:
     made = folder / "made"
-    rows = made / ("text" if run.data.dataset_type == "idxmap" else "rows.jsonl")
+    kind = "raw" if run.training.sft else "idxmap"
+    rows = made / ("text" if kind == "idxmap" else "rows.jsonl")
     optimizer, training = run.optimizer, run.training
     values: dict[str, Any] = {
         **_GIVEN_ANEW, **_layers(run, sizes), **_widths(run, sizes, head_size), **_batches(run, sizes),
@@ -170,9 +175,9 @@ def _values(
         "context_parallel_size": sizes.cp, "nproc_per_node": sizes.processes,
         "expert_model_parallel_size": sizes.ep, "num_distributed_optimizer_instances": sizes.instances,
         "expert_tensor_parallel_size": run.experts.expert_tensor_parallel_size and sizes.etp,
-        "output_path": str(folder / "layout"), "cache_dir": str(folder / "cache"),
+        "output_path": str(folder / "layout"), "cache_dir": str(folder / "layout-cache"),
         "tokenizer_name_or_path": str(made / "tokenizer"), "train_data_path": str(rows),
-        "valid_data_path": str(rows), "decoupled_lr": optimizer.decoupled_lr and 2e-3,
+        "valid_data_path": str(rows), "dataset_type": kind, "decoupled_lr": optimizer.decoupled_lr and 2e-3,
         "initial_loss_scale": min(optimizer.initial_loss_scale, 1024.0),
         "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
     }  # fmt: skip
@@ -182,10 +187,12 @@ def _values(
         values |= {"sequence_parallel": False, "tp_comm_overlap": None}
     if optimizer.optimizer_offload_policy == "auto":
         values |= {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
-    if training.fp8_recipe == "delayed":
-        values["fp8_recipe"] = "tensorwise"
-    if not machine.cuda_devices and sizes.ep > 1 and sizes.etp > 1:
-        values["moe_token_dispatcher_type"] = "allgather"
+    if not machine.cuda_devices:
+        values["transformer_impl"] = "local"
+        if training.fp8_recipe == "delayed":
+            values["fp8_recipe"] = "tensorwise"
+        if sizes.ep > 1 and sizes.etp > 1:
+            values["moe_token_dispatcher_type"] = "allgather"
     return values
 
 
@@ -216,7 +223,7 @@ def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     values |= {
         "num_layers": num_layers,
-        "recompute_num_layers": 2 if block > 1 and own == 2 and is_even and not is_by_hand and not extra else 1,
+        "recompute_num_layers": 2 if block > 1 and own == 2 and is_even and not (is_by_hand or extra) else 1,
         "cpu_offloading_num_layers": training.cpu_offloading_num_layers and 1,
         "num_layers_at_start_in_bf16": min(training.num_layers_at_start_in_bf16, 1),
         "num_layers_at_end_in_bf16": min(training.num_layers_at_end_in_bf16, 1),
@@ -276,7 +283,7 @@ def _widths(run: RunConfig, sizes: Sizes, head_size: int) -> dict[str, Any]:
 
 def _batches(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     """A short sequence that the layout divides, and as few micro-batches as fill the pipeline."""
-    model, data, parallel = run.model, run.data, run.parallel
+    model, parallel = run.model, run.parallel
     unit = 2 * sizes.cp * (sizes.tp if parallel.sequence_parallel else 1)
     length = -(-SHORTEST // unit) * unit
     count, size = min(run.num_micro_batches, max(2, sizes.pp)), min(run.training.micro_batch_size, 2)
@@ -289,7 +296,9 @@ def _batches(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     if model.window_size is not None and model.window_size[0] < run.sample_length:
         values["window_size"] = (length // 4 - 1, 0)
     is_extended = traits_of(model).has_rope and model.seq_length > model.max_position_embeddings
-    values["max_position_embeddings"] = length // 2 if is_extended else max(model.max_position_embeddings, length)
+    values["max_position_embeddings"] = (
+        length // 2 if is_extended else max(model.max_position_embeddings, length)
+    )
     return values
 
 
@@ -306,13 +315,16 @@ _SHOWN = (
     "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "num_layers", "hidden_size",
     "num_attention_heads", "num_query_groups", "vocab_size", "num_experts", "seq_length", "micro_batch_size",
     "global_batch_size", "recompute_num_layers", "moe_token_dispatcher_type", "fp8_recipe",
-    "optimizer_offload_policy", "lora_dropout", "moe_expert_capacity_factor", "lora_rank", "transformer_impl",
+    "optimizer_offload_policy", "dataset_type", "lora_rank", "lora_dropout", "moe_expert_capacity_factor",
+    "transformer_impl",
 )  # fmt: skip
 
 
 def _told(run: RunConfig, layout: RunConfig) -> list[str]:
-    pairs = [("processes", run.world_size, layout.world_size)]
-    pairs += [("replicas (DP)", run.data_parallel_size, layout.data_parallel_size)]
-    pairs += [(FIELDS[name].flag, scalar_of(run, name), scalar_of(layout, name)) for name in _SHOWN]
+    pairs: list[tuple[str, Any, Any]] = [
+        ("processes", run.world_size, layout.world_size),
+        ("replicas (DP)", run.data_parallel_size, layout.data_parallel_size),
+        *((FIELDS[name].flag, scalar_of(run, name), scalar_of(layout, name)) for name in _SHOWN),
+    ]
     return [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
 

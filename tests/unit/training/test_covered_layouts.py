@@ -16,6 +16,7 @@ import pytest
 from covering_array import Row, Rule, all_pairs, further_rows, is_legal, legal_pairs, pairs_of
 from distributed_runner import new_job, run_distributed
 from packed_runs import SIZES, Talks, batches_of
+from proofs import prove_all, shrunk
 from small_runs import small_run
 from training_runs import SeededReader, build_seeded_run
 
@@ -271,6 +272,11 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
         assert ours.losses == pytest.approx(one.losses, abs=loss_bound)
         assert ours.grad_norms == pytest.approx(one.grad_norms, rel=norm_bound)
         assert ours.skipped == one.skipped
+
+
+def test_rows_are_proved_by_llama_patch_prove(tmp_path: Path) -> None:
+    """With its own tokens: besides losses and norms every gradient, weight and state."""
+    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(ROWS)])
 
 
 @pytest.mark.parametrize("model", COLUMNS["model"])
