@@ -74,9 +74,7 @@ def main(argv: list[str]) -> int:
 
 def _prove(options: argparse.Namespace, argv: list[str]) -> int:
     here = MachineFacts.probe()
-    planned = plan_run(
-        argv, options.machine, options.nodes, options.devices_per_node, environ=os.environ, here=here
-    )
+    planned = plan_run(argv, options.machine, options.nodes, environ=os.environ, here=here)
     run = planned.resolved
     if run.training.objective not in OBJECTIVES:
         what = f"got {run.training.objective}, which only its own program knows"
@@ -174,7 +172,6 @@ def _parser() -> argparse.ArgumentParser:
         help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",
     )  # fmt: skip
     parser.add_argument("--nodes", type=positive, metavar="N", help="how many [as the run says, else 1]")
-    parser.add_argument("--devices-per-node", type=positive, metavar="N", help="of each [all]")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     return parser
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patch.config import RunConfig
+from patch.config.choices import PRECISIONS
 from patch.convert.stored_weights import StoredWeights
 from patch.families import Kind, weight_rows
 from patch.families.adapters import adapter_rows
@@ -41,6 +42,7 @@ BOUNDS = {
 _NAMED = 3
 SMALLEST = 1e-3
 """Of gradients as a whole: what a smaller tensor's is measured by, so that zero may differ from zero."""
+GRADIENT, MOMENTS = "gradient", ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 """By their names in Hugging Face."""
 
@@ -103,13 +105,15 @@ def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator
     yield _equal("tokens", f"tokens of step {step} (number, with a loss, hash)", wrong)
     loss = _number(ours, theirs, "loss", step, bounds.number)
     yield loss
-    kinds: dict[str, tuple[Callable[[_Folder, int], Tensors], float]] = {
-        "gradient": (_Folder.gradients, bounds.gradient), "weight": (_Folder.masters, bounds.weight),
-        "first moment": (_Folder.exp_avg, bounds.gradient),
-        "second moment": (_Folder.exp_avg_sq, 2 * bounds.gradient),
-    }  # fmt: skip
-    for kind, (read, bound) in kinds.items():
-        pair = read(ours, step), read(theirs, step)
+    states = zip(("first moment", "second moment"), MOMENTS, (1, 2), strict=True)
+    kinds = [("gradient", GRADIENT, bounds.gradient), ("weight", "", bounds.weight)]
+    kinds += [(kind, state, factor * bounds.gradient) for kind, state, factor in states]
+    for kind, state, bound in kinds:
+        pair = (
+            (ours.tensors(step, state), theirs.tensors(step, state))
+            if state
+            else (ours.masters(step), theirs.masters(step))
+        )
         scales = theirs.updates(step) if kind == "weight" else _norms(pair[1])
         distances = _distances(*pair, scales)
         if kind == "gradient" and loss.difference is None:  # backward ends with the embedding
@@ -139,32 +143,21 @@ class _Folder:
         found = [each[name] for each in self._records if each["iteration"] == step and name in each]
         return float(found[-1])
 
-    def _tensors(self, name: str, step: int, prefix: str = "") -> Tensors:
+    def tensors(self, step: int, state: str = "") -> Tensors:
+        """The weights after a step, or a state of them: a key's beginning in its checkpoint."""
         adapter = self.run.adapter if self.run.adapter.lora_rank else None
-        key = prefix or ("" if adapter else None)
-        folder = self._folder / name / iteration_name(step)
-        return StoredWeights(folder, self.run.model, key, adapter).tensors()
-
-    def gradients(self, step: int) -> Tensors:
-        """Of this step."""
-        return self._tensors(GRADIENTS, step, "gradient.")
-
-    def exp_avg(self, step: int) -> Tensors:
-        """After this step."""
-        return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.exp_avg.")
-
-    def exp_avg_sq(self, step: int) -> Tensors:
-        """After this step."""
-        return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.exp_avg_sq.")
+        prefix = f"{state}." if state else "" if adapter else None
+        folder = self._folder / (GRADIENTS if state == GRADIENT else CHECKPOINT_FOLDER) / iteration_name(step)
+        return StoredWeights(folder, self.run.model, prefix, adapter).tensors()
 
     def masters(self, step: int) -> Tensors:
         """Weights after this step with all the bits that the optimizer has of them."""
-        weights = self._tensors(CHECKPOINT_FOLDER, step)
-        if self.run.training.precision == "fp32":
+        weights, kept_as = self.tensors(step), PRECISIONS[self.run.training.precision].kept_as
+        if kept_as == "fp32":
             return weights
-        if self.run.training.precision == "fp16":
-            return self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.master.")
-        low = self._tensors(CHECKPOINT_FOLDER, step, "optimizer.state.master_low.")
+        if kept_as == "fp16":
+            return self.tensors(step, "optimizer.state.master")
+        low = self.tensors(step, "optimizer.state.master_low")
         return {
             name: (high.float().view(torch.int32) + low[name].int()).view(torch.float32).double()
             for name, high in weights.items()
@@ -173,7 +166,7 @@ class _Folder:
     def updates(self, step: int) -> dict[str, float]:
         """The L2 norm of each weight's update in this step, without decay, by Adam's formula."""
         optimizer, rate = self.run.optimizer, self.record(step, "lr")
-        first, second = self.exp_avg(step), self.exp_avg_sq(step)
+        first, second = (self.tensors(step, state) for state in MOMENTS)
         of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
         return {
             name: float(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from patch.checks.rules import RULES
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS, assemble, scalar_of, value_of
+from patch.config.schema import CheckpointConfig, ParallelConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.families import expert_layers, traits_of
+from patch.families import expert_layers
 from patch.families.layers import layers_text
 from patch.layout.pipeline_stages import layout_text
 
@@ -32,35 +34,18 @@ PADDED, WHOLE = 300, 320
 _HEAD_SIZES = (8, 16, 32, 64)
 """The rules take the first that divides as 8-bit products, or blocks of 4 bits, want it."""
 _GIVEN_ANEW: dict[str, Any] = {
-    **dict.fromkeys(["train_epochs", "load", "lora_load", "save", "save_retain_last", "save_retain_every"]),
-    **dict.fromkeys(["profile", "stop_file", "log_dir", "min_nodes", "exit_duration_in_mins"]),
-    **dict.fromkeys(["spike_factor", "columns", "chat_template", "split", "decoupled_min_lr"]),
-    "simulated_device_memory": None,
-    **dict.fromkeys(["save_interval", "log_interval", "nnodes", "eval_iters", "data_workers"], 1),
-    **dict.fromkeys(["lr_warmup_iters", "lora_dropout", "max_restarts"], 0),
-    **dict.fromkeys(["save_weights_only_at_end", "export_hf", "ddp_pad_buckets_for_high_nccl_busbw"], False),
-    **dict.fromkeys(["eval_interval", "train_iters"], STEPS),
-    "max_dropped_share": 1.0, "reduce_bucket_size": 20_000, "optimizer_offload_chunk_size": 1999,
-    "lr": 5e-3, "min_lr": 3e-3, "adam_eps": 1e-3, "init_method_std": 0.05, "model_size": "auto",
-    "make_vocab_size_divisible_by": 16,
+    "train_iters": STEPS, "train_epochs": None, "exit_duration_in_mins": None, "spike_factor": None,
+    "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16,
+    "nnodes": 1, "min_nodes": None, "max_restarts": 0, "log_dir": None,
+    "lora_load": None, "lora_dropout": 0.0,
+    "lr": 5e-3, "min_lr": 3e-3, "decoupled_min_lr": None, "lr_warmup_iters": 0, "adam_eps": 1e-3,
+    "reduce_bucket_size": 20_000, "ddp_pad_buckets_for_high_nccl_busbw": False,
+    "optimizer_offload_chunk_size": 1999, "simulated_device_memory": None,
+    "columns": None, "chat_template": None, "split": None, "max_dropped_share": 1.0, "data_workers": 1,
+    "eval_interval": STEPS, "eval_iters": 1,
 }  # fmt: skip
 """Sizes and places that no proof depends on; a rate with which the second step's weights are others; and an
 epsilon with which an update is no mere sign, that the rounding of a small gradient would turn."""
-_ALONE: dict[str, Any] = {
-    **{name: FIELDS[name].default for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-        "overlap_p2p_communication", "overlap_p2p_communication_warmup_flush", "rank_order", "cp_comm_type",
-        "microbatch_group_size_per_virtual_pipeline_stage", "sequence_parallel", "tp_comm_overlap",
-        "use_distributed_optimizer", "overlapped_distributed_optimizer", "expert_model_parallel_size",
-        "num_distributed_optimizer_instances", "expert_tensor_parallel_size", "moe_token_dispatcher_type",
-        "recompute_granularity", "recompute_method", "recompute_num_layers", "cpu_offloading",
-        "cpu_offloading_num_layers", "optimizer_offload_policy", "grad_reduce_in_bf16", "fp8_param_gather",
-    )},
-    "nproc_per_node": 1, "data_parallel_sharding": ZeroStage.NONE, "gradient_accumulation_fusion": False,
-}  # fmt: skip
-"""What one process has: no layout, nothing recomputed, offloaded or shared."""
 
 
 class Sizes(NamedTuple):
@@ -82,12 +67,9 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, run: RunConfig) -> Sizes:
         """Those of a run."""
-        parallel = run.parallel
-        return cls(
-            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
-            parallel.context_parallel_size, run.data_parallel_size, run.experts.expert_model_parallel_size,
-            run.etp_size, parallel.num_distributed_optimizer_instances,
-        )  # fmt: skip
+        axes, ep_size = run.axes, run.experts.expert_model_parallel_size
+        instances = run.parallel.num_distributed_optimizer_instances
+        return cls(axes["tp"], axes["pp"], axes["cp"], axes["dp"], ep_size, run.etp_size, instances)
 
 
 class Shrunk(NamedTuple):
@@ -118,81 +100,118 @@ def shrink(
         of_device["gradient_accumulation_fusion"] = True
     if is_for_gpus and run.parallel.tp_comm_overlap is None:
         of_device["tp_comm_overlap"] = False
+    if not machine.cuda_devices:
+        of_device["transformer_impl"] = "local"
     is_whole = 0 < whole.processes <= machine.cuda_devices
     candidates = [whole] if is_whole else sorted(_candidates(whole, most), key=partial(_cost, run, whole))
-    for sizes in candidates:
-        for head_size in _HEAD_SIZES:
-            layout = _with(run, _values(run, sizes, head_size, folder, machine) | of_device)
-            try:
-                for rule in RULES:
-                    rule(layout, machine)
-            except ConfigError as error:
-                refusals.append(error)
-                continue
-            places = {"output_path": str(folder / "one"), "cache_dir": str(folder / "one-cache")}
-            one = _with(layout, _ALONE | _batch_of_one(layout) | places)
-            return Shrunk(layout, one, _told(run, layout))
+    for sizes, head_size in itertools.product(candidates, _HEAD_SIZES):
+        values = {
+            **_GIVEN_ANEW, **_layers(run, sizes), **_widths(run, sizes, head_size), **_batches(run, sizes),
+            **_parallel(run, sizes), **_rest(run, sizes, folder / "made", machine), **of_device,
+        }  # fmt: skip
+        small = assemble({name: value_of(run, name) for name in FIELDS} | values)
+        layout = _placed(small, folder, "layout")
+        try:
+            for rule in RULES:
+                rule(layout, machine)
+        except ConfigError as error:
+            refusals.append(error)
+            continue
+        told = [
+            f"{field.flag} {before} -> {now}"
+            for field in FIELDS.values()
+            if field.section not in ("data", "checkpoint")
+            and (before := scalar_of(run, field.name)) != (now := scalar_of(layout, field.name))
+        ]
+        folded = [f"processes {run.world_size} -> {layout.world_size}", *told]
+        return Shrunk(layout, _placed(_alone(layout), folder, "one"), folded)
     raise refusals[0]
 
 
-def _with(run: RunConfig, values: dict[str, Any]) -> RunConfig:
-    return assemble({name: value_of(run, name) for name in FIELDS} | values)
+def _placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
+    """The run with a folder and a cache of its own, which saves after each step."""
+    saves = CheckpointConfig(
+        output_path=str(folder / name), save_interval=1, async_save=run.checkpoint.async_save
+    )
+    return replace(run, checkpoint=saves, data=replace(run.data, cache_dir=str(folder / f"{name}-cache")))
+
+
+def _alone(layout: RunConfig) -> RunConfig:
+    """One process without a layout, where nothing is recomputed, offloaded or shared.
+
+    The whole batch at once; micro by micro where a loss is a mean over a micro-batch.
+    """
+    experts, training, size = layout.experts, layout.training, layout.training.global_batch_size
+    if layout.model.num_experts and (experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff):
+        size = training.micro_batch_size
+    return replace(
+        layout,
+        parallel=ParallelConfig(nproc_per_node=1, data_parallel_sharding=ZeroStage.NONE),
+        training=replace(
+            training, micro_batch_size=size, recompute_granularity=None, recompute_method="uniform",
+            cpu_offloading=False, cpu_offloading_num_layers=None, fp8_param_gather=False,
+        ),
+        optimizer=replace(
+            layout.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False,
+            gradient_accumulation_fusion=False,
+        ),
+        experts=replace(
+            experts, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
+            moe_token_dispatcher_type="alltoall",
+        ),
+    )  # fmt: skip
 
 
 def _candidates(whole: Sizes, most: int) -> Iterator[Sizes]:
-    def choices(size: int, smaller: tuple[int, ...] = (2, 4)) -> list[int]:
-        return sorted({1, *(number for number in (*smaller, size) if number <= min(size, most))})
+    def choices(size: int, *smaller: int) -> list[int]:
+        return sorted({number for number in (1, *smaller, size) if number <= min(size, most)})
 
-    axes = (choices(whole.tp), choices(whole.pp, (2, 3, 4)), choices(whole.cp), choices(whole.dp))
-    for tp, pp, cp, dp, ep in itertools.product(*axes, choices(whole.ep)):
+    ways = (choices(size, 2, 4) for size in (whole.tp, whole.cp, whole.dp, whole.ep))
+    for tp, cp, dp, ep, pp in itertools.product(*ways, choices(whole.pp, 2, 3, 4)):
         etp = tp if whole.etp == whole.tp else min(whole.etp, 2)
-        instances = 2 if whole.instances > 1 and dp * cp % 4 == 0 else 1
-        sizes = Sizes(tp, pp, cp, dp, ep, etp, instances)
+        sizes = Sizes(tp, pp, cp, dp, ep, etp, 2 if whole.instances > 1 and dp * cp % 4 == 0 else 1)
         if sizes.processes <= most and sizes.processes % (ep * etp * pp) == 0:
             yield sizes
 
 
 def _cost(run: RunConfig, whole: Sizes, sizes: Sizes) -> tuple[int, ...]:
     """What is lost, the worst first: an axis; replicas; a middle stage; a ring with two neighbours."""
-    is_lost = [size > 1 and now == 1 for size, now in zip(whole, sizes, strict=True)]
-    replicas = is_lost.pop(Sizes._fields.index("dp"))
-    has_copies = sizes.dp * sizes.cp > 1
-    is_ring = run.parallel.cp_comm_type == "p2p"
-    middle = [whole.pp > 2 >= sizes.pp, is_ring and whole.cp > 2 >= sizes.cp]
-    return sum(is_lost) + (replicas and not has_copies), replicas, *middle, sizes.processes, *sizes
+    lost = [size > 1 and now == 1 for size, now in zip(whole, sizes, strict=True)]
+    replicas = lost.pop(Sizes._fields.index("dp"))
+    middle = [whole.pp > 2 >= sizes.pp, run.parallel.cp_comm_type == "p2p" and whole.cp > 2 >= sizes.cp]
+    return sum(lost) + (replicas and sizes.cp == 1), replicas, *middle, sizes.processes, *sizes
 
 
-def _values(
-    run: RunConfig, sizes: Sizes, head_size: int, folder: Path, machine: MachineFacts
-) -> dict[str, Any]:
-    made = folder / "made"
-    kind = "raw" if run.training.sft else "idxmap"
-    rows = made / ("text" if kind == "idxmap" else "rows.jsonl")
-    optimizer, training = run.optimizer, run.training
+def _parallel(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     values: dict[str, Any] = {
-        **_GIVEN_ANEW, **_layers(run, sizes), **_widths(run, sizes, head_size), **_batches(run, sizes),
         "tensor_model_parallel_size": sizes.tp, "pipeline_model_parallel_size": sizes.pp,
         "context_parallel_size": sizes.cp, "nproc_per_node": sizes.processes,
         "expert_model_parallel_size": sizes.ep, "num_distributed_optimizer_instances": sizes.instances,
         "expert_tensor_parallel_size": run.experts.expert_tensor_parallel_size and sizes.etp,
-        "output_path": str(folder / "layout"), "cache_dir": str(folder / "layout-cache"),
-        "tokenizer_name_or_path": str(made / "tokenizer"), "train_data_path": str(rows),
-        "valid_data_path": str(rows), "dataset_type": kind, "decoupled_lr": optimizer.decoupled_lr and 2e-3,
-        "initial_loss_scale": min(optimizer.initial_loss_scale, 1024.0),
-        "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
     }  # fmt: skip
     if sizes.cp == 1:
         values["cp_comm_type"] = None
     if sizes.tp == 1:
         values |= {"sequence_parallel": False, "tp_comm_overlap": None}
+    return values
+
+
+def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> dict[str, Any]:
+    """Data, what fp16 scales losses by, and what a CPU has not."""
+    kind, optimizer = "raw" if run.training.sft else "idxmap", run.optimizer
+    rows = str(made / ("text" if kind == "idxmap" else "rows.jsonl"))
+    values: dict[str, Any] = {
+        "tokenizer_name_or_path": str(made / "tokenizer"), "train_data_path": rows, "valid_data_path": rows,
+        "dataset_type": kind, "decoupled_lr": optimizer.decoupled_lr and 4e-3,
+        "initial_loss_scale": min(optimizer.initial_loss_scale, 1024.0),
+        "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
+    }  # fmt: skip
     if optimizer.optimizer_offload_policy == "auto":
         values |= {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
-    if not machine.cuda_devices:
-        values["transformer_impl"] = "local"
-        if training.fp8_recipe == "delayed":
-            values["fp8_recipe"] = "tensorwise"
-        if sizes.ep > 1 and sizes.etp > 1:
-            values["moe_token_dispatcher_type"] = "allgather"
+    if not machine.cuda_devices and run.training.fp8_recipe == "delayed":
+        values["fp8_recipe"] = "tensorwise"
+    if not machine.cuda_devices and sizes.ep > 1 and sizes.etp > 1:
+        values["moe_token_dispatcher_type"] = "allgather"
     return values
 
 
@@ -200,30 +219,25 @@ def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     """Stages, their layers, and what becomes of each: one layer a stage, two where some of it differ."""
     parallel, training, model = run.parallel, run.training, run.model
     with_experts = [layer in expert_layers(model) for layer in range(model.num_layers)]
-    is_by_hand = parallel.pipeline_model_parallel_layout is not None
     interleaved = min(run.virtual_pipeline_size, 2) if sizes.pp > 1 else 1
     stages = sizes.pp * interleaved
     extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     has_mix = training.recompute_granularity == "full" or training.cpu_offloading or len({*with_experts}) > 1
     has_ends = training.first_last_layers_bf16
-    own = (3 if has_ends else 2) if stages == 1 else 2 if has_mix or has_ends or extra else 1
-    num_layers = own * stages - extra
-    is_even = parallel.num_split_layers(model.num_layers) % (run.virtual_pipeline_size * sizes.pp) == 0
-    values: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": None}
-    if is_by_hand:
-        layers = _sample(run.stage_layers, stages)
-        fewest = min(filter(None, layers))
-        layers = [0 if not count else own + (count > fewest) for count in layers]
-        num_layers = sum(layers)
-        values["pipeline_model_parallel_layout"] = layout_text(layers)
-    elif interleaved > 1:
-        values["num_layers_per_virtual_pipeline_stage"] = own
-    elif not is_even and sizes.pp > 1:
-        num_layers += 1
-    block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-    values |= {
+    own = 2 + has_ends if stages == 1 else 2 if has_mix or has_ends or extra else 1
+    is_uneven = parallel.num_split_layers(model.num_layers) % len(run.stage_layers) > 0
+    layers = [own] * stages
+    if parallel.pipeline_model_parallel_layout is not None:
+        counts = _sample(run.stage_layers, stages)
+        layers = [own + (count > min(filter(None, counts))) if count else 0 for count in counts]
+    num_layers = sum(layers) - extra + (is_uneven and stages > 1)
+    is_by_hand = parallel.pipeline_model_parallel_layout is not None
+    in_blocks = training.recompute_method == "uniform" and training.recompute_num_layers > 1
+    values = {
         "num_layers": num_layers,
-        "recompute_num_layers": 2 if block > 1 and own == 2 and is_even and not (is_by_hand or extra) else 1,
+        "pipeline_model_parallel_layout": layout_text(layers) if is_by_hand else None,
+        "num_layers_per_virtual_pipeline_stage": own if interleaved > 1 and not is_by_hand else None,
+        "recompute_num_layers": 2 if in_blocks and num_layers == own * stages == 2 * stages else 1,
         "cpu_offloading_num_layers": training.cpu_offloading_num_layers and 1,
         "num_layers_at_start_in_bf16": min(training.num_layers_at_start_in_bf16, 1),
         "num_layers_at_end_in_bf16": min(training.num_layers_at_end_in_bf16, 1),
@@ -235,7 +249,7 @@ def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     return values
 
 
-def _sample(counts: list[int], number: int) -> list[int]:
+def _sample(counts: Sequence[int], number: int) -> list[int]:
     """So many of the counts, the first and the last among them."""
     if number == 1:
         return [sum(counts)]
@@ -251,32 +265,29 @@ def _widths(run: RunConfig, sizes: Sizes, head_size: int) -> dict[str, Any]:
     heads = 2 * math.lcm(groups, sizes.tp * shared)
     if model.num_query_groups in (1, model.num_attention_heads):
         groups = 1 if model.num_query_groups == 1 < model.num_attention_heads else heads
-    width = heads * head_size
     is_wide = model.hidden_size == model.num_attention_heads * model.kv_channels or model.kv_lora_rank
-    is_padded = run.padded_vocab_size != model.vocab_size
-    hidden = width if is_wide else max(width // 2, 16 * sizes.tp)
+    hidden = heads * head_size if is_wide else max(heads * head_size // 2, 16 * sizes.tp)
     values: dict[str, Any] = {
         "num_attention_heads": heads, "num_query_groups": groups, "kv_channels": head_size,
-        "hidden_size": hidden, "ffn_hidden_size": 2 * hidden, "vocab_size": PADDED if is_padded else WHOLE,
+        "hidden_size": hidden, "ffn_hidden_size": 2 * hidden,
+        "vocab_size": WHOLE if run.padded_vocab_size == model.vocab_size else PADDED,
+        "lora_rank": run.adapter.lora_rank and min(run.adapter.lora_rank, 4),
     }  # fmt: skip
     if model.kv_lora_rank:
         values |= {
             "kv_lora_rank": 2 * head_size, "q_lora_rank": model.q_lora_rank and 3 * head_size,
             "qk_head_dim": head_size, "qk_pos_emb_head_dim": head_size // 2, "v_head_dim": head_size,
-            "kv_channels": head_size * 3 // 2, "num_query_groups": heads,
+            "kv_channels": head_size * 3 // 2,
         }  # fmt: skip
-    if run.adapter.lora_rank:
-        values["lora_rank"] = min(run.adapter.lora_rank, 4)
     if model.num_experts:
-        is_grouped = model.moe_router_num_groups
+        shared_width, number = model.moe_shared_expert_intermediate_size, 2 * max(sizes.ep, 2)
         values |= {
-            "num_experts": min(model.num_experts, 2 * max(sizes.ep, 2)),
-            "moe_router_topk": min(model.moe_router_topk, 2),
+            "num_experts": min(model.num_experts, number), "moe_router_topk": min(model.moe_router_topk, 2),
             "moe_ffn_hidden_size": model.moe_ffn_hidden_size and 3 * head_size,
-            "moe_shared_expert_intermediate_size":
-                model.moe_shared_expert_intermediate_size and 4 * head_size,
-            "moe_router_num_groups": is_grouped and 2, "moe_router_group_topk": is_grouped and 1,
-            "moe_expert_capacity_factor": run.experts.moe_expert_capacity_factor and 2.0 * max(sizes.ep, 2),
+            "moe_shared_expert_intermediate_size": shared_width and 4 * head_size,
+            "moe_router_num_groups": model.moe_router_num_groups and 2,
+            "moe_router_group_topk": model.moe_router_group_topk and 1,
+            "moe_expert_capacity_factor": run.experts.moe_expert_capacity_factor and float(number),
         }  # fmt: skip
     return values
 
@@ -287,44 +298,13 @@ def _batches(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     unit = 2 * sizes.cp * (sizes.tp if parallel.sequence_parallel else 1)
     length = -(-SHORTEST // unit) * unit
     count, size = min(run.num_micro_batches, max(2, sizes.pp)), min(run.training.micro_batch_size, 2)
+    is_extended, longest = model.seq_length > model.max_position_embeddings, model.max_position_embeddings
+    has_window = model.window_size is not None and model.window_size[0] < run.sample_length
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    values: dict[str, Any] = {
+    return {
         "seq_length": length, "max_padding_length": length, "micro_batch_size": size,
         "global_batch_size": size * count * sizes.dp,
         "microbatch_group_size_per_virtual_pipeline_stage": group and sizes.pp,
+        "max_position_embeddings": length // 2 if is_extended else max(longest, length),
+        "window_size": (length // 4 - 1, 0) if has_window else model.window_size,
     }  # fmt: skip
-    if model.window_size is not None and model.window_size[0] < run.sample_length:
-        values["window_size"] = (length // 4 - 1, 0)
-    is_extended = traits_of(model).has_rope and model.seq_length > model.max_position_embeddings
-    values["max_position_embeddings"] = (
-        length // 2 if is_extended else max(model.max_position_embeddings, length)
-    )
-    return values
-
-
-def _batch_of_one(layout: RunConfig) -> dict[str, Any]:
-    """The whole batch at once; micro by micro where a loss is a mean over a micro-batch."""
-    experts, training = layout.experts, layout.training
-    has_means = layout.model.num_experts and (experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff)
-    return {} if has_means else {"micro_batch_size": training.global_batch_size}
-
-
-_SHOWN = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "num_layers", "hidden_size",
-    "num_attention_heads", "num_query_groups", "vocab_size", "num_experts", "seq_length", "micro_batch_size",
-    "global_batch_size", "recompute_num_layers", "moe_token_dispatcher_type", "fp8_recipe",
-    "optimizer_offload_policy", "dataset_type", "lora_rank", "lora_dropout", "moe_expert_capacity_factor",
-    "transformer_impl",
-)  # fmt: skip
-
-
-def _told(run: RunConfig, layout: RunConfig) -> list[str]:
-    pairs: list[tuple[str, Any, Any]] = [
-        ("processes", run.world_size, layout.world_size),
-        ("replicas (DP)", run.data_parallel_size, layout.data_parallel_size),
-        *((FIELDS[name].flag, scalar_of(run, name), scalar_of(layout, name)) for name in _SHOWN),
-    ]
-    return [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
-

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,27 @@ from toolkits.train.__main__ import main  # noqa: E402
 GRADIENTS, EVIDENCE = "gradients", "evidence.json"
 
 
+class _Reader:
+    """A run's reader; tokens, those with a loss, and the sum of their hashes are noted by step."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader, self.seen = reader, dict[int, list[int]]()
+
+    def step(self, iteration: int) -> list[Any]:
+        batches, seen = self._reader.step(iteration), [0, 0, 0]
+        for batch in batches:
+            learned = batch.loss_mask.ne(0)
+            mixed = batch.tokens.long() * 1_000_003 + batch.labels.long() * 8191 + learned
+            hashes = mixed * 2_654_435_761 % 2_147_483_647
+            sums = (mixed.numel(), int(learned.sum()), int(hashes.sum()))
+            seen = [before + more for before, more in zip(seen, sums, strict=True)]
+        self.seen[iteration + 1] = seen
+        return list(batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
 def evidence(run: Any) -> Any:
     """The hook of a rank that keeps the evidence."""
     import torch
@@ -34,63 +54,34 @@ def evidence(run: Any) -> Any:
     from patch.model import sharded_weights
     from patch.training.hooks import TrainerHook
 
-    output, seen = Path(run.config.checkpoint.output_path), dict[int, tuple[int, int, int]]()
+    output, steps = Path(run.config.checkpoint.output_path), dict[int, Any]()
+    reader = run.data.train_reader = _Reader(run.data.train_reader)
 
-    def hashed(batches: list[Any]) -> tuple[int, int, int]:
-        """Tokens, those with a loss, and the sum of hashes of each token with its label and weight."""
-        total = count = learned = 0
-        for batch in batches:
-            mixed = batch.tokens.long() * 1_000_003 + batch.labels.long() * 8191 + batch.loss_mask.ne(0)
-            mixed = (mixed * 2_654_435_761) % 2_147_483_647
-            total, count = total + int(mixed.sum()), count + mixed.numel()
-            learned += int(batch.loss_mask.ne(0).sum())
-        return count, learned, total
-
-    class Reader:
-        """The run's reader; what it gives is noted."""
-
-        def __init__(self, reader: Any) -> None:
-            self._reader = reader
-
-        def step(self, iteration: int) -> list[Any]:
-            batches = list(self._reader.step(iteration))
-            seen[iteration + 1] = hashed(batches)
-            return batches
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._reader, name)
+    def checksum(shard: Any) -> int:
+        return zlib.crc32(shard.data.detach().cpu().contiguous().view(torch.uint8).numpy())
 
     class Evidence(TrainerHook):
         """Writes the evidence of each step."""
 
-        def __init__(self) -> None:
-            self._steps: dict[int, Any] = {}
-
         def on_step(self, iteration: int, seconds: float) -> None:
             with run.optimizer.full_weights():
                 weights = sharded_weights(run.stages, adapters=run.stages[0].is_adapted or None)
-                gradients = run.optimizer.sharded_gradients(weights)
-                state = {"model": weights, "gradient": gradients}
+                state = {"gradient": run.optimizer.sharded_gradients(weights)}
                 own = {
-                    (shard.key, shard.global_offset, tuple(shard.data.shape)): zlib.crc32(
-                        shard.data.detach().cpu().contiguous().view(torch.uint8).numpy()
-                    )
-                    for shard in shards_of(state)
-                    if getattr(shard, "data", None) is not None and hasattr(shard, "global_offset")
+                    f"{shard.key} {shard.global_offset} {shard.data.shape}": checksum(shard)
+                    for shard in shards_of({"model": weights, **state})
+                    if isinstance(getattr(shard, "data", None), torch.Tensor)
                 }
-                ranks = all_gather_object((seen[iteration], own))
-            save_checkpoint(output / GRADIENTS, iteration, {"gradient": gradients}, {})
-            copies: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-            for rank, (_, sums) in enumerate(ranks):
-                for key, checksum in sums.items():
-                    copies[key][checksum].append(rank)
-            unequal = sorted({key[0] for key, found in copies.items() if len(found) > 1})
-            tokens = [sum(column) for column in zip(*(each for each, _ in ranks), strict=True)]
-            self._steps[iteration] = {"tokens": tokens, "unequal": unequal}
+            ranks, first = all_gather_object((reader.seen[iteration], own)), dict[str, int]()
+            copies = [copy for _, each in ranks for copy in each.items()]
+            save_checkpoint(output / GRADIENTS, iteration, state, {})
+            steps[iteration] = {
+                "tokens": [sum(numbers) for numbers in zip(*(seen for seen, _ in ranks), strict=True)],
+                "unequal": sorted({key for key, bits in copies if first.setdefault(key, bits) != bits}),
+            }
             if torch.distributed.get_rank() == 0:
-                (output / EVIDENCE).write_text(json.dumps(self._steps))
+                (output / EVIDENCE).write_text(json.dumps(steps), encoding="utf-8")
 
-    run.data.train_reader = Reader(run.data.train_reader)
     return Evidence()
 
 
