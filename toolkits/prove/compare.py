@@ -6,6 +6,7 @@ layouts in which they were saved.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,12 @@ BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-3), "fp16": Bounds(2e-3, 3e-2, 0.1), "bf16": Bounds(5e-3, 0.1, 0.2),
     "fp8": Bounds(2e-2, 0.3, 0.4),
 }  # fmt: skip
+_EXPERTS = "experts"
+_CUTS = {kind: "cut over TP by rows" for kind in Kind} | {
+    Kind.REPLICATED: "not cut over TP", Kind.ROW_PARALLEL: "cut over TP by columns",
+}  # fmt: skip
+ROUNDED = Bounds(1e-3, 1e-2, 3e-2)
+"""At least these where gradients travel as bf16."""
 _NAMED = 3
 SMALLEST = 1e-3
 """Of gradients as a whole: what a smaller tensor's is measured by, so that zero may differ from zero."""
@@ -87,13 +94,19 @@ def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparis
         one: that of one process.
         steps: counted from 1.
     """
-    ours, theirs, bounds = _Folder(layout), _Folder(one), BOUNDS[layout.training.precision]
+    ours, theirs, bounds = _Folder(layout), _Folder(one), _bounds(layout)
     found = [each for step in steps for each in _step(ours, theirs, step, bounds)]
     found.append(_number(ours, theirs, "evaluation", steps[-1], bounds.number))
     largest: dict[str, tuple[float, float]] = {}
     for kind, distance, bound, _ in found:
         largest[kind] = max(distance, *largest.get(kind, (0.0, 0.0))[:1]), bound
     return Comparison(largest, [each.difference for each in found if each.difference is not None])
+
+
+def _bounds(run: RunConfig) -> Bounds:
+    own = [BOUNDS[run.training.precision], *[BOUNDS["bf16"]] * (run.optimizer.main_grads_dtype == "bf16")]
+    own += [ROUNDED] * run.optimizer.grad_reduce_in_bf16
+    return Bounds(*map(max, zip(*own, strict=True)))
 
 
 def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator[_Found]:
@@ -109,11 +122,7 @@ def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator
     kinds = [("gradient", GRADIENT, bounds.gradient), ("weight", "", bounds.weight)]
     kinds += [(kind, state, factor * bounds.gradient) for kind, state, factor in states]
     for kind, state, bound in kinds:
-        pair = (
-            (ours.tensors(step, state), theirs.tensors(step, state))
-            if state
-            else (ours.masters(step), theirs.masters(step))
-        )
+        pair = ours.tensors(step, state), theirs.tensors(step, state)
         scales = theirs.updates(step) if kind == "weight" else _norms(pair[1])
         distances = _distances(*pair, scales)
         if kind == "gradient" and loss.difference is None:  # backward ends with the embedding
@@ -143,24 +152,21 @@ class _Folder:
         found = [each[name] for each in self._records if each["iteration"] == step and name in each]
         return float(found[-1])
 
-    def tensors(self, step: int, state: str = "") -> Tensors:
-        """The weights after a step, or a state of them: a key's beginning in its checkpoint."""
+    def tensors(self, step: int, state: str) -> Tensors:
+        """A state after a step, by what its keys begin with; of "" weights, or their masters."""
         adapter = self.run.adapter if self.run.adapter.lora_rank else None
         prefix = f"{state}." if state else "" if adapter else None
         folder = self._folder / (GRADIENTS if state == GRADIENT else CHECKPOINT_FOLDER) / iteration_name(step)
-        return StoredWeights(folder, self.run.model, prefix, adapter).tensors()
-
-    def masters(self, step: int) -> Tensors:
-        """Weights after this step with all the bits that the optimizer has of them."""
-        weights, kept_as = self.tensors(step), PRECISIONS[self.run.training.precision].kept_as
-        if kept_as == "fp32":
-            return weights
+        found = StoredWeights(folder, self.run.model, prefix, adapter).tensors()
+        kept_as = PRECISIONS[self.run.training.precision].kept_as
+        if state or kept_as == "fp32":
+            return found
         if kept_as == "fp16":
             return self.tensors(step, "optimizer.state.master")
         low = self.tensors(step, "optimizer.state.master_low")
         return {
             name: (high.float().view(torch.int32) + low[name].int()).view(torch.float32).double()
-            for name, high in weights.items()
+            for name, high in found.items()
         }
 
     def updates(self, step: int) -> dict[str, float]:
@@ -209,80 +215,56 @@ def _first(
     wrong = [name for name, distance in distances.items() if not distance <= bound]
     if not wrong:
         return None
-    first, places = wrong[0], _places(layout)
+    first, labels = wrong[0], _labels(layout)
     a, b = (each[first] for each in pair)
-    details = [_shared({*wrong}, [*pair[1]], places, layout), _part(a, b, places[first], layout)]
-    details.append(_factor(a, b))
+    details = [_shared({*wrong}, [*pair[1]], labels), _part(a, b, labels[first], layout), _factor(a, b)]
     return Difference(f"{what}: {first}", distances[first], bound, "; ".join(filter(None, details)))
 
 
-class _Place(NamedTuple):
-    """Where a Hugging Face tensor is in the model, and how it is cut."""
-
-    layer: int | None
-    expert: int | None
-    kind: str
-    """Its name with `*` and `#` for the numbers of layer and expert."""
-    cut: str
-    axis: int | None
-    """That TP cuts."""
-
-
-def _places(layout: RunConfig) -> dict[str, _Place]:
-    model = layout.model
+def _labels(layout: RunConfig) -> dict[str, list[str]]:
+    """What each Hugging Face tensor has in common with others."""
+    model, ends = layout.model, [*accumulate(layout.stage_layers)]
     rows = adapter_rows(model, layout.adapter) if layout.adapter.lora_rank else weight_rows(model)
-    cuts = {
-        Kind.REPLICATED: ("not cut over TP", None), Kind.ROW_PARALLEL: ("cut over TP by columns", 1),
-        Kind.COLUMN_PARALLEL: ("cut over TP by rows", 0), Kind.QKV: ("cut over TP by rows", 0),
-        Kind.VOCAB_PARALLEL: ("cut over TP by words", 0),
-    }  # fmt: skip
-    return {
-        kind.replace("*", str(layer)).replace("#", str(expert)): _Place(
-            layer if row.is_per_layer else None, expert if "#" in kind else None, kind, *cuts[row.kind]
-        )
-        for row in rows
-        for kind in row.hf
-        for layer in row.layers
-        for expert in range(row.num_experts)
-    }
+    own = (model.num_experts or 1) // layout.experts.expert_model_parallel_size
+    found = {}
+    for row, kind in ((each, kind) for each in rows for kind in each.hf):
+        for layer, expert in itertools.product(row.layers, range(row.num_experts)):
+            name = kind.replace("*", str(layer)).replace("#", str(expert))
+            labels = [_CUTS[row.kind], f"all {kind}"]
+            if row.is_per_layer:
+                stage = next(number for number, end in enumerate(ends) if layer < end)
+                stage %= layout.parallel.pipeline_model_parallel_size
+                labels += ["layers", f"layer {layer}", f"layers of pipeline rank {stage}"]
+            labels += ["norms"] * ("norm" in name) + ["biases"] * name.endswith("bias")
+            is_expert = "#" in kind
+            labels += [_EXPERTS, f"experts of EP rank {expert // own}"] if is_expert else ["all but experts"]
+            found[name] = labels
+    return found
 
 
-def _shared(wrong: set[str], names: list[str], places: Mapping[str, _Place], layout: RunConfig) -> str:
+def _shared(wrong: set[str], names: list[str], labels: Mapping[str, list[str]]) -> str:
     """The smallest set of tensors with something in common that has all wrong ones."""
     if len(wrong) == 1:
         return "no other one"
     last = max(map(names.index, wrong))
     sets = {"all tensors": {*names}, f"what is up to {names[last]}": {*names[: last + 1]}}
-    ends = [*accumulate(layout.stage_layers)]
-    own = (layout.model.num_experts or 1) // layout.experts.expert_model_parallel_size
     for name in names:
-        place = places[name]
-        labels = [place.cut, place.kind, *["norms"] * ("norm" in name), *["biases"] * name.endswith("bias")]
-        if place.layer is not None:
-            stage = next(number for number, end in enumerate(ends) if place.layer < end)
-            stage %= layout.parallel.pipeline_model_parallel_size
-            labels += [f"layer {place.layer}", f"the layers of pipeline rank {stage}", "layers"]
-        is_expert = place.expert is not None
-        labels += ["experts" if is_expert else "what is no expert"]
-        labels += [f"the experts of EP rank {(place.expert or 0) // own}"] * is_expert
-        for label in labels:
+        for label in labels[name]:
             sets.setdefault(label, set()).add(name)
-    label, members = min(
-        ((label, found) for label, found in sets.items() if wrong <= found), key=lambda item: len(item[1])
-    )
-    return f"{'all' if members == wrong else len(wrong)} of {len(members)}: {label}"
+    fitting = [(len(found), label) for label, found in sets.items() if wrong <= found]
+    number, label = min(fitting)
+    return f"{'all' if len(wrong) == number else len(wrong)} of {number}: {label}"
 
 
-def _part(a: torch.Tensor, b: torch.Tensor, place: _Place, layout: RunConfig) -> str:
+def _part(a: torch.Tensor, b: torch.Tensor, labels: list[str], layout: RunConfig) -> str:
     """The TP rank whose part alone differs."""
-    size = layout.etp_size if place.expert is not None else layout.parallel.tensor_model_parallel_size
-    if place.axis is None or size == 1:
+    size = layout.etp_size if _EXPERTS in labels else layout.parallel.tensor_model_parallel_size
+    if labels[0] == _CUTS[Kind.REPLICATED] or size == 1:
         return ""
-    wrong = [
-        float((x - y).norm()) > 0.1 * float((a - b).norm())
-        for x, y in zip(a.tensor_split(size, place.axis), b.tensor_split(size, place.axis), strict=True)
-    ]
-    return f"in the part of TP rank {wrong.index(True)} alone" if sum(wrong) == 1 else ""
+    axis = int(labels[0] == _CUTS[Kind.ROW_PARALLEL])
+    parts = [_square(part) for part in (a - b).tensor_split(size, axis)]
+    wrong = [rank for rank, part in enumerate(parts) if part > 0.01 * sum(parts)]
+    return f"in the part of TP rank {wrong[0]} alone" if len(wrong) == 1 else ""
 
 
 def _factor(a: torch.Tensor, b: torch.Tensor) -> str:

@@ -1,11 +1,17 @@
 """A run's flags are proved by a small run of the same code paths; whatever travels wrong in it is found."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_runs import planned_run
 from proofs import differences, in_folder, prove_all, shrunk, train_all
 from small_runs import small_run
+
+from toolkits.prove import __main__ as prove
+from toolkits.prove.compare import Comparison, Difference
+from toolkits.prove.shrink import Sizes
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP SP CP by a ring, ZeRO-1": {
@@ -41,6 +47,44 @@ def test_whatever_travels_wrong_is_found(name: str, tmp_path: Path) -> None:
     assert all(found.values())
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS][1:3])
-def test_layout_is_proved(name: str, tmp_path: Path) -> None:
-    assert not prove_all([shrunk(small_run(**LAYOUTS[name]), tmp_path)])
+def test_layout_is_proved(tmp_path: Path) -> None:
+    assert not prove_all([shrunk(small_run(**LAYOUTS["EP ETP TP, experts"]), tmp_path)])
+
+
+RUN = "--model-size 8B --sft --dataset-type raw --tensor-model-parallel-size 2 --lora-rank 8"
+
+
+@pytest.mark.long
+def test_command_proves_also_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert prove.main(["--json", str(tmp_path / "out.json"), "--", *RUN.split(), "--nproc-per-node=2"]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["proved"] and report["resumed from one process"]["largest"]["weight"][0] < 0.2
+    assert "processes 2 -> 2" in capsys.readouterr().out
+
+
+def test_difference_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    found = Comparison({"loss": (0.5, 1e-5)}, [Difference("loss of step 1", 0.5, 1e-5)])
+    monkeypatch.setattr(prove, "prove", lambda small, folder: {"steps": found})
+    assert prove.main(["--", *RUN.split(), "--nproc-per-node=2"]) == 6
+    assert "DIFFERS loss of step 1 differs by 0.5, bound 1e-05" in capsys.readouterr().out
+
+
+WHOLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tp": 8}, {"tp": 2}),
+    ({"tp": 8, "pp": 4}, {"tp": 2, "pp": 3}),
+    ({"tp": 2, "pp": 4, "cp": 2, "dp": 8}, {"dp": 1, "cp": 2, "pp": 2}),
+    ({"cp": 4, "flags": "--cp-comm-type p2p"}, {"cp": 4}),
+    ({"cp": 4, "flags": "--cp-comm-type a2a"}, {"cp": 2}),
+    ({"dp": 16, "flags": "--num-distributed-optimizer-instances 2"}, {"dp": 4, "instances": 2}),
+    ({"dp": 8, "size": "30B-A3B", "flags": "--expert-model-parallel-size 8"}, {"dp": 2, "ep": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("whole", "small"), WHOLE, ids=[str(whole) for whole, _ in WHOLE])
+def test_axes_are_as_small_as_keeps_their_code_paths(
+    whole: dict[str, Any], small: dict[str, Any], tmp_path: Path
+) -> None:
+    run = shrunk(planned_run(**whole), tmp_path, is_for_gpus=True)
+    sizes = Sizes.of(run.layout)
+    assert {name: getattr(sizes, name) for name in small} == small
+    assert sizes.processes == run.layout.world_size <= 8 and run.one.world_size == 1
