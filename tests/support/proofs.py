@@ -4,17 +4,18 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from distributed_runner import rejoin, run_distributed
+from distributed_runner import new_job, rejoin, run_distributed
 from wrong_messages import Fault, Messages
 
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
+from patch.errors import TrainingError
 from patch.training import HOOKS
 from patch.training.worker import run
 from toolkits.prove.compare import Difference, compare
 from toolkits.prove.made import make_data
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
-from toolkits.prove.worker import evidence
+from toolkits.prove.worker import EVIDENCE, evidence
 
 
 def shrunk(config: RunConfig, folder: Path, *, is_for_gpus: bool = False) -> Shrunk:
@@ -27,14 +28,18 @@ def in_folder(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def train(rank: int, world_size: int, runs: list[tuple[RunConfig, Fault | None]]) -> list[set[Fault]]:
-    """Train each; the faults that its messages can have."""
+    """Train each; the faults that its messages can have. One that stops has noticed its fault by itself."""
     HOOKS[:] = [evidence]
     found = []
     for config, fault in runs:
         with Messages(fault) as messages:
-            run(config)
+            try:
+                run(config)
+                rejoin()
+            except TrainingError:
+                assert fault is not None, "what is right goes on"
+                new_job()
         found.append(messages.sites)
-        rejoin()
     return found
 
 
@@ -56,4 +61,6 @@ def prove_all(small: list[Shrunk]) -> dict[int, list[Difference]]:
 
 
 def differences(layout: RunConfig, one: RunConfig) -> list[Difference]:
+    if not (Path(layout.checkpoint.output_path) / EVIDENCE).exists():
+        return [Difference("the run stopped", 1, 0)]
     return compare(layout, one, range(1, STEPS + 1)).differences

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import layers, mappings
 
 from patch.distributed import async_collectives
 
-KINDS = ("doubled", "missing", "swapped", "skipped")
+KINDS = {"sum": ("doubled", "skipped"), "other": ("missing", "swapped")}
 UPSTREAMS = ("all_gather", "reduce_scatter")
 PLACES = [
     (dist, "all_reduce"), (dist, "all_to_all_single"), (dist, "isend"), (dist.distributed_c10d, "isend"),
@@ -60,8 +60,8 @@ class Messages:
             given = args[INPUT.get(name, 1)] if len(args) > INPUT.get(name, 1) else None
             if site is None or given is None or not _matters(given, args, named):
                 return function(*args, **named)
-            for kind in _kinds(name, given):
-                self.sites.add(Fault(site, kind))
+            kinds = KINDS["sum" if name == "all_reduce" else "other"]
+            self.sites |= {Fault(site, kind) for kind in kinds}
             if self.fault is None or self.fault.site != site:
                 return function(*args, **named)
             if self.fault.kind == "skipped":
@@ -90,11 +90,6 @@ class _Nothing(dist.Work):
 
     def is_completed(self) -> bool:
         return True
-
-
-def _kinds(name: str, given: torch.Tensor) -> tuple[str, ...]:
-    kinds = KINDS if name == "all_reduce" else KINDS[:3]
-    return tuple(k for k in kinds if given.is_floating_point() or k != "doubled")
 
 
 def _wrong(given: torch.Tensor, kind: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_whatever_travels_wrong_is_found(name: str, tmp_path: Path) -> None:
-    """In both steps and in any collective: doubled, missing, swapped or skipped."""
+    """In any collective of the steps: doubled or skipped sums, missing or swapped parts."""
     run = shrunk(small_run(**LAYOUTS[name]), tmp_path)
     assert not prove_all([run])
     (faults,) = train_all([(in_folder(run.layout, tmp_path / "faults"), None)])

@@ -275,8 +275,8 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
 
 
 def test_rows_are_proved_by_llama_patch_prove(tmp_path: Path) -> None:
-    """With its own tokens: besides losses and norms every gradient, weight and state."""
-    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(ROWS)])
+    """A fourth of them; with its own tokens, every gradient, weight and state."""
+    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(ROWS[::4])])
 
 
 @pytest.mark.parametrize("model", COLUMNS["model"])
