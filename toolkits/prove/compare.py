@@ -106,6 +106,8 @@ def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparis
 def _bounds(run: RunConfig) -> Bounds:
     own = [BOUNDS[run.training.precision], *[BOUNDS["bf16"]] * (run.optimizer.main_grads_dtype == "bf16")]
     own += [ROUNDED] * run.optimizer.grad_reduce_in_bf16
+    if run.model.num_experts and run.training.precision != "fp32":
+        own.append(BOUNDS["fp8"])  # a token whose two best experts are close may choose the other one
     return Bounds(*map(max, zip(*own, strict=True)))
 
 
