@@ -13,7 +13,6 @@ process's checkpoint. Exit code 0: they agree; 6: they do not, and the first ten
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patch.config import RunConfig, to_yaml, user_message
+from patch.config.fields import check_choice
 from patch.config.positions import VARIABLES
 from patch.device import MachineFacts
 from patch.errors import ConfigError, PatchError, TrainingError
@@ -39,7 +39,7 @@ from patch.storage.names import (
     iteration_name,
 )
 from patch.training import OBJECTIVES
-from toolkits._arguments import ArgumentParser, output_file, positive, typed
+from toolkits._arguments import ArgumentParser, positive, typed
 from toolkits.doctor.check import run_program
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
 
@@ -76,15 +76,16 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
     here = MachineFacts.probe()
     planned = plan_run(argv, options.machine, options.nodes, environ=os.environ, here=here)
     run = planned.resolved
-    if run.training.objective not in OBJECTIVES:
-        what = f"got {run.training.objective}, which only its own program knows"
-        raise ConfigError(f"{what}, expected one of {', '.join(OBJECTIVES)}", field="objective")
+    check_choice(run.training.objective, list(OBJECTIVES), "--objective")
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
-        most = here.cuda_devices or PROCESSES
-        small = shrink(run, here, most, Path(folder), is_for_gpus=planned.machine.is_gpu)
+        cpu, is_for_gpus = replace(here, cuda_devices=0, compute_capability=(0, 0)), planned.machine.is_gpu
+        small = shrink(run, cpu, PROCESSES, Path(folder), is_for_gpus=is_for_gpus)
+        on_gpus = here.cuda_devices >= small.layout.world_size
+        if on_gpus:
+            small = shrink(run, here, here.cuda_devices, Path(folder), is_for_gpus=is_for_gpus)
         print("this run, and the one that is proved:", *(f"  {line}" for line in small.folded), sep="\n")
-        found = prove(small, Path(folder))
+        found = prove(small, Path(folder), on_gpus=on_gpus)
     for title, comparison in found.items():
         print(f"{title}:")
         for kind, (distance, bound) in comparison.largest.items():
@@ -93,23 +94,18 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
         for difference in comparison.differences:
             print(f"  DIFFERS {difference}")
     is_proved = not any(comparison.differences for comparison in found.values())
-    seconds = time.perf_counter() - begin
-    print(f"verdict: {'as one process' if is_proved else 'NOT as one process'}, {seconds:.0f} s")
-    if options.json:
-        report = {"proved": is_proved, "seconds": seconds, "folded": small.folded}
-        for title, comparison in found.items():
-            each = [difference._asdict() for difference in comparison.differences]
-            report[title] = {"largest": comparison.largest, "differences": each}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    said = "as one process" if is_proved else "NOT as one process"
+    print(f"verdict: {said}, {time.perf_counter() - begin:.0f} s")
     return 0 if is_proved else DIFFERS
 
 
-def prove(small: Shrunk, folder: Path) -> dict[str, Comparison]:
+def prove(small: Shrunk, folder: Path, *, on_gpus: bool) -> dict[str, Comparison]:
     """Start the runs, and compare them.
 
     Args:
         small: what is proved.
         folder: of all files.
+        on_gpus: whether the processes have one each.
     Raises:
         PatchError: a run failed.
     """
@@ -118,21 +114,21 @@ def prove(small: Shrunk, folder: Path) -> dict[str, Comparison]:
 
     make_data(folder / "made", small.one)
     for name, run in (("one", small.one), ("layout", small.layout)):
-        _train(run, folder, name)
+        _train(run, folder, name, on_gpus=on_gpus)
     resumed = replace(
         small.layout,
         checkpoint=replace(small.layout.checkpoint, output_path=str(folder / "resumed")),
         data=replace(small.layout.data, cache_dir=small.one.data.cache_dir),
     )
     _copy_first_step(folder / "one", folder / "resumed")
-    _train(resumed, folder, "resumed")
+    _train(resumed, folder, "resumed", on_gpus=on_gpus)
     return {
         "steps": compare(small.layout, small.one, range(1, STEPS + 1)),
         "resumed from one process": compare(resumed, small.one, [STEPS]),
     }
 
 
-def _train(run: RunConfig, folder: Path, name: str) -> None:
+def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
     """Start a run through the launcher of all runs.
 
     Raises:
@@ -141,6 +137,8 @@ def _train(run: RunConfig, folder: Path, name: str) -> None:
     file = folder / f"{name}.yaml"
     file.write_text(to_yaml(run), encoding="utf-8")
     users = {key: value for key, value in os.environ.items() if key not in _NOT_OURS and key[:6] != "SLURM_"}
+    if not on_gpus:
+        users["CUDA_VISIBLE_DEVICES"] = ""
     began = time.perf_counter()
     ended = run_program([sys.executable, str(_WORKER), "--config", str(file)], _LIMIT_S, users)
     if ended.code != 0:
@@ -163,7 +161,7 @@ def _copy_first_step(source: Path, target: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog=typed("python -m toolkits.prove"),
-        usage="%(prog)s [--machine NAME] [--nodes N] [--json FILE] -- RUN",
+        usage="%(prog)s [--machine NAME] [--nodes N] -- RUN",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -172,7 +170,6 @@ def _parser() -> argparse.ArgumentParser:
         help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",
     )  # fmt: skip
     parser.add_argument("--nodes", type=positive, metavar="N", help="how many [as the run says, else 1]")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     return parser
 
 
