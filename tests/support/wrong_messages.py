@@ -56,9 +56,9 @@ class Messages:
         name = function.__name__
 
         def call(*args: Any, **named: Any) -> Any:
-            site = _site(name)
-            given = args[INPUT.get(name, 1)] if len(args) > INPUT.get(name, 1) else None
-            if site is None or given is None or not _matters(given, args, named):
+            at, site = INPUT.get(name, 1), _site(name)
+            given = args[at] if len(args) > at else named.get("tensor")
+            if site is None or not _matters(given, args, named):
                 return function(*args, **named)
             kinds = KINDS["sum" if name == "all_reduce" else "other"]
             self.sites |= {Fault(site, kind) for kind in kinds}
@@ -73,8 +73,10 @@ class Messages:
                     given.copy_(wrong)
                 else:
                     _alive.append(wrong)
-                    at = INPUT.get(name, 1)
-                    args = (*args[:at], wrong, *args[at + 1 :])
+                    if len(args) > at:
+                        args = (*args[:at], wrong, *args[at + 1 :])
+                    else:
+                        named["tensor"] = wrong
             return function(*args, **named)
 
         return call
@@ -100,8 +102,10 @@ def _wrong(given: torch.Tensor, kind: str) -> torch.Tensor:
     return given.detach().flatten().roll(max(given.numel() // 2, 1)).view(given.shape)
 
 
-def _matters(given: torch.Tensor, args: tuple, named: dict) -> bool:
-    """Not a maximum, which only keeps exponents small, and not flags that no number depends on."""
+def _matters(given: torch.Tensor | None, args: tuple, named: dict) -> bool:
+    """Not a group of one rank, a maximum, which only keeps exponents small, or flags."""
+    if given is None or (named.get("group") or dist.group.WORLD).size() == 1:
+        return False
     operations = [named.get("op"), *(each for each in args if not isinstance(each, torch.Tensor))]
     return dist.ReduceOp.MAX not in operations and given.numel() > 8
 

@@ -37,14 +37,15 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-4, 1e-3), "fp16": Bounds(2e-3, 3e-2, 0.1), "bf16": Bounds(5e-3, 0.1, 0.2),
-    "fp8": Bounds(2e-2, 0.3, 0.4),
+    "fp32": Bounds(2e-6, 5e-5, 3e-4), "fp16": Bounds(1e-3, 2e-2, 6e-2), "bf16": Bounds(3e-3, 0.1, 0.12),
+    "fp8": Bounds(3e-2, 0.4, 0.6),
 }  # fmt: skip
+"""Three times the largest of all rows of tests/covered_layouts.md, and more in fp32; fp8 two times."""
 _EXPERTS = "experts"
 _CUTS = {kind: "cut over TP by rows" for kind in Kind} | {
     Kind.REPLICATED: "not cut over TP", Kind.ROW_PARALLEL: "cut over TP by columns",
 }  # fmt: skip
-ROUNDED = Bounds(1e-3, 1e-2, 3e-2)
+ROUNDED = Bounds(1e-3, 1e-2, 2e-2)
 """At least these where gradients travel as bf16."""
 _NAMED = 3
 SMALLEST = 1e-3
