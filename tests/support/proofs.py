@@ -1,5 +1,6 @@
 """Runs of `llama-patch prove` in a test's processes, one after the other, with wrong messages or without."""
 
+import json
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -62,6 +63,7 @@ def prove_all(small: list[Shrunk]) -> dict[int, list[Difference]]:
 
 
 def differences(layout: RunConfig, one: RunConfig) -> list[Difference]:
-    if not (Path(layout.checkpoint.output_path) / EVIDENCE).exists():
+    file = Path(layout.checkpoint.output_path) / EVIDENCE
+    if not file.exists() or str(STEPS) not in json.loads(file.read_text()):
         return [Difference("the run stopped", 1, 0)]
     return compare(layout, one, range(1, STEPS + 1)).differences

@@ -239,8 +239,10 @@ def _labels(layout: RunConfig) -> dict[str, list[str]]:
                 stage %= layout.parallel.pipeline_model_parallel_size
                 labels += ["layers", f"layer {layer}", f"layers of pipeline rank {stage}"]
             labels += ["norms"] * ("norm" in name) + ["biases"] * name.endswith("bias")
-            is_expert = "#" in kind
-            labels += [_EXPERTS, f"experts of EP rank {expert // own}"] if is_expert else ["all but experts"]
+            if "#" in kind:
+                labels += [_EXPERTS, f"experts of EP rank {expert // own}"]
+            elif model.num_experts:
+                labels.append("all but experts")
             found[name] = labels
     return found
 
