@@ -42,7 +42,7 @@ def test_whatever_travels_wrong_is_found(name: str, tmp_path: Path) -> None:
     train_all(runs)
     found = {fault: differences(layout, run.one) for layout, fault in runs}
     print(*(f"{fault.kind} {fault.site}: {each and each[0]}" for fault, each in found.items()), sep="\n")
-    assert len(found) >= 10
+    assert len(found) >= 8
     assert all(found.values())
 
 
