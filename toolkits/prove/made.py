@@ -1,10 +1,11 @@
-"""What a proof reads: a tokenizer of 300 words, and short chats, pairs or documents, the same each time."""
+"""What a proof reads: a tokenizer of 300 words, short chats, pairs or documents, and weights for 4 bits."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from patch.config import RunConfig
 from toolkits.prove.shrink import PADDED
@@ -39,6 +40,8 @@ def make_data(folder: Path, run: RunConfig) -> None:
             rows.append({"messages": prompt + next(answers)})
         else:
             rows.append({"text": text(4, run.sample_length)})
+    if run.adapter.quantize_base:  # is made of a Hugging Face folder alone
+        _write_base(folder / "model", run, tokenizer)
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     if run.data.dataset_type == "idxmap":
@@ -46,3 +49,18 @@ def make_data(folder: Path, run: RunConfig) -> None:
 
         tokenizer.eos_token = END
         write_indexed([file], tokenizer, {"text": str(folder / "text")}, append_eod=True)
+
+
+def _write_base(folder: Path, run: RunConfig, tokenizer: Any) -> None:
+    """A Hugging Face folder with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from patch.convert.hf_config_files import write_descriptions
+    from patch.convert.weight_table import hf_tensors
+
+    folder.mkdir()
+    torch.manual_seed(run.training.seed)
+    weights = {name: torch.randn(shape) * 0.05 + (len(shape) == 1) for name, shape in hf_tensors(run.model)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_descriptions(folder, run.model, None, tokenizer, torch.float32)
