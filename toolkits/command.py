@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": ("toolkits.convert", "a Hugging Face folder to a checkpoint, and back"),
     "merge": ("toolkits.merge", "a LoRA adapter of PEFT into the weights of its Hugging Face folder"),
     "plan": ("toolkits.plan", "memory, time and cost of a run on any machine; layouts that suit it"),
+    "prove": ("toolkits.prove.__main__", "does a run compute what one process does? its flags, made small"),
     "doctor": ("toolkits.doctor.__main__", "what this machine has, lacks and can do"),
     "preview": ("toolkits.preview_data", "data as tokens, learned or not, with its figures"),
     "preprocess": ("toolkits.preprocess_pretrain", "documents to .bin and .idx, for pre-training"),

@@ -27,9 +27,9 @@ from patch.checkpoint.stored import LEGACY_FILE, LegacyReader, StoredTensor, Tor
 from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mappings import HFBlock, TPShard, WeightMapping
-from patch.convert.weight_table import Table, table_name, weights_table
+from patch.convert.weight_table import Table, adapter_table, table_name, weights_table
 from patch.errors import ConversionError, nearest
-from patch.families.adapters import INSIDE
+from patch.families.adapters import INSIDE, AdapterConfig
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.storage.places import AnyPath
 
@@ -72,13 +72,22 @@ class StoredWeights:
     Args:
         folder: the checkpoint itself (`iter_*`, `release`), or the folder of `mp_rank_*`.
         model: the shape of the model.
+        prefix: what the keys of a state of the weights begin with; None: the weights themselves.
+        adapter: of these adapters alone.
     Raises:
         CheckpointError: the checkpoint is damaged.
         ConversionError: a file is missing, or the checkpoint is of another model.
     """
 
-    def __init__(self, folder: AnyPath, model: ModelConfig) -> None:
-        self.folder, self._model, self._tp_size = folder, model, 1
+    def __init__(
+        self,
+        folder: AnyPath,
+        model: ModelConfig,
+        prefix: str | None = None,
+        adapter: AdapterConfig | None = None,
+    ) -> None:
+        self.folder, self._model, self._adapter, self._tp_size = folder, model, adapter, 1
+        self._is_state = bool(prefix)
         self._reader = open_stored(folder)
         if isinstance(self._reader, LegacyReader):
             self._tp_size = _check_rank_files(self._reader)
@@ -89,7 +98,7 @@ class StoredWeights:
                 if not (tied and place.name == TIED_OUTPUT)
             }
         else:
-            self._places = dict(_places(self._reader))
+            self._places = dict(_places(self._reader, prefix))
         self._stored = self._reader.tensors
         self._table = self._checked_table()
         self._check_complete()
@@ -98,7 +107,8 @@ class StoredWeights:
         """The weight table with the checkpoint's padding, after a comparison of each tensor with it."""
         embedding = [key for key, place in self._places.items() if place.name == EMBEDDING_PARAMETER]
         rows = sum(self._stored[key].shape[0] for key in embedding if self._stored[key].shape)
-        table = weights_table(self._model, rows)
+        adapter = self._adapter
+        table = adapter_table(self._model, adapter) if adapter else weights_table(self._model, rows)
         for key, place in self._places.items():
             self._check_tensor(key, place, self._stored[key], table)
         if embedding and rows < self._model.vocab_size:
@@ -129,7 +139,7 @@ class StoredWeights:
                 f"{self.folder}: {key} has shape {stored.shape}, expected {expected} by config.json{at}: "
                 "give the folder of this model with --hf-config"
             )
-        if stored.dtype not in SPELLINGS:
+        if stored.dtype not in SPELLINGS and not self._is_state:
             name = mapping.at(place.layer or 0, place.expert or 0).hf[place.half or 0].name
             raise ConversionError(
                 f"{self.folder} stores the values of {name} as {stored.dtype}, expected one of "
@@ -161,6 +171,19 @@ class StoredWeights:
             range(self._table[place.name].num_experts) if place.has_all_experts else (place.expert or 0,)
         )
         return product(layers, experts)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All Hugging Face tensors, whole, in float64."""
+        found = {
+            tensor.name: torch.full(tensor.shape, torch.nan, dtype=torch.float64)
+            for mapping in self._table.values()
+            for copy in mapping.copies
+            for tensor in mapping.at(*copy).hf
+        }
+        for name, row, column, values in self.blocks():
+            target = found[name][row : row + values.shape[0]]
+            (target[:, column : column + values.shape[1]] if values.ndim > 1 else target).copy_(values)
+        return found
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -199,12 +222,25 @@ class StoredWeights:
         return mapping.megatron_to_hf_blocks(values, shard, row, offsets[1] if len(offsets) > 1 else 0)
 
 
-def _places(reader: TorchDistReader) -> Iterator[tuple[str, _Place]]:
-    """What the tensors of a torch_dist checkpoint contain, by key; those of a model alone.
+def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, _Place]]:
+    """What the tensors of a torch_dist checkpoint contain, by key; those of a model alone, or of one state.
 
     Raises:
         ConversionError: there is no model.
     """
+    prefix = _prefix(reader) if prefix is None else prefix
+    for key in reader.tensors:
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and name.startswith(_MODEL):
+            match = _LAYER.search(name)
+            name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
+            half = next((half for ending, half in _HALVES.items() if name.endswith(ending)), None)
+            name, expert = _expert(name if half is None else name[:-2])
+            yield key, _Place(table_name(name), int(match[1]) if match else None, expert, half)
+
+
+def _prefix(reader: TorchDistReader) -> str:
+    """What the keys of the model begin with."""
     embeddings = [
         key for key in reader.tensors if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key
     ]
@@ -214,15 +250,7 @@ def _places(reader: TorchDistReader) -> Iterator[tuple[str, _Place]]:
         raise ConversionError(
             f"{reader.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights{cure}"
         )
-    prefix = min(embeddings, key=len).removesuffix(EMBEDDING_PARAMETER)
-    for key in reader.tensors:
-        name = key.removeprefix(prefix)
-        if key.startswith(prefix) and name.startswith(_MODEL):
-            match = _LAYER.search(name)
-            name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
-            half = next((half for ending, half in _HALVES.items() if name.endswith(ending)), None)
-            name, expert = _expert(name if half is None else name[:-2])
-            yield key, _Place(table_name(name), int(match[1]) if match else None, expert, half)
+    return min(embeddings, key=len).removesuffix(EMBEDDING_PARAMETER)
 
 
 def _expert(name: str) -> tuple[str, int | None]:

@@ -41,7 +41,7 @@ from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
-from patch.optimizer.sharded_state import ShardStates
+from patch.optimizer.sharded_state import ShardStates, sharded_ranges
 from patch.optimizer.trained import TrainedParameters, check_arguments
 
 
@@ -312,6 +312,16 @@ class OverlappedDistributedOptimizer:
             is_loading: leave out the zeros that fill up states of partly frozen layers.
         """
         return self._states.sharded(model_state, is_loading=is_loading)
+
+    def sharded_gradients(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """The last step's gradients, not clipped, times the loss scale; keys begin with `gradient.`.
+
+        They are views, valid until `zero_grad`.
+
+        Args:
+            model_state: see `sharded_state_dict`.
+        """
+        return sharded_ranges(model_state, self._own.state_ranges(self._own.gradients), "gradient")
 
 
 def _not_finite(step: int, grad_norm: float) -> TrainingError:

@@ -130,6 +130,10 @@ class OwnShards:
                 parameter, replica = self._parameters[param.parameter], self._buckets[index].domain.replica
                 yield StateRange(parameter, param.offset + first - begin, values, replica)
 
+    def gradients(self, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The final gradients of a part of a shard, as a state of `state_ranges`."""
+        yield begin, self.shards[index].grad[begin:end]
+
     def _all(self) -> Iterator[tuple[int, ParamRange]]:
         """Each parameter's part, with the index of its bucket."""
         for index, params in enumerate(self._params):

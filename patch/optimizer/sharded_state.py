@@ -90,13 +90,13 @@ class ShardStates:
         """All of them as sharded tensors, views; unless `is_loading` filled up by `zeros_of_frozen`."""
         found: ShardedStateDict = {}
         for name in self._dtypes:
-            found |= _sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}")
+            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}")
         if not is_loading:
             found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), state_dtypes, _STATE)
         return found
 
 
-def _sharded_ranges(
+def sharded_ranges(
     model_state: ShardedStateDict, ranges: Iterable[StateRange], prefix: str
 ) -> ShardedStateDict:
     """Describe flat ranges of a state to dist_checkpointing.
@@ -128,7 +128,7 @@ def zeros_of_frozen(
     dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
     prefix: str,
 ) -> ShardedStateDict:
-    """Fill up what `_sharded_ranges` leaves open where only some layers of a stored tensor train.
+    """Fill up what `sharded_ranges` leaves open where only some layers of a stored tensor train.
 
     Layers that are stored as one tensor (`prepend_axis_num`) may be frozen one by one, a stored tensor has no
     holes. Collective over the whole job: a tensor none of whose layers trains is left out.

@@ -14,9 +14,10 @@ from string import Template
 import pytest
 from guides import KINDS
 from planned_runs import H100
+from proofs import prove_all, shrunk
 
 from patch.plan.fits import fit_of
-from patch.plan.planned_run import plan_run
+from patch.plan.planned_run import Planned, plan_run
 from patch.plan.timing.step_time import step_time
 
 GUIDES = Path(__file__).parents[3] / "examples/llama3_1/guides"
@@ -25,6 +26,8 @@ PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "experts.md": 3}
 FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
 LABEL = re.compile(r"# (.*?)[:：]")
 SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
+PLANNED: list[Planned] = []
+"""All runs that `figures` has planned."""
 PATHS = dict.fromkeys(("MODEL", "DATA", "CORPUS", "RUN"), "/nowhere")
 
 
@@ -34,6 +37,7 @@ def figures(
     """Memory, seconds and MFU of a launcher line by plan, with more flags."""
     argv = [*argv, *more.split()]
     planned = plan_run(argv, machine, nodes, devices, environ=environ, here=H100.facts)
+    PLANNED.append(planned)
     fit = fit_of(planned.resolved, planned.machine.facts)
     assert fit.is_whole, (machine, argv)
     time = step_time(planned.resolved, planned.machine)
@@ -101,6 +105,19 @@ def test_figures_of_ready_lines_are_the_plans(page: Path) -> None:
     assert number > PAGES[page]
     for ours, plan in zip(text.split("\n"), planned.split("\n"), strict=True):
         assert ours == plan
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_ready_lines_are_proved(tmp_path: Path) -> None:
+    """Many of them have the same small run."""
+    PLANNED.clear()
+    for page in PAGES:
+        with_plan(page.read_text(encoding="utf-8"))
+    runs = {shrunk(each.resolved, tmp_path, is_for_gpus=True).layout: each.resolved for each in PLANNED}
+    small = [shrunk(run, tmp_path / str(n), is_for_gpus=True) for n, run in enumerate(runs.values())]
+    assert len(small) > 20
+    assert not prove_all(small)
 
 
 def test_both_languages_have_the_same_figures() -> None:

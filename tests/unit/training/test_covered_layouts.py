@@ -20,6 +20,7 @@ import torch
 from covering_array import Row, Rule, all_pairs, further_rows, is_legal, legal_pairs, pairs_of
 from distributed_runner import new_job, run_distributed
 from packed_runs import LENGTH, SIZES, Talks, batches_of, in_batches
+from proofs import prove_all, shrunk
 from small_runs import small_run
 from training_runs import SeededReader, build_seeded_run
 
@@ -309,6 +310,11 @@ def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) ->
         assert ours.grad_norms == pytest.approx(one.grad_norms, rel=norm_bound)
         assert ours.skipped == one.skipped
         assert row["objective"] == "sft" or ours.losses[0] == torch.tensor(2.0).log().item()
+
+
+def test_rows_are_proved_by_llama_patch_prove(tmp_path: Path) -> None:
+    """A fourth of them; with its own tokens, every gradient, weight and state."""
+    assert not prove_all([shrunk(run_of(row), tmp_path / str(n)) for n, row in enumerate(ROWS[::4])])
 
 
 @pytest.mark.parametrize("model", COLUMNS["model"])

@@ -1,0 +1,177 @@
+"""llama-patch prove: do these very flags compute what one process computes?
+
+    llama-patch prove -- dsw 8B 1 16 1e-5 ...        # 25 positions and flags, flags alone, or --config FILE
+    llama-patch prove --machine h100 --nodes 4 -- --config config.yaml      # a run that is for other machines
+
+Layout, precision, packing, recomputation, offload, sharding, experts, adapters and objective stay; the model,
+the batch and each axis of the layout become as small as keeps their code paths, which is printed. Two steps
+and an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one process:
+tokens, losses, every gradient, norms, weights, optimizer states, and the second step resumed from one
+process's checkpoint. Exit code 0: they agree; 6: they do not, and the first tensor that differs is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patch.config import RunConfig, to_yaml, user_message
+from patch.config.fields import check_choice
+from patch.config.positions import VARIABLES
+from patch.device import MachineFacts
+from patch.errors import ConfigError, PatchError, TrainingError
+from patch.logger import configure_logging
+from patch.numbers import counted
+from patch.plan.planned_run import plan_run
+from patch.storage.names import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    DATA_RECORD_FILE,
+    REFERENCE_FILE,
+    TRACKER,
+    iteration_name,
+)
+from patch.training import OBJECTIVES
+from toolkits._arguments import ArgumentParser, positive, typed
+from toolkits.doctor.check import run_program
+from toolkits.prove.shrink import STEPS, Shrunk, shrink
+
+if TYPE_CHECKING:
+    from toolkits.prove.compare import Comparison
+
+PROCESSES = 8
+"""At most, without GPUs."""
+DIFFERS = 6
+_LIMIT_S = 600.0
+"""Of one run, on a machine with other work."""
+_LINES = 15
+"""Of a run that failed, which are shown."""
+_NOT_OURS = {*VARIABLES, "NPROC_PER_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+"""Variables of a user's runs that are not for these."""
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns 0, 6 if the proof found a difference, or the exit code of the error."""
+    configure_logging()
+    own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = _parser().parse_args(own)
+    try:
+        if not run:
+            raise ConfigError("no run is given, expected one after `--`, such as -- --config config.yaml")
+        return _prove(options, run)
+    except PatchError as error:
+        print(f"ERROR {user_message(error)}", file=sys.stderr)
+        return error.exit_code
+
+
+def _prove(options: argparse.Namespace, argv: list[str]) -> int:
+    here = MachineFacts.probe()
+    planned = plan_run(argv, options.machine, options.nodes, environ=os.environ, here=here)
+    run = planned.resolved
+    check_choice(run.training.objective, list(OBJECTIVES), "--objective")
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="prove-") as folder:
+        cpu, is_for_gpus = replace(here, cuda_devices=0, compute_capability=(0, 0)), planned.machine.is_gpu
+        small = shrink(run, cpu, PROCESSES, Path(folder), is_for_gpus=is_for_gpus)
+        on_gpus = here.cuda_devices >= small.layout.world_size
+        if on_gpus:
+            small = shrink(run, here, here.cuda_devices, Path(folder), is_for_gpus=is_for_gpus)
+        print("this run, and the one that is proved:", *(f"  {line}" for line in small.folded), sep="\n")
+        found = prove(small, Path(folder), on_gpus=on_gpus)
+    for title, comparison in found.items():
+        print(f"{title}:")
+        for kind, (distance, bound) in comparison.largest.items():
+            said = f"{distance:.2g} (bound {bound:.2g})" if bound else "unequal" if distance else "equal"
+            print(f"  {kind:<14} {said}")
+        for difference in comparison.differences:
+            print(f"  DIFFERS {difference}")
+    is_proved = not any(comparison.differences for comparison in found.values())
+    said = "as one process" if is_proved else "NOT as one process"
+    print(f"verdict: {said}, {time.perf_counter() - begin:.0f} s")
+    return 0 if is_proved else DIFFERS
+
+
+def prove(small: Shrunk, folder: Path, *, on_gpus: bool) -> dict[str, Comparison]:
+    """Start the runs, and compare them.
+
+    Args:
+        small: what is proved.
+        folder: of all files.
+        on_gpus: whether the processes have one each.
+    Raises:
+        PatchError: a run failed.
+    """
+    from toolkits.prove.compare import compare
+    from toolkits.prove.made import make_data
+
+    make_data(folder / "made", small.one)
+    for name, run in (("one", small.one), ("layout", small.layout)):
+        _train(run, folder, name, on_gpus=on_gpus)
+    resumed = replace(
+        small.layout,
+        checkpoint=replace(small.layout.checkpoint, output_path=str(folder / "resumed")),
+        data=replace(small.layout.data, cache_dir=small.one.data.cache_dir),
+    )
+    _copy_first_step(folder / "one", folder / "resumed")
+    _train(resumed, folder, "resumed", on_gpus=on_gpus)
+    return {
+        "steps": compare(small.layout, small.one, range(1, STEPS + 1)),
+        "resumed from one process": compare(resumed, small.one, [STEPS]),
+    }
+
+
+def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
+    """Start a run through the launcher of all runs.
+
+    Raises:
+        TrainingError: it failed; with its last lines.
+    """
+    file = folder / f"{name}.yaml"
+    file.write_text(to_yaml(run), encoding="utf-8")
+    users = {key: value for key, value in os.environ.items() if key not in _NOT_OURS and key[:6] != "SLURM_"}
+    if not on_gpus:
+        users["CUDA_VISIBLE_DEVICES"] = ""
+    began = time.perf_counter()
+    ended = run_program([sys.executable, str(_WORKER), "--config", str(file)], _LIMIT_S, users)
+    if ended.code != 0:
+        lines = "\n".join((ended.output + ended.error).splitlines()[-_LINES:])
+        raise TrainingError(f"the run {name}: {ended.reason}; its last lines:\n{lines}")
+    processes = counted(run.world_size, "process")
+    print(f"{name}: {processes}, {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def _copy_first_step(source: Path, target: Path) -> None:
+    """A run's folder as it was after the first step."""
+    first = Path(CHECKPOINT_FOLDER, iteration_name(1))
+    shutil.copytree(source / first, target / first)
+    (target / CHECKPOINT_FOLDER / TRACKER).write_text("1\n")
+    for name in (CONFIG_FILE, DATA_RECORD_FILE, REFERENCE_FILE):
+        if (source / name).exists():
+            shutil.copy(source / name, target / name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog=typed("python -m toolkits.prove"),
+        usage="%(prog)s [--machine NAME] [--nodes N] -- RUN",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--machine", default="here", metavar="NAME",
+        help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",
+    )  # fmt: skip
+    parser.add_argument("--nodes", type=positive, metavar="N", help="how many [as the run says, else 1]")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""What a proof reads: a tokenizer of 300 words, short chats, pairs or documents, and weights for 4 bits."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from patch.config import RunConfig
+from toolkits.prove.shrink import PADDED
+from toolkits.quickstart.seed_model import END, write_tokenizer
+
+_WORDS = "the a small red old cat dog tree sees finds likes near under two rivers and then sings".split()
+_NUM_ROWS = 200
+
+
+def make_data(folder: Path, run: RunConfig) -> None:
+    """Write `tokenizer`, and `rows.jsonl` or `text.bin`, into a folder.
+
+    Args:
+        folder: is created.
+        run: a small one, whose kind of data is written.
+    """
+    chance = random.Random(run.training.seed)
+    tokenizer = write_tokenizer(folder / "tokenizer", [" ".join(_WORDS)], PADDED)
+
+    def text(fewest: int, most: int) -> str:
+        return " ".join(chance.choices(_WORDS, k=chance.randint(fewest, most)))
+
+    # A loss in every part of a row, which ranks share; several sequences where they share a row.
+    longest = run.sample_length // (8 if run.is_packed else 2)
+    rows: list[dict[str, object]] = []
+    for _ in range(_NUM_ROWS):
+        prompt = [{"role": "user", "content": text(1, 3)}]
+        answers = ([{"role": "assistant", "content": text(1, longest)}] for _ in range(2))
+        if run.training.objective == "dpo":
+            rows.append({"prompt": prompt, **dict(zip(("chosen", "rejected"), answers, strict=True))})
+        elif run.training.sft:
+            rows.append({"messages": prompt + next(answers)})
+        else:
+            rows.append({"text": text(4, run.sample_length)})
+    if run.adapter.quantize_base:  # is made of a Hugging Face folder alone
+        _write_base(folder / "model", run, tokenizer)
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if run.data.dataset_type == "idxmap":
+        from patch.data.pretraining.preprocess import write_indexed
+
+        tokenizer.eos_token = END
+        write_indexed([file], tokenizer, {"text": str(folder / "text")}, append_eod=True)
+
+
+def _write_base(folder: Path, run: RunConfig, tokenizer: Any) -> None:
+    """A Hugging Face folder with random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from patch.convert.hf_config_files import write_descriptions
+    from patch.convert.weight_table import hf_tensors
+
+    folder.mkdir()
+    torch.manual_seed(run.training.seed)
+    weights = {name: torch.randn(shape) * 0.05 + (len(shape) == 1) for name, shape in hf_tensors(run.model)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_descriptions(folder, run.model, None, tokenizer, torch.float32)
