@@ -27,7 +27,8 @@ def _verify(options: argparse.Namespace) -> int:
         from patch.alignment import verify
 
     compat.apply(torch.cuda.is_available())
-    report = verify(options.hf, options.mcore, precision=options.params_dtype, attention=options.attention)
+    how = {"precision": options.params_dtype, "attention": options.attention, "adapter": options.adapter}
+    report = verify(options.hf, options.mcore, **how)
     print("\n".join([*report.table(), report.verdict.text]))
     if options.json is not None:
         report.write(options.json)
@@ -54,6 +55,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default="sdpa",
         help="transformers' attention to compare with (default: sdpa)",
     )
+    parser.add_argument("--adapter", type=local, help="a folder of PEFT, or a run's: adapters of both models")
     parser.add_argument(
         "--json", type=output_file, help="file for the report; a plot (.png) is written beside it"
     )

@@ -10,7 +10,7 @@ first_difference                      the first operation that differs       tra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from patch.alignment.routes import RouteComparison, recorded, replayed, summed
 from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, load_ours, rebuild
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightComparison, compare_weights
+from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
@@ -58,6 +59,8 @@ class Measurement(NamedTuple):
     weights: WeightComparison
     config_differences: list[ConfigDifference]
     logits: LogitComparison
+    adapter: str | None = None
+    """The folder of adapters that both models have, and how transformers' model has them."""
 
 
 class LogitComparison(NamedTuple):
@@ -75,14 +78,16 @@ class LogitComparison(NamedTuple):
     """Choices of experts by the aligned form, which computes with transformers'; None without experts."""
 
 
-def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAttention) -> Measurement:
+def measure(
+    hf: Path, mcore: Path, precision: FloatType | None, attention: HfAttention, adapter: Path | None
+) -> Measurement:
     """Compare the checkpoint `mcore` with the folder `hf`; arguments and errors as of `report.verify`."""
     context = DeviceContext.select(0)
     if not (context.is_cuda or compat.is_applied_on_cpu()):
         raise ConfigError(
             "megatron-core asks for a GPU, this machine has none: call patch.compat.apply(cuda=False) first"
         )
-    stored = find_checkpoint(mcore, hf)
+    stored = find_checkpoint(mcore, hf, adapter)
     precision = precision or stored.precision
     if not traits_of(stored.model).is_llama_like:
         attention = "eager"  # transformers' class has no other
@@ -90,10 +95,12 @@ def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAtt
     with alone(context) as groups:
         ours = load_ours(stored, groups, context)
         weights = compare_weights(ours, model, hf, is_tied=stored.is_hf_tied)
-        theirs = load_hf(hf, stored.precision, precision, attention, context.device)
+        theirs = load_hf(hf, stored, precision, attention, context.device)
         prompts = make_prompts(hf, model.vocab_size, model.max_position_embeddings)
-        build_ours = partial(rebuild, ours, model, precision, groups, context)
-        logits = _compare_forms(build_ours, theirs, prompts, model)
+        execution = Execution(precision=precision, adapter=stored.adapter)
+        build_ours = partial(rebuild, ours, model, execution, groups, context)
+        names = sources_of(model) if adapter is None else ()  # adapters have one order of operations
+        logits = _compare_forms(build_ours, theirs, prompts, model, names)
     return Measurement(
         hf=str(hf),
         mcore=str(mcore),
@@ -104,6 +111,7 @@ def measure(hf: Path, mcore: Path, precision: FloatType | None, attention: HfAtt
         weights=weights,
         config_differences=stored.config_differences,
         logits=logits,
+        adapter=stored.adapter_text,
     )
 
 
@@ -112,6 +120,7 @@ def _compare_forms(
     theirs: torch.nn.Module,
     prompts: list[torch.Tensor],
     model: ModelConfig,
+    names: Sequence[str],
 ) -> LogitComparison:
     """Compare the fast and the aligned form of our model with transformers' model.
 
@@ -120,9 +129,8 @@ def _compare_forms(
         theirs: transformers' model.
         prompts: token ids [1, S].
         model: the shape of both models.
+        names: the sources of difference.
     """
-
-    names = sources_of(model)
     every, none = frozenset(names), frozenset[str]()
     with recorded(theirs, model) as recording:
         expected = compute_hf_logits(theirs, prompts)

@@ -37,6 +37,7 @@ class Report(NamedTuple):
             "logits_aligned": measured.logits.aligned._asdict(),
             "first_difference": first._asdict() if first else None,
             "sources": measured.logits.sources,
+            **({"adapter": measured.adapter} if measured.adapter else {}),
             **({"routes": routes._asdict()} if routes else {}),
             "normal": verdict.is_normal,
             "verdict": verdict.text,
@@ -46,6 +47,7 @@ class Report(NamedTuple):
         """Lines for the terminal: what each fast form adds, and both forms compared with transformers."""
         measured, logits = self.measurement, self.measurement.logits
         setting = f"{measured.precision} on {measured.device}, attention {measured.attention}"
+        setting += f", adapter {measured.adapter}" if measured.adapter else ""
         lines = [f"max |logit difference|, {setting}"]
         for name, added in logits.sources.items():
             note = "fast and aligned are the same operations" if name in SINGLE_FORM else ""
@@ -65,8 +67,9 @@ class Report(NamedTuple):
 
 
 def verify(
-    hf: StrPath, mcore: StrPath, *, precision: FloatType | None = None, attention: HfAttention = "sdpa"
-) -> Report:
+    hf: StrPath, mcore: StrPath, *, precision: FloatType | None = None, attention: HfAttention = "sdpa",
+    adapter: StrPath | None = None,
+) -> Report:  # fmt: skip
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 
     Both models are loaded into this process, which initializes torch.distributed for one rank and shuts it
@@ -77,12 +80,14 @@ def verify(
         mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint in it.
         precision: type in which both models compute; None: the type of the checkpoint's weights.
         attention: attention implementation of transformers' model.
+        adapter: a folder of PEFT, or a run's with adapters: both models have them.
     Raises:
         ConfigError: a folder is not of the expected kind, or `compat.apply` was not called on a CPU.
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
-    measurement = measure(local_path(hf), local_path(mcore), precision, attention)
+    beside = local_path(adapter) if adapter else None
+    measurement = measure(local_path(hf), local_path(mcore), precision, attention, beside)
     return Report(measurement, judge(measurement))
 
 

@@ -6,7 +6,9 @@ the config.json beside a converted checkpoint; padding and tying come from the s
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,18 @@ from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
+from patch.convert.live_adapters import import_adapter
+from patch.convert.merge import adapter_of, merge_adapter
 from patch.device import FLOAT_TYPES, DeviceContext, FloatType, torch_dtype
 from patch.errors import CheckpointError, ConfigError
 from patch.families import HfAttention, differences
+from patch.families.adapters import AdapterConfig, loads_whole
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.preflight.stored_shape import is_hf_folder, read_hf_config, shape_at
 from patch.storage.names import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_FOLDER,
     METADATA_FILE,
     TRACKER,
     complete_iterations,
@@ -61,15 +68,31 @@ class StoredCheckpoint(NamedTuple):
     """Whether the Hugging Face folder's config.json ties the output layer to the embedding."""
     config_differences: list[ConfigDifference]
     """Differences between the two configurations that still allow a comparison."""
+    adapter: AdapterConfig = AdapterConfig()
+    adapter_folder: Path | None = None
+    """The folder of PEFT with adapters for both models."""
+
+    @property
+    def is_by_peft(self) -> bool:
+        """Whether PEFT has the adapters beside transformers' weights; otherwise they are merged into them."""
+        return find_spec("peft") is not None and loads_whole(self.model, self.adapter)
+
+    @property
+    def adapter_text(self) -> str | None:
+        """The adapters, and how transformers' model has them; None without."""
+        how = "in PEFT's model" if self.is_by_peft else "merged: peft is not there, or would load only a part"
+        return f"{self.adapter_folder} ({how})" if self.adapter_folder else None
 
 
-def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
+def find_checkpoint(load: Path, hf_folder: Path, adapter: Path | None = None) -> StoredCheckpoint:
     """Find a checkpoint and read the shape of its model.
 
     Args:
         load: a run's folder, its checkpoint/, a converted checkpoint, or one checkpoint in it.
         hf_folder: the Hugging Face folder to compare with.
+        adapter: a folder of PEFT, or a run's, which has one.
     Raises:
+        ConversionError: `adapter` has none that is supported.
         ConfigError: there is no checkpoint at `load`, or no Hugging Face model at `hf_folder`.
         CheckpointError: the checkpoint is damaged, or of another model.
     """
@@ -91,7 +114,11 @@ def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
         raise CheckpointError(f"{folder} stores weights as {dtype}, expected {', '.join(map(str, dtypes))}")
     model = ModelConfig(**ours, seq_length=ours["max_position_embeddings"])
     differing = _config_differences(model, theirs, shape.file if shape else folder, hf_folder)
-    return StoredCheckpoint(folder, model, dtypes[dtype], not theirs[_TIED], differing)
+    found = StoredCheckpoint(folder, model, dtypes[dtype], not theirs[_TIED], differing)
+    if adapter is None:
+        return found
+    within = adapter if (adapter / ADAPTER_CONFIG_NAME).is_file() else adapter / ADAPTER_FOLDER
+    return found._replace(adapter=adapter_of(within, model), adapter_folder=within)
 
 
 def _config_differences(
@@ -126,15 +153,17 @@ def load_ours(stored: StoredCheckpoint, groups: ProcessGroupCollection, context:
         groups: the process groups of this process.
         context: the device.
     """
-    execution = Execution(precision=stored.precision)
+    execution = Execution(precision=stored.precision, adapter=stored.adapter)
     (model,) = build_llama_model(stored.model, groups, context.device, execution)
-    state = {"model": sharded_weights([model])}
+    state = {"model": sharded_weights([model], adapters=False)}
     load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=stored.model.vocab_size)
+    if stored.adapter_folder is not None:
+        import_adapter([model], stored.adapter_folder, stored.model, stored.adapter, groups)
     return model.eval()
 
 
 def load_hf(
-    folder: Path, stored: FloatType, precision: FloatType, attention: HfAttention, device: torch.device
+    folder: Path, stored: StoredCheckpoint, precision: FloatType, attention: HfAttention, device: torch.device
 ) -> torch.nn.Module:
     """transformers' model of a folder.
 
@@ -144,16 +173,25 @@ def load_hf(
 
     Args:
         folder: the Hugging Face folder.
-        stored: the type of the checkpoint's weights; the folder's weights are rounded to it first.
+        stored: the checkpoint, to whose type the folder's weights are rounded first, and its adapters.
         precision: type in which the model computes.
         attention: attention implementation of transformers' model.
         device: the device of the model.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch_dtype(stored), attn_implementation=attention, local_files_only=True
-    )
+    adapter = stored.adapter_folder
+    with TemporaryDirectory() as merged:
+        if adapter is not None and not stored.is_by_peft:
+            merge_adapter(folder, adapter, merged)
+            folder = Path(merged)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch_dtype(stored.precision), attn_implementation=attention, local_files_only=True
+        )
     if hasattr(model, "set_experts_implementation"):  # not in transformers 4, which has the loop only
         model.set_experts_implementation("eager")
+    if adapter is not None and stored.is_by_peft:
+        from peft import PeftModel  # of the extra `test`; transformers' model is within
+
+        model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).base_model.model
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, torch_dtype(precision), copy=True)
     return model.to(device).eval()
@@ -162,7 +200,7 @@ def load_hf(
 def rebuild(
     weights: LlamaModel,
     model: ModelConfig,
-    precision: FloatType,
+    execution: Execution,
     groups: ProcessGroupCollection,
     context: DeviceContext,
     aligned: frozenset[str],
@@ -172,12 +210,11 @@ def rebuild(
     Args:
         weights: the model that has the weights.
         model: its shape; `precision_align` names the attention of the aligned form.
-        precision: type in which the new model computes.
+        execution: the type in which the new model computes, and its adapters.
         groups: the process groups of this process.
         context: the device.
         aligned: the sources that follow Hugging Face's order of operations.
     """
-    execution = Execution(precision=precision)
     (rebuilt,) = build_llama_model(model, groups, context.device, execution, aligned=aligned)
     for parameter, weight in zip(rebuilt.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)

@@ -275,7 +275,8 @@ def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) 
         "base_model_name_or_path": base,
         "r": adapter.lora_rank,
         "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
-        "lora_dropout": adapter.lora_dropout,
+        # PEFT on transformers 5, where experts are one parameter, takes no other for them.
+        "lora_dropout": 0.0 if any(each.base.part == "expert" for each in chosen) else adapter.lora_dropout,
         "use_rslora": adapter.lora_rslora,
         "target_modules": names,
         "bias": "none",

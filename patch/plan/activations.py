@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
-from patch.families import attended_channels, traits_of, widths
+from patch.families import Kind, WeightRow, attended_channels, traits_of, widths
 from patch.families.adapters import adapters_of
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
@@ -111,12 +111,12 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
     # What a norm gives is the input of the next operation, which counts it.
-    beside_output = tokens * (_norm_bytes(config, cuda=cuda) - _own_hidden(config) * size)
-    if stage == 0 and traits_of(model).embedding_norm:
-        ends += beside_output
+    of_norm, is_adapted = tokens * _norm_bytes(config, cuda=cuda), config.adapter.lora_rank is not None
+    if stage == 0 and traits_of(model).embedding_norm and not is_adapted:
+        ends += of_norm
     if stage == last:
         of_loss, forward = _loss_bytes(config, cuda=cuda)
-        ends += of_loss + beside_output
+        ends += of_loss + of_norm
     elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
         ends += boundary
     travelling = 2 * boundary if last else 0
@@ -128,7 +128,7 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         ends=ends,
         forward=forward + travelling,
         backward=_backward(layers) + travelling,
-        embedding=rows * model.hidden_size * size if stage == 0 and not config.adapter.lora_rank else 0,
+        embedding=rows * model.hidden_size * size if stage == 0 and not is_adapted else 0,
         on_host=sum(layer.on_host for layer in layers),
     )
 
@@ -141,12 +141,20 @@ def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
     gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
     gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
     if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
-        # On a CPU one expert after the other has them.
-        share = 1 if cuda else config.experts.expert_model_parallel_size / model.num_experts
-        again = model.expert_width // config.etp_size * (2 * size + _FP32) * share
-        gradients += int(dispatch_of(config).rows * (2 * model.hidden_size * size + again))
+        # On a CPU one expert after the other has them; layers of their own have kept half of it.
+        is_one = _is_one_by_one(config)
+        share = config.experts.expert_model_parallel_size / model.num_experts if is_one or not cuda else 1
+        again = model.expert_width // config.etp_size * ((0 if is_one else 2 * size) + _FP32) * share
+        at_once = model.hidden_size * size * (1 if is_one else 2)
+        gradients += int(dispatch_of(config).rows * (at_once + again))
         gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
     return gradients
+
+
+def _is_one_by_one(config: RunConfig) -> bool:
+    """Whether experts compute one after the other, by layers of their own: with adapters, or in 4 bits."""
+    adapters = adapters_of(config.model, config.adapter)
+    return bool(config.adapter.quantize_base) or any(each.base.part == "expert" for each in adapters)
 
 
 class _LayerBytes(NamedTuple):
@@ -169,11 +177,16 @@ def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes
     boundary = boundary_bytes(config)
     granularity: Recompute | None = "selective" if config.recompute == "selective" else None
 
-    def measure(run: RunConfig) -> tuple[_LayerBytes, int]:
-        of_layer = activation_bytes(run, cuda=cuda)
+    def measure(run: RunConfig, *, is_first: bool = False) -> tuple[_LayerBytes, int]:
+        of_layer = activation_bytes(run, cuda=cuda, is_first=is_first)
         return _LayerBytes(of_layer[None], _gradient_bytes(run, cuda=cuda)), of_layer[granularity]
 
     layers = by_layer(config, measure)[stage]
+    adapted = [each.base.layers[0] for each in adapters_of(config.model, config.adapter)]
+    if adapted and stage == 0 and training.recompute_granularity is None:  # else the embedding has a gradient
+        first, of_first = min(adapted), by_layer(config, partial(measure, is_first=True))[0]
+        before = [(_LayerBytes(0, 0), 0)] * min(first, num_layers)
+        layers = [*before, *of_first[first : first + 1], *layers[first + 1 :]]
     if config.recompute == "full" and training.recompute_method == "uniform":
         size, wholes = training.recompute_num_layers, [whole for whole, _ in layers]
         blocks = (wholes[end - size : end] for end in range(size, num_layers + 1, size))
@@ -253,7 +266,7 @@ def dispatch_of(config: RunConfig) -> Dispatch:
     return Dispatch(visits * etp_size, sent, words)
 
 
-def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None, int]:
+def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -> dict[Recompute | None, int]:
     """Bytes of one of equal layers and one micro-batch on one rank, by value of `recompute_granularity`.
 
     With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
@@ -266,34 +279,54 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None,
         config: the run.
         cuda: whether the layer runs on a GPU. On a CPU torch's norm consists of several operations in fp32,
             which keep two more values for each element.
+        is_first: it has the run's first adapters, before which nothing is kept.
     """
-    training = config.training
-    tp_size = config.parallel.tensor_model_parallel_size
-    mlp = widths(config.model, "mlp", tp_size)
-    size, hidden = element_bytes(training.precision), _own_hidden(config)
-    norm = _norm_bytes(config, cuda=cuda)
-    is_norm_recomputed = cuda or size == _HALF
-    attention = _attention_bytes(config, cuda=cuda) + _adapter_bytes(config)
-    gate_up = size * mlp.given
-    layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
+    training, model, hidden = config.training, config.model, _own_hidden(config)
+    tp_size, size = config.parallel.tensor_model_parallel_size, element_bytes(config.training.precision)
+    mlp, norm, given = widths(model, "mlp", tp_size), _norm_bytes(config, cuda=cuda), hidden * size
     # The product of silu(gate) and up; that of experts is computed again.
-    of_experts = size * widths(config.model, "expert", tp_size).taken
-    activation = size * mlp.taken - of_experts
+    of_experts = size * widths(model, "expert", tp_size).taken
     inputs = 0.0  # of experts, kept beside the norm's output
-    if config.model.num_experts:
-        inputs = size * dispatch_of(config).rows * config.model.hidden_size / config.micro_batch_tokens
-    if any(each.base.part == "expert" for each in adapters_of(config.model, config.adapter)):
+    if model.num_experts:
+        inputs = size * dispatch_of(config).rows * model.hidden_size / config.micro_batch_tokens
+    if _is_one_by_one(config):
         inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
     # Adapters keep them as they are, and weights that stay keep nothing.
     bytes_kept = size if config.adapter.lora_rank else PRECISIONS[training.precision].factor_bytes
     narrowed = (size - bytes_kept) * (2 * hidden + mlp.taken)
+    result = size * model.value_channels * model.num_attention_heads // tp_size
+    attention, product = _attention_bytes(config, cuda=cuda), size * mlp.taken - of_experts
+    whole = [norm, given, attention - result, result, norm, given, inputs, size * mlp.given, product]
+    selective = [*whole[:_PRODUCT], 0]
+    if cuda or size == _HALF:  # norms are recomputed
+        selective[:2] = selective[4:6] = [given, 0]
+    if config.adapter.lora_rank:
+        taken = {_place_of_input(each.base) for each in adapters_of(model, config.adapter)}
+        others = {_NORM, _SECOND_NORM, _PRODUCT} - (set() if config.adapter.lora_dropout else taken)
+        for place in others - ({_SECOND_NORM} if model.num_experts else set()):  # a router keeps its input
+            selective[place] = 0
+            whole[place] *= config.recompute == "selective"  # which computes it again for nothing
+        before = min(taken, default=0) if is_first else 0
+        whole[:before] = selective[:before] = [0] * before
+    layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
+    of_adapters = _adapter_bytes(config)
     per_token: dict[Recompute | None, float] = {
-        None: 2 * norm + attention + inputs + gate_up + activation - narrowed,
-        "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + inputs + gate_up,
-        "full": hidden * size / layers_of_block,
+        None: sum(whole) + of_adapters - narrowed,
+        "selective": sum(selective) + of_adapters,
+        "full": given / layers_of_block,
     }
     return {setting: int(config.micro_batch_tokens * num_bytes) for setting, num_bytes in per_token.items()}
+
+
+_NORM, _RESULT, _SECOND_NORM, _EXPERTS, _PRODUCT = 1, 3, 5, 6, 8
+"""Of what a layer keeps, in the order of forward: the inputs of products."""
+
+
+def _place_of_input(base: WeightRow) -> int:
+    if base.kind is Kind.ROW_PARALLEL:
+        return _RESULT if base.part == "attention" else _PRODUCT
+    return _NORM if base.part == "attention" else _EXPERTS if base.part == "expert" else _SECOND_NORM
 
 
 def _rope_table_bytes(config: RunConfig) -> int:
@@ -332,11 +365,12 @@ def _own_hidden(config: RunConfig) -> int:
 
 
 def _norm_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """Bytes of one token: a norm's input, its output and a sum; on a CPU RMSNorm also two fp32 values."""
+    """Bytes of one token: a norm's input and a sum; on a CPU RMSNorm has fp32 values, two if it trains."""
     size = element_bytes(config.training.precision)
     if traits_of(config.model).normalization == "LayerNorm":
-        return _own_hidden(config) * 2 * size + 2 * _FP32
-    return _own_hidden(config) * (2 * size if cuda else 2 * _FP32 + size) + _FP32
+        return _own_hidden(config) * size + 2 * _FP32
+    on_cpu = _FP32 if config.adapter.lora_rank else 2 * _FP32
+    return _own_hidden(config) * (size if cuda else on_cpu) + _FP32
 
 
 def _attention_bytes(config: RunConfig, *, cuda: bool) -> float:

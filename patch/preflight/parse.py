@@ -38,7 +38,7 @@ from patch.families.adapters import AdapterConfig
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
-    adapter_at,
+    adapter_loaded,
     has_hf_config,
     refuse_other_forms,
     run_behind,
@@ -219,11 +219,10 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
 
 def _take_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
     """Use the adapters that the folder at --lora-load describes, as far as nothing else is said."""
-    folder = config.adapter.lora_load
-    if folder is None:
+    if config.adapter.lora_load is None:
         return config
     given = {name: getattr(config.adapter, name) for name in AdapterConfig.__slots__ if name in merged}
-    return replace(config, adapter=replace(adapter_at(folder, config.model), **given))
+    return replace(config, adapter=replace(adapter_loaded(config), **given))
 
 
 def _make_absolute(merged: dict[str, Any]) -> None:

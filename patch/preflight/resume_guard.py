@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
 from patch.families import SHAPE_FIELDS, own_traits
+from patch.families.adapters import adapters_of
 from patch.preflight.checkpoint_places import begun_root, record_home, refuse_left_checkpoints
 from patch.preflight.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.preflight.stored_shape import STORED_SHAPE
@@ -63,12 +65,14 @@ _FIXED: dict[str, _Reason] = {
 }
 """Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
 offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
-_MEANINGS: dict[str, Callable[[Any], Any]] = {
-    "columns": parse_columns,
-    "model_type": own_traits,
-    "precision": lambda precision: PRECISIONS[precision].kept_as,
+_MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
+    "columns": lambda run: parse_columns(run.data.columns),
+    "lora_alpha": lambda run: run.adapter.alpha,
+    "lora_target_modules": lambda run: adapters_of(run.model, run.adapter),
+    "model_type": lambda run: own_traits(run.model.model_type),
+    "precision": lambda run: PRECISIONS[run.training.precision].kept_as,
 }
-"""What a text of a field means, where several texts mean the same."""
+"""What a field of a run means, where several values mean the same."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:
@@ -110,16 +114,17 @@ def _now(config: RunConfig, field: str) -> str:
 
 
 def _is_open(config: RunConfig, field: str) -> bool:
-    """Whether the field gets its value only when the data has been read."""
-    return field == "train_iters" and config.training.train_epochs is not None
+    """Whether the field gets its value only when the data has been read, or has come to the same."""
+    is_compared = field in ("lora_alpha", "lora_target_modules")
+    return is_compared or (field == "train_iters" and config.training.train_epochs is not None)
 
 
 def _check_fields(config: RunConfig, before: RunConfig) -> None:
     for field in FIELDS:
         if field not in _FIXED:
             continue
-        meaning = _MEANINGS.get(field, _itself)
-        then, now = (meaning(value_of(run, field)) for run in (before, config))
+        meaning = _MEANINGS.get(field, partial(value_of, name=field))
+        then, now = meaning(before), meaning(config)
         if not _same(then, now):
             cause, reason = field, _FIXED[field]
             if field in SHAPE_FIELDS and before.model.model_size != config.model.model_size:
@@ -142,10 +147,6 @@ def _length(run: RunConfig, *, in_epochs: bool) -> str:
     if in_epochs and epochs is not None:
         return f"{epochs:g} epochs"
     return length_text(run, run.training.train_iters)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -15,7 +15,7 @@ from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
 from patch.families import SHAPE_FIELDS, ConfigReader, ModelConfig, read_config
 from patch.families.adapters import AdapterConfig, read_adapter
-from patch.preflight.checkpoint_places import store_errors, was_begun
+from patch.preflight.checkpoint_places import begun_root, record_home, store_errors, was_begun
 from patch.storage.names import ADAPTER_CONFIG_NAME, CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
 from patch.storage.places import AnyPath, any_path
 from patch.storage.remote import RemotePath
@@ -118,6 +118,21 @@ def adapter_at(folder: str | Path, model: ModelConfig) -> AdapterConfig:
     """
     file = Path(folder) / ADAPTER_CONFIG_NAME
     return read_adapter(ConfigReader(file, _read_json(file)), model)
+
+
+def adapter_loaded(config: RunConfig) -> AdapterConfig:
+    """The adapters at --lora-load; those of a run that began from there once it has checkpoints of them.
+
+    Raises:
+        ConfigError: see `adapter_at`; or the store does not answer.
+    """
+    folder, home = config.adapter.lora_load, record_home(config)
+    assert folder is not None
+    if begun_root(config) is not None and (home / CONFIG_FILE).is_file():
+        before = read_run(home / CONFIG_FILE).adapter
+        if before.lora_load == folder:
+            return before
+    return adapter_at(folder, config.model)
 
 
 def vocabulary_at(folder: str | Path) -> dict[str, int]:

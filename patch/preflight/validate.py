@@ -27,7 +27,7 @@ from patch.errors import ConfigError, DataError, nearest
 from patch.families import PRESETS, SHAPE_FIELDS, differences
 from patch.families.adapters import adapters_of
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
-from patch.preflight.stored_shape import adapter_at, has_hf_config, is_hf_folder, run_behind, shape_at
+from patch.preflight.stored_shape import adapter_loaded, has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
 from patch.storage.names import (
     RELEASE,
@@ -117,7 +117,7 @@ def adapters_are_those_loaded(config: RunConfig, machine: MachineFacts) -> None:
     folder = config.adapter.lora_load
     if folder is None:
         return
-    theirs, ours = adapter_at(folder, config.model), config.adapter
+    theirs, ours = adapter_loaded(config), config.adapter
     for name in ("lora_rank", "alpha", "lora_rslora"):
         got, expected = getattr(ours, name), getattr(theirs, name)
         if got != expected:

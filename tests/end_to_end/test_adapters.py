@@ -1,6 +1,7 @@
 """A run of adapters (LoRA) through the shell: PEFT's folder, the merged export, resume at another layout."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,15 @@ def test_run_that_starts_from_a_folder_of_peft_and_learns_nothing_writes_it_agai
 ) -> None:
     steps = {"TRAIN_TOKENS_OR_ITERS": 1, "WARMUP_TOKENS_OR_ITERS": 0, "LR": "1e-30", "MIN_LR": "0"}
     other = command(**{**office.positions(tmp_path / "other"), **steps, "PP": 2})
-    other.append(f"--lora-load={unbroken / 'adapter'}")
+    begin = shutil.copytree(unbroken / "adapter", tmp_path / "begin")
+    other.append(f"--lora-load={begin}")
     result = call_workers(2, other)
     assert result.returncode == 0, result.stderr
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         ours, theirs = (folder / "adapter" / name for folder in (tmp_path / "other", unbroken))
         assert ours.read_bytes() == theirs.read_bytes()
+    shutil.rmtree(begin)
+    result = call_workers(2, other)
+    assert result.returncode == 0 and "resumed after step 1" in result.stderr, result.stderr
     result = call([*other, "--lora-alpha=3"])
     assert result.returncode == 2 and "--lora-alpha: got 3.0, expected 8" in result.stderr, result.stderr

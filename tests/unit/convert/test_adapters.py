@@ -42,7 +42,7 @@ CASES = {
     "bloom": AdapterConfig(lora_rank=2, lora_target_modules="dense,query_key_value"),
     "mixtral": AdapterConfig(lora_rank=4, lora_alpha=6),
     "qwen-2-moe-mixed": AdapterConfig(lora_rank=4, lora_target_modules="*.experts.*"),
-    "qwen-3-moe": AdapterConfig(lora_rank=4, lora_alpha=6),
+    "qwen-3-moe": AdapterConfig(lora_rank=4, lora_alpha=6, lora_dropout=0.1),
     "deepseek-v2-lite": AdapterConfig(lora_rank=4, lora_alpha=6),
     "deepseek-v2": AdapterConfig(lora_rank=4, lora_target_modules="model.layers.*.self_attn.*"),
 }  # fmt: skip

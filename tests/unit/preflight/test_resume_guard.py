@@ -1,15 +1,17 @@
 """What may change between two runs in one OUTPUT_BASEPATH."""
 
+import json
 import os
 from dataclasses import replace
 
 import pytest
-from command_line import begin
+from command_line import CPU, begin
 from refusals import refused
 
 from patch.errors import CheckpointError, ConfigError
 from patch.preflight.data_record import SetRecord
 from patch.preflight.resume_guard import check_tokens, remember_data, resume_notes
+from patch.preflight.validate import adapters_are_those_loaded
 
 ANEW = "another OUTPUT_BASEPATH"
 WEIGHTS = "this folder as position 22"
@@ -52,6 +54,25 @@ def test_run_of_before_which_names_no_family_goes_on_as_what_it_is(command):
     assert note == "--model-type: llama before, mistral from here on"
     with refused(ConfigError, match="--add-qkv-bias: got .* another model shape"):
         resume_notes(command.parse("--model-type=qwen2").config)
+
+
+def test_adapters_of_a_run_need_the_folder_that_it_began_from_no_more(command):
+    folder, file = command.folder / "adapter", "adapter_config.json"
+    folder.mkdir()
+    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / file).write_text(json.dumps(described))
+    begun = _begun(command, f"--lora-load={folder}")
+    (folder / file).unlink()
+    again = command.parse(f"--lora-load={folder}")
+    adapters_are_those_loaded(again.config, CPU)
+    assert again.config.adapter == begun.adapter and resume_notes(again.config) == []
+    flags = ("--lora-rank=4", "--lora-target-modules=q_proj")  # the same in other words
+    (note,) = resume_notes(command.parse(*flags).config)
+    assert note.startswith("--lora-load")
+    with refused(ConfigError, match="--lora-alpha: got 8.*other adapters"):
+        resume_notes(command.parse(*flags, "--lora-alpha=8").config)
+    with refused(ConfigError, match=r"adapter_config\.json: cannot be read"):
+        command.parse(f"--lora-load={folder}", OUTPUT_BASEPATH=str(command.folder / "new"))
 
 
 MIB = 2**20

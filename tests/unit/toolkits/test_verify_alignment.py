@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from hf_families import family_model, family_run
+from peft_oracle import peft_model
 from training_runs import CPU
 
 from patch import compat
@@ -19,7 +21,9 @@ from patch.alignment import verify
 from patch.checkpoint import save_checkpoint
 from patch.config import to_yaml
 from patch.convert import hf_to_mcore, import_hf
+from patch.convert.hf_config_files import model_of
 from patch.distributed.groups import alone
+from patch.families.adapters import AdapterConfig
 from patch.model import build_llama_model, sharded_weights
 from toolkits.verify_alignment import main
 
@@ -243,6 +247,31 @@ def test_table_verdict_and_plot_are_shown(reports: dict, root: Path, name: str) 
     assert all(f"{source} fast" in output for source in (*SOURCES, "all"))
     assert output.endswith(reports[name][1]["verdict"] + "\n")
     assert (root / name / "report.png").stat().st_size > 1000
+
+
+BESIDE = {"llama-3.1": "in PEFT's model", "qwen-2-moe-mixed": "merged: .* would load only a part"}
+"""Families, and how transformers' model has their adapters: PEFT's names of experts are told elsewhere."""
+
+
+def run_adapters(rank: int, world_size: int, root: Path) -> list[dict]:
+    compat.apply(cuda=False)
+    found = []
+    for family in BESIDE:
+        mcore, run = (root / f"{family} {kind}" for kind in ("mcore", "run"))
+        hf_to_mcore(root / family, mcore)
+        found.append(verify(root / family, mcore, adapter=run).as_json())
+    return found
+
+
+def test_adapters_are_compared_in_both_models(root: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: make test installs it")
+    for family in BESIDE:
+        adapter = AdapterConfig(lora_rank=4, lora_alpha=6)
+        theirs = peft_model(root / family, model_of(root / family), adapter)
+        theirs.save_pretrained(root / f"{family} run" / "adapter")
+    for report, how in zip(run_distributed(run_adapters, 1, root)[0], BESIDE.values(), strict=True):
+        assert report["normal"] and report["weights_equal"], report["verdict"]
+        assert report["logits"]["max"] < 1e-5 and re.search(how, report["adapter"])
 
 
 def test_faults_of_weights_are_listed(reports: dict) -> None:

@@ -2,6 +2,21 @@
 
 The oracle of one process is PEFT in Hugging Face's own Trainer, over ten steps. Others take two at least: B
 begins as zero, so a wrong gradient of A is first seen in the second.
+
+Twelve faults of other implementations, and the tests that fail with each; those of other files are named:
+
+    1   a save keeps one shard of TP          test_adapters_train_as_in_one_process[TP]
+    2   added twice, cut off from autograd    unit/model/test_adapters.py; here [ETP=2], [EP over TP, ETP=1]
+    3   gradients summed over another group   [EP], [EP over TP, ETP=1], [ETP=2]
+    4   fused gradients miss a sum            [SP, selective, fused], in the second step
+    5   a part of merged layers is a target   [some, SP], [down, TP, selective]; unit/convert/test_adapters.py
+    6   another number of replicas            test_a_checkpoint_of_adapters_resumes_at_any_layout
+    7   a merge in bf16                       unit/convert: test_merge_rounds_once
+    8   resume without step or moments        test_a_checkpoint_of_adapters_resumes; end_to_end/
+    9   experts in one tensor                 unit/convert: test_live_adapters_are_the_folders
+    10  a loader finds no module              unit/convert: test_written_adapter_gives_pefts_model_the_logits
+    11  order of q, k, v; sums; tokens        test_steps_of_one_process_are_those_of_peft; [SP, full]
+    12  a base in few bits made dense         test_four_bits.py, unit/model/test_four_bits.py
 """
 
 from pathlib import Path
@@ -251,6 +266,31 @@ def run_dropout(rank: int, world_size: int) -> dict[str, Any]:
             found[name, kind] = losses, whole.detach().numpy().copy(), masks
             new_job()
     return found
+
+
+def run_dropout_of_experts(rank: int, world_size: int) -> dict[str, Any]:
+    """Masks of the first expert of each rank, and of its next layer; results of a layer that evaluates."""
+    found: dict[str, Any] = {}
+    ones = torch.ones(8, 64)
+    for name, changes in {"replicas": {"dp": 2}, "EP": {"dp": 2, **EP2}, "ETP": SP2}.items():
+        run = build_seeded_run(run_of("experts", {"lora_dropout": 0.3, **changes}))
+        expert = run.stages[0].decoder.layers[1].mlp.experts.local_experts[0].linear_fc1
+        torch.manual_seed(5)
+        found[name] = [expert.adapters._with_zeros(ones).numpy() for _ in range(2)]
+        for part in expert.eval().adapters.values():
+            torch.nn.init.ones_(part.lora_B.weight)
+        results = [expert.adapters(torch.zeros(8, len(expert.weight)), ones).detach() for _ in range(2)]
+        found[name, "evaluated"] = torch.equal(*results)
+        new_job()
+    return found
+
+
+def test_dropout_of_experts_differs_where_their_tokens_do_and_ends_in_evaluation() -> None:
+    first, second = run_distributed(run_dropout_of_experts, 2)
+    for name, is_alike in {"replicas": False, "EP": True, "ETP": True}.items():
+        assert np.array_equal(first[name][0], second[name][0]) is is_alike, "alike: of one place in EP"
+        assert not np.array_equal(*first[name]), "each layer has its own"
+        assert first[name, "evaluated"]
 
 
 def test_dropout_is_alike_where_inputs_are_and_comes_again_in_recomputation() -> None:

@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Many tokens for few weights: products in bf16 are slow where a CPU has no instructions for them.
 LONG = {"num_layers": 3, "max_padding_length": 512, "seq_length": 512, "global_batch_size": 2}
+Q_AND_V = {"lora_rank": 3, "lora_target_modules": "q_proj,v_proj"}
 ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, selective": {"precision": "bf16", "recompute_granularity": "selective"},
@@ -59,7 +60,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full"},
     "experts": EXPERTS,
     "adapters": {"lora_rank": 3},
+    "adapters of q and v, bf16": {**Q_AND_V, "precision": "bf16"},
+    "adapters of q and v, selective": {**Q_AND_V, "recompute_granularity": "selective"},
+    "adapters of down": {"lora_rank": 3, "lora_target_modules": "down_proj"},
+    "adapters with dropout, 8 layers": {"lora_rank": 3, "lora_dropout": 0.1, **EIGHT},
     "adapters of experts": {"lora_rank": 3, "precision": "bf16", **EXPERTS},
+    "adapters of experts alone": {"lora_rank": 3, "lora_target_modules": "*.experts.*", **EXPERTS},
     "experts but in the last layer, bf16, selective": {
         "precision": "bf16", "recompute_granularity": "selective", "moe_layer_freq": "[1]*2+[0]", **EXPERTS,
     },
@@ -269,5 +275,4 @@ def test_the_plan_says_what_waits_for_backward(ranks: list, case: str) -> None:
 @pytest.mark.parametrize("case", ALONE)
 def test_the_plan_is_close_to_what_the_allocator_gives(allocated: dict, case: str) -> None:
     planned = activation_peak(small_run(**LONG | ALONE[case]), 0, cuda=False)
-    # Before the first adapter nothing is kept, which counts among so few layers.
-    assert planned.total == pytest.approx(allocated[case], rel=0.13 if "adapters" in case else 0.07)
+    assert planned.total == pytest.approx(allocated[case], rel=0.07)
