@@ -272,6 +272,7 @@ def test_adapters_are_compared_in_both_models(root: Path) -> None:
     for report, how in zip(run_distributed(run_adapters, 1, root)[0], BESIDE.values(), strict=True):
         assert report["normal"] and report["weights_equal"], report["verdict"]
         assert report["logits"]["max"] < 1e-5 and re.search(how, report["adapter"])
+        assert "PEFT" not in report["adapter"] or report["logits_aligned"]["max"] == 0
 
 
 def test_faults_of_weights_are_listed(reports: dict) -> None:
