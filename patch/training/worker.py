@@ -47,6 +47,7 @@ from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTi
 from patch.training.metrics import LossPlot, MetricsLog
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
+from patch.training.tasks.suite import TaskScores
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
@@ -103,6 +104,8 @@ def _train(config: RunConfig) -> int:
         config = this_run.config
         with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run)
+        if config.data.eval_tasks is not None:
+            hooks.append(TaskScores(this_run))
         exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
