@@ -88,7 +88,7 @@ def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
         if value_of(config, field) != FIELDS[field].default:
             refuse(field, value_of(config, field), "--eval-tasks too", "no task is named")
     if config.data.eval_tasks_allow_code and config.data.eval_tasks_path is None:
-        refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "it is about the code of that folder")
+        refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "its code is meant")
 
 
 def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:

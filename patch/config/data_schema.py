@@ -82,8 +82,8 @@ class DataConfig:
         none="none",
     )
     eval_tasks_path: str | None = flag(
-        "folder of the tasks' YAML files, which run no code; none: those that lm-eval brings, whose data is in "
-        "Hugging Face's cache",
+        "folder of the tasks' YAML files, which run no code; none: lm-eval's own, with data from Hugging Face's "
+        "cache",
         None,
         none="none",
     )

@@ -19,12 +19,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
 from patch.errors import ConfigError
-from patch.logger import get_logger
 from patch.training.tasks.scoring import Answer, Question
 
 _MOST_NEW_TOKENS = 256
 """lm-eval's own number for a task that says none."""
-_logger = get_logger(__name__)
 
 
 class LiveModel(TemplateLM):
@@ -106,22 +104,6 @@ class LiveModel(TemplateLM):
             for text, answer in zip(running, answers, strict=True):
                 text.add(answer.likeliest)
         return [text.said for text in texts]
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """The text of a conversation, by the tokenizer's template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )  # fmt: skip
-
-    @property
-    def tokenizer_name(self) -> str:
-        """A name of the tokenizer, for lm-eval."""
-        return str(self.tokenizer.name_or_path)
 
 
 class _Generation:

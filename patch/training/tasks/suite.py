@@ -6,19 +6,29 @@ run the forwards; then its scores go to all ranks. So a task that fails does so 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch.distributed as dist
 
-from patch.distributed.collectives import from_rank_0
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.data import load_tokenizer
+from patch.data.order import StepReader
+from patch.device import DeviceContext
+from patch.distributed.collectives import all_or_none, from_rank_0
+from patch.distributed.groups import initialize, shutdown
 from patch.errors import DataError, PatchError
 from patch.logger import get_logger
+from patch.model import build_llama_model
 from patch.progress import LineTimer
+from patch.training.evaluation import evaluating
 from patch.training.hooks import Record, TrainerHook
+from patch.training.objective import Objective
 from patch.training.run_state import random_state, set_random_state
-from patch.training.setup import Run
+from patch.training.setup import Run, RunData, build_run_optimizer, load_start
 from patch.training.tasks.scoring import Answer, Question, answers_to
 
 if TYPE_CHECKING:
@@ -109,3 +119,31 @@ def _in_our_words(work: Callable[[], Any]) -> Any:
 
 def _fail(error: Exception) -> NoReturn:
     raise error
+
+
+def scores_of_weights(config: RunConfig) -> dict[str, float]:
+    """The scores of the weights at --load, on every rank of a job that this process joins and leaves.
+
+    Args:
+        config: a run, of which layout, precision and tasks count. Nothing is trained: there are no gradients
+            and no states.
+    Raises:
+        PatchError: weights, tokenizer or tasks cannot be read; on all ranks.
+    """
+    context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
+    compat.apply(context.is_cuda)
+    groups = initialize(config, context)
+    stages = build_llama_model(config.model, groups, context.device, config.execution)
+    for stage in stages:
+        stage.requires_grad_(False)
+    with all_or_none():
+        tokenizer = load_tokenizer(config.tokenizer_folder)
+    optimizer = build_run_optimizer(stages, config, groups)
+    data = RunData(Objective(config), cast(StepReader, None), {})  # nothing is read
+    run = Run(config, context.device, groups, stages, optimizer, data, tokenizer=tokenizer)
+    load_start(run)
+    hook = TaskScores(run)
+    with evaluating(run):
+        scores = hook.evaluate(0)
+    shutdown()
+    return scores

@@ -201,7 +201,8 @@ def config_of(folder: Path, output: str, **changes: Any) -> RunConfig:
     flags = {
         "load": str(folder / "llama"), "train_data_path": str(folder / "train.json"), "vocab_size": 400,
         "output_path": str(folder / output), "cache_dir": str(folder / "cache"), "train_iters": 2, "dp": 2,
-        "lora_rank": 4, "lora_dropout": 0.5, "deterministic_mode": True, "chat_template": "plain", "lr_warmup_iters": 0, "micro_batch_size": 1,
+        "lora_rank": 4, "lora_dropout": 0.5, "deterministic_mode": True, "chat_template": "plain",
+        "lr_warmup_iters": 0, "micro_batch_size": 1,
     }  # fmt: skip
     return small_run(**flags | changes)
 
@@ -233,14 +234,15 @@ def trained(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 def test_scores_are_lm_evals_and_training_is_the_same(folder: Path, theirs: dict[str, Any]) -> None:
     """Adapters begin as nothing, so step 0 has the scores of the folder; a task that fails ends all ranks."""
     (folder / "bad").mkdir()
-    endless = TASKS["choice"].replace("include: _common", "doc_to_text: '{{ \"x\" * 2 ** 24 }}'")
-    data = f"dataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {{test: rows.json}}}}\n{endless}"
-    (folder / "bad" / "bad.yaml").write_text(data.replace("task: choice", "task: bad"))
+    common = (folder / "tasks" / "_common").read_text().replace("{{question}}", "{{ 'x' * 2 ** 24 }}")
+    (folder / "bad" / "_common").write_text(common.replace("'{{", '"{{').replace("}}'", '}}"'))
+    (folder / "bad" / "bad.yaml").write_text(TASKS["choice"].replace("task: choice", "task: bad"))
     (folder / "bad" / "rows.json").write_text(json.dumps(ROWS[0]))
     first, second = run_distributed(trained, 2, folder)
     assert first["with"] == first["without"] and second["with"] == second["without"]
     assert "writes more than" in first["bad"] and "writes more than" in second["bad"]
-    records = [record for record in read_metrics(folder / "with" / "log" / "metrics.jsonl") if "loss" not in record]
+    records = read_metrics(folder / "with" / "log" / "metrics.jsonl")
+    records = [record for record in records if "loss" not in record]
     assert [record["iteration"] for record in records] == [0, 1, 2]
     for task, values in theirs["scores"].items():
         for metric, value in values.items():
