@@ -82,7 +82,7 @@ class DataConfig:
         none="none",
     )
     eval_tasks_path: str | None = flag(
-        "folder of the tasks' YAML files, which run no code; none: lm-eval's own, with data from Hugging Face's "
+        "folder of the tasks' YAML files, which run no code; none: lm-eval's own, data from Hugging Face's "
         "cache",
         None,
         none="none",
