@@ -54,8 +54,9 @@ _logger = get_logger(__name__)
 
 _OF_A_MACHINE = frozenset(
     "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
-    "lora_load output_path save stop_file log_dir optimizer_offload_policy optimizer_offload_fraction "
-    "optimizer_offload_auto_threshold optimizer_offload_chunk_size simulated_device_memory".split()
+    "lora_load output_path save stop_file log_dir eval_tasks_path optimizer_offload_policy "
+    "optimizer_offload_fraction optimizer_offload_auto_threshold optimizer_offload_chunk_size "
+    "simulated_device_memory".split()
 )
 """Fields that may differ between machines: places, and where optimizer states lie."""
 

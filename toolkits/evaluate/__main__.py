@@ -3,8 +3,8 @@
     llama-patch evaluate FOLDER --tasks a,b --tasks-path DIR [--limit N] [--json FILE] [-- FLAGS OF A RUN]
 
 The model is computed by the code of a run. After `--` follow flags of one, such as
---tensor-model-parallel-size 2 --nproc-per-node 4 --precision fp32, or --tokenizer-name-or-path for a
-checkpoint that knows none.
+--tensor-model-parallel-size 2 --nproc-per-node 4 --precision fp32, --tokenizer-name-or-path for a checkpoint
+that knows none, or --eval-tasks-allow-code.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from toolkits._arguments import ArgumentParser, output_file, positive, typed  # 
 from toolkits.train import RESOLVED  # noqa: E402
 
 _ONE_STEP = (
-    "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1"
+    "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1 "
+    "--seq-length 2048"
 )
-"""What a run must say and an evaluation does not need."""
+"""What a run must say and an evaluation does not need; and the length of a row of shorter texts."""
 
 
 def main(argv: list[str]) -> int:
@@ -65,11 +66,8 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
 
     machine = MachineFacts.probe()
     own = ["--load", options.model, "--eval-tasks", options.tasks, *_ONE_STEP.split()]
-    own += ["--output-path", str(folder), "--seq-length", str(options.length)]
-    for name in ("path", "limit"):
-        if (value := getattr(options, f"tasks_{name}")) is not None:
-            own += [f"--eval-tasks-{name}", str(value)]
-    own += ["--eval-tasks-allow-code"] if options.allow_code else []
+    own += ["--output-path", str(folder), "--eval-tasks-limit", str(options.limit)]
+    own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
     invocation = parse_args([*own, *flags], os.environ, machine)
     config = invocation.config
     # As many micro-batches as interleaved stages need.
@@ -115,11 +113,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("model", metavar="FOLDER", help="a Hugging Face folder or org/name, or a checkpoint")
     parser.add_argument("--tasks", required=True, metavar="LIST", help="names of tasks, groups, tags: a,b,c")
     parser.add_argument("--tasks-path", metavar="DIR", help="folder of their YAML files [those of lm-eval]")
-    parser.add_argument("--limit", dest="tasks_limit", type=positive, metavar="N", help="questions of each")
-    parser.add_argument("--allow-code", action="store_true", help="Python functions of that folder run")
-    parser.add_argument(
-        "--length", type=positive, default=2048, metavar="N", help="tokens of a row of shorter texts"
-    )
+    parser.add_argument("--limit", type=positive, default=0, metavar="N", help="questions of each [all]")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the scores there")
     return parser.parse_args(argv)
 

@@ -73,10 +73,10 @@ class LiveModel(TemplateLM):
 
     def _question(self, tokens: list[int], num_asked: int) -> Question:
         """About the last tokens of a text, whose beginning is cut where it is too long."""
-        if num_asked > self.max_length:
+        if not 0 < num_asked <= self.max_length:
             raise ConfigError(
-                f"a task asks for {num_asked} tokens at once, expected at most {self.max_length}, which is "
-                "the model's longest sequence (--max-position-embeddings)",
+                f"a task asks for {num_asked} tokens at once, expected 1 to {self.max_length}, which is the "
+                "model's longest sequence (--max-position-embeddings)",
                 field="eval_tasks",
             )
         return Question(tokens[-self.max_length - 1 : -1], tokens[-num_asked:])
@@ -129,7 +129,7 @@ class _Generation:
             )
         end = str(model.tokenizer.decode([model.eot_token_id]))
         self._stops = handle_stop_sequences(wanted.get("until"), eos=end)
-        self.tokens = model.tok_encode(context)[-room:]
+        self.tokens = model.tok_encode(context)[-room:] or [model.prefix_token_id]
         self._new: list[int] = []
         self.is_over = not self._left
 

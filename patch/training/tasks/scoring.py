@@ -58,6 +58,8 @@ def answers_to(run: Run, questions: Sequence[Question]) -> list[Answer]:
         run: this rank's parts of the run.
         questions: of at most the model's longest sequence.
     """
+    if not questions:
+        return []
     texts: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, question in enumerate(questions):
         texts[tuple(question.tokens)].append(number)
