@@ -33,9 +33,11 @@ from toolkits.train import RESOLVED  # noqa: E402
 
 _ONE_STEP = (
     "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1 "
-    "--seq-length 2048"
+    "--seq-length 1"
 )
-"""What a run must say and an evaluation does not need; and the length of a row of shorter texts."""
+"""What a run must say and an evaluation does not need."""
+_ROW = 2048
+"""Tokens of a row of several texts."""
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +74,8 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     config = invocation.config
     # As many micro-batches as interleaved stages need.
     batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
-    config = replace(config, training=replace(config.training, global_batch_size=batch))
+    model = replace(config.model, seq_length=min(_ROW, config.model.max_position_embeddings))
+    config = replace(config, model=model, training=replace(config.training, global_batch_size=batch))
     for rule in (*RULES, *FILE_RULES):
         rule(config, machine)
     config, _ = resolve_run(fetch_from_hub(config, weights=True), machine)
