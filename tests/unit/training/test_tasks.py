@@ -5,6 +5,7 @@ LM_EVAL names a folder with lm-eval and what its import needs, beside this envir
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,27 @@ def test_answers_of_any_layout_are_lm_evals(folder: Path, theirs: dict[str, Any]
             assert ours["generate_until"] == oracle["generate_until"], name
 
 
+def test_a_folder_is_scored_without_a_run(folder: Path, theirs: dict[str, Any]) -> None:
+    """By the command, on two processes."""
+    file, repository = folder / "scores.json", Path(__file__).parents[3]
+    own = f"{folder / 'llama'} --tasks both,further --tasks-path {folder / 'tasks'} --json {file}".split()
+    command = [sys.executable, "-m", "toolkits.evaluate", *own, "--", "--precision", "fp32"]
+    environ = {**os.environ, "PYTHONPATH": f"{repository}:{_FOLDER}", "CUDA_VISIBLE_DEVICES": ""}
+    command += ["--tensor-model-parallel-size", "2"]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compare_scores(json.loads(file.read_text()), theirs["scores"])
+    assert "choice/acc_norm" in done.stdout
+
+
+def compare_scores(ours: dict[str, float], theirs: dict[str, dict[str, Any]]) -> None:
+    for task, values in theirs.items():
+        for metric, value in values.items():
+            if isinstance(value, float) and "," in metric:
+                found = ours[f"tasks/{task}/{metric.replace(',none', '')}"]
+                assert found == pytest.approx(value, rel=BOUND), (task, metric)
+
+
 def config_of(folder: Path, output: str, **changes: Any) -> RunConfig:
     flags = {
         "load": str(folder / "llama"), "train_data_path": str(folder / "train.json"), "vocab_size": 400,
@@ -244,11 +266,7 @@ def test_scores_are_lm_evals_and_training_is_the_same(folder: Path, theirs: dict
     records = read_metrics(folder / "with" / "log" / "metrics.jsonl")
     records = [record for record in records if "loss" not in record]
     assert [record["iteration"] for record in records] == [0, 1, 2]
-    for task, values in theirs["scores"].items():
-        for metric, value in values.items():
-            if isinstance(value, float) and "," in metric:
-                ours = records[0][f"tasks/{task}/{metric.replace(',none', '')}"]
-                assert ours == pytest.approx(value, rel=BOUND), (task, metric)
+    compare_scores(records[0], theirs["scores"])
     assert records[2] != records[0] | {"iteration": 2}
     plot_losses(records, folder / "plot.png")
     assert (folder / "plot.png").stat().st_size
