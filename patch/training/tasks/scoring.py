@@ -27,6 +27,8 @@ from patch.training.setup import Run
 
 _ROWS_OF_A_STAGE = 4
 """Rows for each pipeline stage in one pass of the schedule: enough that stages seldom wait."""
+_SLACKS = (0, 0.02, 0.05, 0.1, 0.25)
+"""Shares of a row that may stay empty, of which the best is taken: without any there may be one more row."""
 _UNIT = 16
 """Tokens of which a rank's part of a row is a multiple: 8-bit products ask for it."""
 
@@ -100,11 +102,13 @@ class _Rows:
         unit = _UNIT * 2 * run.groups.cp.size() * run.groups.tp.size()
         share = math.ceil(sizes.sum() / (self._count * run.groups.dp.size()))
         most = config.training.micro_batch_size * config.sample_length
-        self._length = math.ceil(max(sizes.max(), min(share, most)) / unit) * unit
-        self._packs = pack(sizes, self._length)
-        self._num_own = math.ceil(len(self._packs) / run.groups.dp.size())
-        if is_fixed:
-            self._num_own = math.ceil(self._num_own / self._count) * self._count
+        shares = [share / math.ceil(share / most) * (1 + slack) for slack in _SLACKS]
+        lengths = {math.ceil(max(sizes.max(), each) / unit) * unit for each in shares}
+        multiple = run.groups.dp.size() * (self._count if is_fixed else 1)
+        found = [pack(sizes, length) for length in sorted(lengths)]
+        self._packs = min(found, key=lambda packs: math.ceil(len(packs) / multiple) * packs.capacity)
+        self._length = self._packs.capacity
+        self._num_own = math.ceil(len(self._packs) / multiple) * multiple // run.groups.dp.size()
         self._width = max(len(numbers) for _, numbers in self._texts)
 
     def passes(self) -> Iterable[list[Batch]]:
