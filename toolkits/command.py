@@ -24,6 +24,7 @@ COMMANDS = {
     "preprocess": ("toolkits.preprocess_pretrain", "documents to .bin and .idx, for pre-training"),
     "inspect": ("toolkits.inspect_checkpoint", "what a checkpoint holds, and whether it is whole"),
     "timeline": ("toolkits.timeline.__main__", "one page of a step from the traces of --profile"),
+    "evaluate": ("toolkits.evaluate.__main__", "scores of tasks: a Hugging Face folder's, or a checkpoint's"),
     "align": (
         "toolkits.verify_alignment",
         "is a checkpoint's difference from its Hugging Face folder normal?",

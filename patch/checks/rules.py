@@ -48,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     run_length.pairs_are_rows,
     run_length.documents_are_pretraining,
     run_length.packing_has_conversations,
+    run_length.tasks_are_asked_for,
     numbers_are_in_range,
     activations.offload_is_possible,
     model.heads_fit,

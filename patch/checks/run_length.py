@@ -81,6 +81,16 @@ def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
         refuse("valid_data_path", data.valid_data_path, "none, or a --split without a second share", why)
 
 
+def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
+    """What is said about tasks has tasks, and code is allowed to a folder."""
+    of_tasks = ("eval_tasks_path", "eval_tasks_interval", "eval_tasks_limit", "eval_tasks_allow_code")
+    for field in of_tasks if config.data.eval_tasks is None else ():
+        if value_of(config, field) != FIELDS[field].default:
+            refuse(field, value_of(config, field), "--eval-tasks too", "no task is named")
+    if config.data.eval_tasks_allow_code and config.data.eval_tasks_path is None:
+        refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "its code is meant")
+
+
 def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:
     """Conversations are packed; a pre-training sequence is full already."""
     if config.data.packing and not config.training.sft:

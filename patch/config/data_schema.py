@@ -75,6 +75,27 @@ class DataConfig:
     eval_iters: int | None = flag(
         "most global batches of one evaluation of a set; 0: the whole set", None, none=0, at_least=0
     )
+    eval_tasks: str | None = flag(
+        "tasks of lm-evaluation-harness that score the model before the first step and after the last one: "
+        "names, a,b,c; none",
+        None,
+        none="none",
+    )
+    eval_tasks_path: str | None = flag(
+        "folder of the tasks' YAML files, which run no code; none: lm-eval's own, data from Hugging Face's "
+        "cache",
+        None,
+        none="none",
+    )
+    eval_tasks_interval: int | None = flag(
+        "steps between scores of --eval-tasks; 0: only at the beginning and the end", None, none=0, at_least=0
+    )
+    eval_tasks_limit: int | None = flag(
+        "the first N questions of each task; 0: all", None, none=0, at_least=0
+    )
+    eval_tasks_allow_code: bool = flag(
+        "the tasks' folder is trusted: its Python functions run, and its keys are not looked at", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

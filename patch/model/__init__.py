@@ -9,7 +9,7 @@ from patch.model.llama import (
     sharded_weights,
     unchanged_weights,
 )
-from patch.model.loss import LearnedTokens, sum_aligned
+from patch.model.loss import LearnedTokens, ScoredTokens, sum_aligned
 from patch.model.packed_sequences import PackedSequences
 from patch.model.weight_init import forget_weights, initialize_weights
 
@@ -20,6 +20,7 @@ __all__ = [
     "LearnedTokens",
     "LlamaModel",
     "PackedSequences",
+    "ScoredTokens",
     "build_llama_model",
     "forget_weights",
     "initialize_weights",

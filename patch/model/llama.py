@@ -44,10 +44,12 @@ from patch.model.hf_order import AlignedOutput, sources_of
 from patch.model.linear import give_product
 from patch.model.loss import (
     LearnedTokens,
+    ScoredTokens,
     VocabularyPart,
     aligned_losses,
     hide_padded_vocabulary,
     linear_cross_entropy,
+    log_probabilities,
 )
 from patch.model.packed_sequences import give_own_positions
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
@@ -61,7 +63,8 @@ class LlamaModel(GPTModel):
     or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
     tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
     With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, or each
-    token's loss if its gradient is not known, computed without all logits at once.
+    token's loss if its gradient is not known, computed without all logits at once; with `ScoredTokens` come
+    their log-probabilities out.
 
     Args:
         blueprint: what the model is built from.
@@ -127,16 +130,21 @@ class LlamaModel(GPTModel):
         hidden_states: torch.Tensor,
         *args: Any,
         labels: torch.Tensor | None,
-        loss_mask: LearnedTokens | None,
+        loss_mask: LearnedTokens | ScoredTokens | None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """What follows the layers: GPTModel's, or the summed loss of `loss_mask`."""
+        """What follows the layers: GPTModel's, or the summed loss or the scores of `loss_mask`."""
         if self.post_process and labels is not None and loss_mask is not None:
             return self.summed_loss(hidden_states, labels, loss_mask)
         return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
 
-    def summed_loss(self, hidden: torch.Tensor, labels: torch.Tensor, learned: LearnedTokens) -> torch.Tensor:
-        """The sum of the learned tokens' losses, from hidden states [S, B, H], with SP [S / TP, B, H]."""
+    def summed_loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, learned: LearnedTokens | ScoredTokens
+    ) -> torch.Tensor:
+        """The sum of the learned tokens' losses, from hidden states [S, B, H], with SP [S / TP, B, H].
+
+        Of scored tokens it is what `log_probabilities` gives.
+        """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
@@ -147,6 +155,8 @@ class LlamaModel(GPTModel):
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         part = VocabularyPart(group.rank() * len(weight), self.num_vocab_rows, group)
+        if isinstance(learned, ScoredTokens):
+            return log_probabilities(hidden, weight, learned.choices, part)
         return linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=self._is_fused)
 
     def setup_embeddings_and_output_layer(self) -> None:

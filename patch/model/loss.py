@@ -38,6 +38,13 @@ class LearnedTokens(NamedTuple):
     result is rescaled (one extra rounding). None: it is not known; then each token's own loss comes out."""
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens whose log-probabilities are asked for; nothing is learned from them."""
+
+    choices: torch.Tensor
+    """int64 [B, S, K]: ids of tokens that may follow each token, -1 for none; with CP this rank's part."""
+
+
 class VocabularyPart(NamedTuple):
     """The part of the vocabulary that this TP rank has."""
 
@@ -78,6 +85,47 @@ def linear_cross_entropy(
     chunk = chunk or chunk_length(*weight.shape)
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
     return _LinearCrossEntropy.apply(hidden, weight, labels, learned, _How(part, chunk, is_fused, needed))
+
+
+def log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, choices: torch.Tensor, part: VocabularyPart
+) -> torch.Tensor:
+    """The log-probabilities of tokens, and the likeliest tokens, chunk by chunk over those asked for.
+
+    Args:
+        hidden: [S, B, H], equal on all TP ranks.
+        weight: [V, H].
+        choices: [B, S, K], see `ScoredTokens`.
+        part: see there.
+    Returns:
+        [1 + K, B, S] float32, equal on all TP ranks: the id of the likeliest token (the lowest of equals;
+        float32 has all ids below 2**24), then each choice's log-probability; 0 where nothing is asked.
+    """
+    is_asked = (choices >= 0).any(dim=2)
+    chunk = chunk_length(*weight.shape)
+    chunks = zip(hidden.transpose(0, 1)[is_asked].split(chunk), choices[is_asked].split(chunk), strict=True)
+    found = [_scores(torch.mm(own, weight.t()).float(), ids, part) for own, ids in chunks]
+    scores = hidden.new_zeros(*is_asked.shape, 1 + choices.shape[2], dtype=torch.float32)
+    scores[is_asked] = torch.cat(found)
+    return scores.permute(2, 0, 1)
+
+
+def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
+    """The likeliest token and the choices' log-probabilities, [T, 1 + K], of logits [T, V]."""
+    first, num_rows, group = part
+    logits[:, num_rows:] = torch.finfo(logits.dtype).min
+    own_largest, rows = logits.max(dim=-1)
+    largest = own_largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    likeliest = torch.where(own_largest == largest, rows + first, torch.iinfo(rows.dtype).max)
+    dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
+    logits -= largest[:, None]
+    rows = choices - first
+    is_own = (rows >= 0) & (rows < logits.shape[1]) & (choices >= 0)
+    chosen = torch.where(is_own, logits.gather(1, torch.where(is_own, rows, 0)), 0.0)
+    sums = torch.cat((logits.exp_().sum(dim=-1, keepdim=True), chosen), dim=1)
+    dist.all_reduce(sums, group=group)
+    return torch.cat((likeliest[:, None].float(), sums[:, 1:] - sums[:, :1].log()), dim=1)
 
 
 class _How(NamedTuple):

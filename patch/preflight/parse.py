@@ -48,7 +48,7 @@ from patch.preflight.stored_shape import (
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
-_PATHS = ("tokenizer_name_or_path", "load", "lora_load", "output_path", "log_dir")
+_PATHS = ("tokenizer_name_or_path", "load", "lora_load", "output_path", "log_dir", "eval_tasks_path")
 _DATA = ("train_data_path", "valid_data_path")
 _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
 """Fields that the user must give if neither a preset nor a config.json sets them."""

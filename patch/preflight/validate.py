@@ -27,6 +27,7 @@ from patch.errors import ConfigError, DataError, nearest
 from patch.families import PRESETS, SHAPE_FIELDS, differences
 from patch.families.adapters import adapters_of
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
+from patch.preflight.eval_tasks import tasks_are_there
 from patch.preflight.stored_shape import adapter_loaded, has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
 from patch.storage.names import (
@@ -251,6 +252,7 @@ FILE_RULES: tuple[Rule, ...] = (
     adapters_are_those_loaded,
     tokenizer_is_there,
     chat_template_is_there,
+    tasks_are_there,
     output_is_writable,
     store_is_there,
     stop_file_is_absent,

@@ -44,6 +44,8 @@ class TrainerHook:
 
     interval = 0
     """`evaluate` is called after so many steps each, and after the last one; 0: never."""
+    at_start = False
+    """Whether it is also called before the first step of a run that begins; such a hook is on every rank."""
 
     def evaluate(self, iteration: int) -> Record:
         """Numbers by name, for the record of this step's evaluation (`on_evaluate`) on this rank.
@@ -143,6 +145,7 @@ class ProgressDisplay(TrainerHook):
             each = ", ".join(f"{key.removeprefix(prefix)} {loss:.4f}" for key, loss in losses.items())
             message += f"  ({each})"
         of_hooks = (key for key in record if key != "iteration" and not key.startswith("valid_"))
+        of_hooks = (key for key in of_hooks if not key.endswith("_stderr"))
         message += "".join(f"  {key} {record[key]:.4f}" for key in of_hooks)
         if self._bar is not None:
             self._bar.print(message)

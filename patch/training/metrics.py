@@ -10,6 +10,8 @@ import os
 import resource
 import socket
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ _OF_PAIRS = {
     "logps": "log-probabilities of answers",
 }
 """Metrics of an objective with pairs, and what the plot says of them."""
+_OF_TASKS = "scores of tasks, with their errors: "
 _MOST_NAMED = 20
 """So many lines have their names beside them."""
 _logger = get_logger(__name__)
@@ -197,7 +200,9 @@ class MetricsLog(TrainerHook):
     def __init__(self, output: Path, start_iteration: int) -> None:
         self.path = output / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_metrics(self.path) if record["iteration"] <= start_iteration]
+        # A run that begins anew is evaluated anew before its first step.
+        known = read_metrics(self.path) if start_iteration else []
+        kept = [record for record in known if record["iteration"] <= start_iteration]
         write_atomically(self.path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
         self._file = self.path.open("ab")
         self._board = _Board(output / TENSORBOARD_FOLDER, start_iteration + 1)
@@ -274,7 +279,7 @@ class LossPlot(TrainerHook):
 
 
 def plot_losses(records: list[Record], path: Path) -> None:
-    """Draw training and validation loss over the steps into a PNG file; below, experts and pairs."""
+    """Draw training and validation loss over the steps into a PNG file; below, experts, pairs and tasks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -287,15 +292,30 @@ def plot_losses(records: list[Record], path: Path) -> None:
     for name, title in _OF_PAIRS.items():
         if lines := [(key, key.split("/")[1], "-") for key in keys if key.startswith(f"{name}/")]:
             panels[title] = lines
+    panels |= _panels_of_tasks(keys)
     figure = Figure(figsize=(8, 5 * len(panels)))
     FigureCanvasAgg(figure)
     for number, (title, lines) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(len(panels), 1, number, xlabel="iteration", ylabel=title)
         for key, label, style in lines:
-            points = [(record["iteration"], record[key]) for record in records if key in record]
-            if points:
+            own = [record for record in records if key in record]
+            if points := [(record["iteration"], record[key]) for record in own]:
                 axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+            if title.startswith(_OF_TASKS):
+                for (iteration, value), record in zip(points, own, strict=True):
+                    error = record.get(f"{key}_stderr", 0.0)
+                    axes.vlines(iteration, value - error, value + error, colors="gray", linewidth=1)
         axes.grid(alpha=0.3)
         if 0 < len(axes.lines) <= _MOST_NAMED:
             axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _panels_of_tasks(keys: Iterable[str]) -> dict[str, list[tuple[str, str, str]]]:
+    """For each metric of tasks its lines: key, name, style."""
+    panels: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    for key in keys:
+        if key.startswith("tasks/") and not key.endswith("_stderr"):
+            _, task, metric = key.split("/", 2)
+            panels[f"{_OF_TASKS}{metric}"].append((key, task, "o-"))
+    return panels

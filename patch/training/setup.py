@@ -205,7 +205,7 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
     adapter, objective = run.config.adapter, run.data.objective
     is_begun = progress is not None and objective.goes_on(run)
     if not is_begun or adapter.lora_rank:
-        _load_start(run)
+        load_start(run)
     if not is_begun and adapter.lora_load:
         with run.optimizer.full_weights():
             import_adapter(run.stages, adapter.lora_load, run.config.model, adapter, run.groups)
@@ -220,7 +220,7 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
         objective.prepare(run)
 
 
-def _load_start(run: Run) -> None:
+def load_start(run: Run) -> None:
     """The weights with which the run began."""
     load, seed = run.config.checkpoint.load, run.config.training.seed
     with run.optimizer.full_weights():

@@ -145,12 +145,13 @@ def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: 
 
     Args:
         run: this rank's parts of the run.
-        batches: its micro-batches.
+        batches: its micro-batches, of one shape.
         divisor: see `StepWork`.
         loss_scale: the factor of the loss before backward; None: forward only.
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     divisor, scale = max(divisor, 1.0), loss_scale or 1.0
+    rows, length = batches[0].tokens.shape
     counts_experts = bool(run.config.model.num_experts) and loss_scale is not None
     for router in routers_of(run.stages) if counts_experts else ():
         router.counts.zero_()
@@ -162,8 +163,8 @@ def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: 
                 data_iterator=[iter(batches) for _ in run.stages],
                 model=run.stages,
                 num_microbatches=len(batches),
-                seq_length=run.config.sample_length,
-                micro_batch_size=run.config.training.micro_batch_size,
+                seq_length=length * run.groups.cp.size(),
+                micro_batch_size=rows,
                 forward_only=loss_scale is None,
             )
     finally:

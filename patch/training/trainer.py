@@ -80,6 +80,10 @@ class Trainer:
         return self._exit_code
 
     def _run_steps(self, steps: range) -> None:
+        at_start = [hook for hook in self._hooks if hook.at_start and not steps.start]
+        if at_start:
+            self._evaluate(0, at_start, has_sets=False)
+            self._step_begin = time.perf_counter()
         try:
             for iteration in steps:
                 self._step(iteration)
@@ -157,7 +161,7 @@ class Trainer:
         record: Record = {"iteration": done}
         if has_sets:
             record |= evaluate(self.run)
-        if self._is_evaluating:
+        if due or self._is_evaluating:
             with evaluating(self.run):
                 for hook in due:
                     record |= hook.evaluate(done)

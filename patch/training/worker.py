@@ -47,14 +47,16 @@ from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTi
 from patch.training.metrics import LossPlot, MetricsLog
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
+from patch.training.tasks.suite import TaskScores
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
 
 _OF_A_MACHINE = frozenset(
     "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
-    "lora_load output_path save stop_file log_dir optimizer_offload_policy optimizer_offload_fraction "
-    "optimizer_offload_auto_threshold optimizer_offload_chunk_size simulated_device_memory".split()
+    "lora_load output_path save stop_file log_dir eval_tasks_path optimizer_offload_policy "
+    "optimizer_offload_fraction optimizer_offload_auto_threshold optimizer_offload_chunk_size "
+    "simulated_device_memory".split()
 )
 """Fields that may differ between machines: places, and where optimizer states lie."""
 
@@ -103,6 +105,8 @@ def _train(config: RunConfig) -> int:
         config = this_run.config
         with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run)
+        if config.data.eval_tasks is not None:
+            hooks.append(TaskScores(this_run))
         exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)

@@ -40,12 +40,13 @@ def declared(root: Path) -> set[str]:
 
 def test_what_is_imported_is_declared(house, declared):
     """Triton comes with torch's CUDA build; DeepSpeed, PEFT and TRL are rivals where they are installed.
+    lm-eval is the extra `tasks`.
 
     Transformer Engine is in requirements-gpu.txt, and imported only where a user asks for its layers.
     """
     distributions = packages_distributions()
     known = sys.stdlib_module_names | {"patch", "toolkits", "examples", "triton", "deepspeed", "datasets"}
-    known |= {"transformer_engine", "peft", "trl"}
+    known |= {"transformer_engine", "peft", "trl", "lm_eval"}
     missing = set()
     for source in house:
         for node in ast.walk(source.tree):
@@ -102,8 +103,8 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
         return subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     commands = [line.split()[0] for line in call("--help").stdout.splitlines()[1:]]
-    names = "train convert merge plan prove doctor preview preprocess inspect timeline align"
-    assert commands == names.split()
+    tools = "merge plan prove doctor preview preprocess inspect timeline evaluate align"
+    assert commands == ["train", "convert", *tools.split()]
     wrong = call("plna")
     assert wrong.returncode == 2 and "did you mean plan?" in wrong.stderr
     planned = call("plan", "--machine", "h100", "--", "--model-size", "1B")

@@ -1,0 +1,160 @@
+"""The tasks of --eval-tasks-path: YAML files in lm-evaluation-harness's form, read without running any of it.
+
+lm-eval runs what a task's `!function` names, loads metrics and data sets that may be programs, and reads
+prompts of other libraries. Here a task has the keys and values that run nothing; others are refused by name.
+What is read here is what lm-eval gets, so it opens no YAML of the folder itself. Data files are looked for
+beside the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from patch.config.positions import refuse
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError, nearest
+from patch.storage.text_files import parse_yaml, read_text
+
+_FIELD = "eval_tasks_path"
+_FORMATS = ("json", "csv", "parquet", "text")
+"""Of Hugging Face's readers those that cannot unpickle, and read files only."""
+_KEYS = {
+    "task": frozenset(
+        "task task_alias tag group group_alias aggregate_metric_list include dataset_path dataset_name "
+        "dataset_kwargs training_split validation_split test_split fewshot_split fewshot_config "
+        "num_fewshot output_type doc_to_text doc_to_target doc_to_choice description target_delimiter "
+        "fewshot_delimiter metric_list generation_kwargs repeats filter_list gen_prefix metadata".split()
+    ),
+    "dataset_kwargs": frozenset("data_files field delimiter column_names".split()),
+    "metric_list": frozenset(
+        "metric aggregation higher_is_better ignore_case ignore_punctuation ignore_numbers "
+        "regexes_to_ignore".split()
+    ),
+}
+"""What a task, its data and each of its metrics may say."""
+_METRICS = (
+    "acc", "acc_norm", "acc_bytes", "acc_mutual_info", "brier_score", "exact_match", "f1", "mcc", "bleu",
+    "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "chrf", "ter",
+)  # fmt: skip
+"""Metrics of lm-eval itself; it would look for others on the hub, and run them."""
+
+
+def task_names(text: str) -> list[str]:
+    """The names in --eval-tasks."""
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
+def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
+    """lm-eval is installed, and the named tasks are in the folder, which runs no code."""
+    data = config.data
+    if data.eval_tasks is None:
+        return
+    if find_spec("lm_eval") is None:
+        why = "it is not installed: pip install 'llama-megatron-patch[tasks]', or lm-eval==0.4.13"
+        refuse("eval_tasks", data.eval_tasks, "none, or lm-evaluation-harness beside this package", why)
+    if not task_names(data.eval_tasks):
+        refuse("eval_tasks", repr(data.eval_tasks), "names: a,b,c", "there is none in it")
+    if data.eval_tasks_path is None:
+        return
+    if not Path(data.eval_tasks_path).is_dir():
+        refuse(_FIELD, data.eval_tasks_path, "a folder of YAML files", "there is no such folder")
+    if data.eval_tasks_allow_code:
+        return
+    names = _names(read_tasks(Path(data.eval_tasks_path)).values())
+    for name in task_names(data.eval_tasks):
+        if name not in names:
+            why = f"{data.eval_tasks_path} has none of that name{nearest(name, sorted(names))}"
+            refuse("eval_tasks", name, "names of tasks, groups or tags", why)
+
+
+def read_tasks(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The tasks and groups of a folder, by their files: what lm-eval may be given.
+
+    Raises:
+        ConfigError: one of them could run code, asks for the network, or cannot be read.
+    """
+    found = {}
+    for file in sorted(folder.rglob("*.yaml")):
+        task = _read(file, folder.resolve(), ())
+        if "task" not in task and "group" not in task:
+            raise _refusal(file, "no `task:` and no `group:`", "the name of a task or a group")
+        found[file] = task
+    return found
+
+
+def _names(tasks: Iterable[Mapping[str, Any]]) -> set[str]:
+    names = set()
+    for task in tasks:
+        tags = task.get("tag") or []
+        names |= {str(task.get("group") or task["task"]), *([tags] if isinstance(tags, str) else tags)}
+    return names
+
+
+def _read(file: Path, root: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """A file's keys, over those of the files that it includes."""
+    if not file.resolve().is_relative_to(root):
+        raise _refusal(file, "a file outside of the folder", "files in it only")
+    if file in before:
+        raise _refusal(file, "a file that includes itself", "an end of its includes")
+    try:
+        own = parse_yaml(read_text(file))
+    except (OSError, ValueError) as error:
+        cure = "YAML without tags (--eval-tasks-allow-code: !function runs)"
+        raise _refusal(file, str(error), cure) from error
+    if not isinstance(own, dict):
+        raise _refusal(file, type(own).__name__, "keys with values")
+    _check(own, file)
+    includes = own.pop("include", None) or []
+    merged: dict[str, Any] = {}
+    for name in [includes] if isinstance(includes, str) else includes:
+        merged |= _read(file.parent / str(name), root, (*before, file))
+    return merged | own
+
+
+def _check(task: dict[str, Any], file: Path) -> None:
+    """Refuse what could run code or ask for the network; data files become whole paths."""
+    _check_keys(task, "task", file)
+    data = task.get("dataset_path")
+    if data is not None and data not in _FORMATS:
+        raise _refusal(file, f"dataset_path {data}", f"one of {', '.join(_FORMATS)}, and data_files")
+    options = task.get("dataset_kwargs") or {}
+    _check_keys(options, "dataset_kwargs", file)
+    if "data_files" in options:
+        options["data_files"] = _whole_paths(options["data_files"], file)
+    for metric in task.get("metric_list") or ():
+        _check_keys(metric, "metric_list", file)
+        if metric.get("metric") not in _METRICS:
+            raise _refusal(file, f"metric {metric.get('metric')}", f"one of {', '.join(_METRICS)}")
+    members = task.get("task")
+    for member in members if isinstance(members, list) else ():
+        if not isinstance(member, str):
+            _check(member, file)
+
+
+def _check_keys(values: Any, kind: str, file: Path) -> None:
+    known = _KEYS[kind]
+    for key in values if isinstance(values, dict) else [repr(values)]:
+        if key not in known:
+            what = f"{key!r} in a {kind}" if kind == "task" else f"{key!r} in {kind}"
+            raise _refusal(file, f"{what}{nearest(str(key), sorted(known))}", "keys that run no code")
+
+
+def _whole_paths(files: Any, task: Path) -> Any:
+    """Data files, which may be a name, several, or some for each split: those beside the task."""
+    if isinstance(files, dict):
+        return {str(split): _whole_paths(own, task) for split, own in files.items()}
+    if isinstance(files, list):
+        return [_whole_paths(file, task) for file in files]
+    path = task.parent / str(files)
+    if "::" in str(files) or not path.is_file():
+        raise _refusal(task, f"data_files {files}", f"a file on this machine: {path} is none")
+    return str(path.resolve())
+
+
+def _refusal(file: Path, got: str, expected: str) -> ConfigError:
+    trust = "--eval-tasks-allow-code trusts the folder"
+    return ConfigError(f"{file}: got {got}, expected {expected}; {trust}", field=_FIELD)

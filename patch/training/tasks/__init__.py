@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness on the model of a run; see README.md."""

@@ -1,0 +1,149 @@
+"""Scores of tasks by all ranks of a run, and the hook that takes them while it trains.
+
+Rank 0 alone has lm-eval, the folder and the documents. What lm-eval asks of the model goes to all ranks, who
+run the forwards; then its scores go to all ranks. So a task that fails does so on all ranks, and none waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch.distributed as dist
+
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.data import load_tokenizer
+from patch.data.order import StepReader
+from patch.device import DeviceContext
+from patch.distributed.collectives import all_or_none, from_rank_0
+from patch.distributed.groups import initialize, shutdown
+from patch.errors import DataError, PatchError
+from patch.logger import get_logger
+from patch.model import build_llama_model
+from patch.progress import LineTimer
+from patch.training.evaluation import evaluating
+from patch.training.hooks import Record, TrainerHook
+from patch.training.objective import Objective
+from patch.training.run_state import random_state, set_random_state
+from patch.training.setup import Run, RunData, build_run_optimizer, load_start
+from patch.training.tasks.scoring import Answer, Question, answers_to
+
+if TYPE_CHECKING:
+    from patch.training.tasks.loading import Tasks
+
+_logger = get_logger(__name__)
+
+
+class TaskScores(TrainerHook):
+    """Scores the model before the first step, each `--eval-tasks-interval` steps and after the last one.
+
+    Every rank has one.
+
+    Args:
+        run: this rank's parts of the run.
+    Raises:
+        PatchError: a task cannot be read; on all ranks.
+    """
+
+    at_start = True
+
+    def __init__(self, run: Run) -> None:
+        self._run, training = run, run.config.training
+        self.interval = run.config.data.eval_tasks_interval or training.train_iters
+        self._tasks: list[Tasks] = []
+        """Rank 0's."""
+        from_rank_0(lambda: _in_our_words(self._load))
+
+    def evaluate(self, iteration: int) -> Record:
+        """The scores of all tasks and their errors, the same on all ranks."""
+        return dict(scores_of(self._run, self._tasks))
+
+    def _load(self) -> None:
+        from patch.training.tasks.loading import Tasks  # it imports lm_eval
+
+        config = self._run.config
+        self._tasks.append(Tasks(config.data, self._run.tokenizer, config.model.max_position_embeddings))
+
+
+def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
+    """What `Tasks.scores` gives; a collective over the job within `evaluating`.
+
+    Args:
+        run: this rank's parts of the run.
+        tasks: rank 0's; of other ranks [].
+    Raises:
+        PatchError: a task fails; on all ranks.
+    """
+    before, timer = random_state(), LineTimer()
+    if dist.get_rank():
+        while True:
+            received: list[Question] | dict[str, float] = from_rank_0(dict)
+            if isinstance(received, dict):
+                set_random_state(before)
+                return received
+            answers_to(run, received)
+    is_answering = False
+
+    def ask(questions: Sequence[Question]) -> list[Answer]:
+        nonlocal is_answering
+        shared = from_rank_0(lambda: list(questions))
+        is_answering = True
+        answers = answers_to(run, shared)
+        is_answering = False
+        return answers
+
+    try:
+        scores = _in_our_words(lambda: tasks[0].scores(ask))
+    except Exception as error:
+        if is_answering:  # the others do not wait for an answer, but in the forward that has failed
+            raise
+        from_rank_0(partial(_fail, error))
+    set_random_state(before)
+    _logger.info("tasks: %d scores in %.1f s", len(scores), timer.elapsed_s())
+    return from_rank_0(lambda: scores)
+
+
+def _in_our_words(work: Callable[[], Any]) -> Any:
+    """What the work of lm-eval gives; its errors are those of the tasks."""
+    try:
+        return work()
+    except (PatchError, MemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"the tasks cannot be evaluated: {reason:.2000}", field="eval_tasks") from error
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
+
+
+def scores_of_weights(config: RunConfig) -> dict[str, float]:
+    """The scores of the weights at --load, on every rank of a job that this process joins and leaves.
+
+    Args:
+        config: a run, of which layout, precision and tasks count. Nothing is trained: there are no gradients
+            and no states.
+    Raises:
+        PatchError: weights, tokenizer or tasks cannot be read; on all ranks.
+    """
+    context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
+    compat.apply(context.is_cuda)
+    groups = initialize(config, context)
+    stages = build_llama_model(config.model, groups, context.device, config.execution)
+    for stage in stages:
+        stage.requires_grad_(False)
+    with all_or_none():
+        tokenizer = load_tokenizer(config.tokenizer_folder)
+    optimizer = build_run_optimizer(stages, config, groups)
+    data = RunData(Objective(config), cast(StepReader, None), {})  # nothing is read
+    run = Run(config, context.device, groups, stages, optimizer, data, tokenizer=tokenizer)
+    load_start(run)
+    hook = TaskScores(run)
+    with evaluating(run):
+        scores = hook.evaluate(0)
+    shutdown()
+    return scores

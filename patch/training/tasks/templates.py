@@ -1,0 +1,91 @@
+"""The templates of tasks, rendered in jinja's sandbox by a process with bounds.
+
+lm-eval renders them in its own process, in an environment without a sandbox. Here a process of
+`bounded_process` renders, so that neither time, nor memory, nor what a template writes is without bounds. A
+text is rendered once: later evaluations of a run find it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+from jinja2 import BaseLoader, StrictUndefined, Template, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval import utils
+
+from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.errors import DataError
+
+_MOST_CHARACTERS = 1 << 20
+"""Of what a template may write for one row."""
+
+
+class _Work(NamedTuple):
+    """What a process renders."""
+
+    template: str
+    row: dict[str, Any]
+
+
+class Templates:
+    """Renders the templates of tasks; its process lives as long as this object."""
+
+    def __init__(self) -> None:
+        self._process = BoundedMap(_render)
+        self._texts: dict[tuple[str, str], str] = {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A context in which lm-eval renders here."""
+        before = utils.apply_template
+        utils.apply_template = self.render
+        try:
+            yield
+        finally:
+            utils.apply_template = before
+
+    def render(self, template: str, doc: dict[str, Any]) -> str:
+        """The text of a template for a row; lm-eval's function of this place.
+
+        Raises:
+            DataError: the template fails, or has no end within the bounds.
+        """
+        key = template, json.dumps(doc, default=str, sort_keys=True)
+        if key not in self._texts:
+            try:
+                ((_, (text,)),) = self._process([[_Work(template, dict(doc))]])
+            except ChildEndedError as error:
+                raise _refusal(template, error.reason) from error
+            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                raise _refusal(template, f"{type(error).__name__}: {error}") from error
+            self._texts[key] = text
+        return self._texts[key]
+
+
+def _refusal(template: str, reason: str) -> DataError:
+    return DataError(f"a task's template {template!r:.200}: {reason:.500}", field="eval_tasks_path")
+
+
+def _render(work: _Work) -> str:
+    """The text, in the process with bounds."""
+    parts, length = [], 0
+    for part in _compiled(work.template).generate(**work.row):
+        length += len(part)
+        if length > _MOST_CHARACTERS:
+            raise ValueError(f"writes more than {_MOST_CHARACTERS} characters for a row")
+        parts.append(part)
+    return "".join(parts)
+
+
+@cache
+def _compiled(template: str) -> Template:
+    """A template in an environment like lm-eval's, but a sandbox."""
+    environment = SandboxedEnvironment(
+        loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters["regex_replace"] = utils.regex_replace
+    return environment.from_string(template)

@@ -1,0 +1,67 @@
+"""A folder of tasks is read as lm-eval reads it, and what would run code or ask the network is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from refusals import refused
+
+from patch.errors import ConfigError
+from patch.preflight.eval_tasks import read_tasks
+
+GOOD = {
+    "task": "good", "tag": ["few", "all"], "dataset_path": "json", "test_split": "test",
+    "dataset_kwargs": {"data_files": {"test": "rows.json"}}, "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}", "doc_to_choice": ["a", "b"], "doc_to_target": "answer",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}  # fmt: skip
+BAD = {
+    "a function": ("doc_to_text: !function utils.text", "could not determine a constructor for the tag"),
+    "a function, included": ("include: _hidden", "could not determine a constructor for the tag"),
+    "Python's own tag": ("doc_to_text: !!python/name:os.system ''", "could not determine a constructor"),
+    "a class": ("class: x", "'class' in a task"),
+    "rows by a function": ("process_docs: x", "'process_docs' in a task"),
+    "results by a function": ("process_results: x", "'process_results' in a task"),
+    "a set by a function": ("custom_dataset: x", "'custom_dataset' in a task"),
+    "another library's prompt": ("use_prompt: 'promptsource:*'", "'use_prompt' in a task"),
+    "unsafe code": ("unsafe_code: true", "'unsafe_code' in a task"),
+    "a reader that unpickles": ("dataset_path: pandas", "dataset_path pandas, expected one of json"),
+    "a set of the hub": ("dataset_path: org/set", "dataset_path org/set"),
+    "a URL": ("dataset_kwargs: {data_files: 'https://a/b.json'}", "data_files https://a/b.json"),
+    "an archive": ("dataset_kwargs: {data_files: 'zip://x::rows.json'}", "data_files zip://x::rows.json"),
+    "code of the hub": ("dataset_kwargs: {trust_remote_code: true}", "'trust_remote_code' in dataset_kwargs"),
+    "a metric of the hub": ("metric_list: [{metric: ./evil.py}]", "metric ./evil.py, expected one of acc"),
+    "its metric, by a key": ("metric_list: [{metric: acc, hf_evaluate: true}]", "'hf_evaluate' in metric_l"),
+    "a member": ("task: [{task: x, process_docs: y}]", "'process_docs' in a task"),
+    "a file outside": ("include: ../outside.yaml", "a file outside of the folder"),
+    "itself": ("include: bad.yaml", "a file that includes itself"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "rows.json").write_text("{}")
+    (folder / "_hidden").write_text("doc_to_text: !function utils.text\n")
+    (tmp_path / "outside.yaml").write_text("task: outside\n")
+    return folder
+
+
+def test_a_task_keeps_what_it_says_and_its_data_is_beside_it(folder: Path) -> None:
+    (folder / "good.yaml").write_text(yaml.safe_dump({**GOOD, "include": "_common"}))
+    (folder / "_common").write_text("num_fewshot: 2\ntag: other\n")
+    ((file, found),) = read_tasks(folder).items()
+    files = {"data_files": {"test": str(folder / "rows.json")}}
+    expected = {**GOOD, "num_fewshot": 2, "dataset_kwargs": files}
+    assert file.name == "good.yaml" and found == expected
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_could_run_code_is_refused_by_name(folder: Path, name: str) -> None:
+    line, why = BAD[name]
+    own = yaml.safe_dump({key: value for key, value in GOOD.items() if not line.startswith(f"{key}:")})
+    (folder / "bad.yaml").write_text(f"{own}{line}\n")
+    with refused(ConfigError, re.escape(why)):
+        read_tasks(folder)

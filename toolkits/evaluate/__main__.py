@@ -1,0 +1,125 @@
+"""llama-patch evaluate: scores of lm-evaluation-harness's tasks, of a Hugging Face folder or a checkpoint.
+
+    llama-patch evaluate FOLDER --tasks a,b --tasks-path DIR [--limit N] [--json FILE] [-- FLAGS OF A RUN]
+
+The model is computed by the code of a run. After `--` follow flags of one, such as
+--tensor-model-parallel-size 2 --nproc-per-node 4 --precision fp32, --tokenizer-name-or-path for a checkpoint
+that knows none, or --eval-tasks-allow-code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":  # a worker, which has no other way to the packages
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from patch.distributed.worker_process import announce_end, begin, claim_error_report, failure  # noqa: E402
+
+begin()  # before anything that takes time or starts threads
+
+from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
+from patch.device import MachineFacts  # noqa: E402
+from patch.errors import PatchError  # noqa: E402
+from patch.logger import configure_logging  # noqa: E402
+from toolkits._arguments import ArgumentParser, output_file, positive, typed  # noqa: E402
+from toolkits.train import RESOLVED  # noqa: E402
+
+_ONE_STEP = (
+    "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1 "
+    "--seq-length 1"
+)
+"""What a run must say and an evaluation does not need."""
+_ROW = 2048
+"""Tokens of a row of several texts."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line, or one of its workers; returns 0, or the exit code of the error."""
+    configure_logging()
+    own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    try:
+        if own[:1] == [RESOLVED]:
+            return _evaluate(read_run(Path(own[1])), own[2])
+        options = _parse(own)
+        with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
+            return _start(options, run, Path(folder))
+    except PatchError as error:
+        if claim_error_report():
+            print(f"ERROR {user_message(error)}", file=sys.stderr)
+        announce_end(failure(error))
+        return error.exit_code
+
+
+def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
+    """Resolve the evaluation as a run of one step that is never made, and start its workers."""
+    from patch.checks.rules import RULES
+    from patch.distributed.launch import launch
+    from patch.plan.resolve import resolve_run
+    from patch.preflight.hub_names import fetch_from_hub
+    from patch.preflight.parse import parse_args
+    from patch.preflight.validate import FILE_RULES
+
+    machine = MachineFacts.probe()
+    own = ["--load", options.model, "--eval-tasks", options.tasks, *_ONE_STEP.split()]
+    own += ["--output-path", str(folder), "--eval-tasks-limit", str(options.limit)]
+    own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
+    invocation = parse_args([*own, *flags], os.environ, machine)
+    config = invocation.config
+    # As many micro-batches as interleaved stages need.
+    batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
+    model = replace(config.model, seq_length=min(_ROW, config.model.max_position_embeddings))
+    config = replace(config, model=model, training=replace(config.training, global_batch_size=batch))
+    for rule in (*RULES, *FILE_RULES):
+        rule(config, machine)
+    config, _ = resolve_run(fetch_from_hub(config, weights=True), machine)
+    result = "" if options.json is None else str(options.json.resolve())
+    if "LOCAL_RANK" in os.environ:
+        return _evaluate(config, result)
+    file = folder / "run.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    command = [RESOLVED, str(file), result]
+    return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
+
+
+def _evaluate(config: RunConfig, result: str) -> int:
+    """Evaluate as one of the workers; the first one shows the scores, and writes them where that is asked."""
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.training.tasks.suite import scores_of_weights
+
+    scores = scores_of_weights(config)
+    if os.environ["RANK"] != "0":
+        return 0
+    for name, score in scores.items():
+        if not name.endswith("_stderr"):
+            error = scores.get(f"{name}_stderr")
+            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}" + (f" +- {error:.4f}" if error else ""))
+    if result:
+        Path(result).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog=typed("python -m toolkits.evaluate"), description=__doc__,
+        usage="%(prog)s FOLDER --tasks LIST [...] [-- FLAGS OF A RUN]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("model", metavar="FOLDER", help="a Hugging Face folder or org/name, or a checkpoint")
+    parser.add_argument("--tasks", required=True, metavar="LIST", help="names of tasks, groups, tags: a,b,c")
+    parser.add_argument("--tasks-path", metavar="DIR", help="folder of their YAML files [those of lm-eval]")
+    parser.add_argument("--limit", type=positive, default=0, metavar="N", help="questions of each [all]")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the scores there")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
