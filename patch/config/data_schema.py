@@ -147,9 +147,6 @@ class CheckpointConfig:
         None,
         none="none",
     )
-    report_project: str | None = flag(
-        "their project (mlflow: experiment); none: what their own variables say", None, none="none"
-    )
 
     @property
     def services(self) -> list[str]:

@@ -231,15 +231,12 @@ def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
 
 def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
     """--report-to names services whose libraries are there."""
-    checkpoint = config.checkpoint
-    if checkpoint.report_project and not checkpoint.services:
-        refuse("report_project", checkpoint.report_project, "none", "there is no --report-to")
-    for name in checkpoint.services:
+    for name in config.checkpoint.services:
         check_choice(name, list(get_args(Service)), "--report-to")
         library = find_spec(name)
         if library is None or library.origin is None:  # without one it is a folder of this name
             why = f"{name} is not installed: pip install {_PACKAGES.get(name, name)}"
-            refuse("report_to", checkpoint.report_to, "services whose libraries are there", why)
+            refuse("report_to", name, "services whose libraries are there", why)
 
 
 def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:

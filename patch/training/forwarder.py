@@ -1,6 +1,6 @@
 """Forwards a run's metrics.jsonl to one service: the program of a process of its own, which imports no torch.
 
-    python -m patch.training.forwarder SERVICE OUTPUT_BASEPATH PROJECT
+    python -m patch.training.forwarder SERVICE OUTPUT_BASEPATH
 
 `reporting.py` starts it. Whatever a service's library does (it raises, hangs, prints, ends the process) it
 does here, and touches no training. log/reported/SERVICE.jsonl has a line for each record that the library
@@ -40,7 +40,7 @@ _NICENESS = 5
 """The process may run on the core of a training thread."""
 _MOST_PARAMETERS = 100
 """mlflow takes so many in one request."""
-_CREDENTIALS = re.compile(r"(\w+://)[^/\s@]*@|(\w+://[^\s?]+)\?\S*")
+_CREDENTIALS = re.compile(r"(\w+://)(?:[^/\s]*@)?([^\s?]*)(?:\?\S*)?")
 
 
 class Target(NamedTuple):
@@ -48,8 +48,6 @@ class Target(NamedTuple):
 
     name: str
     """The name of the run's folder."""
-    project: str | None
-    """None: the library's own variable or default."""
     config: dict[str, Any]
     id: str
     is_new: bool
@@ -61,41 +59,39 @@ class Service(NamedTuple):
 
     id: str
     page: str | None
-    log: Callable[[dict[str, float], int], Any]
-    """Takes values by name, and the step."""
+    log: Callable[..., Any]
+    """Takes values by name, and `step`."""
     close: Callable[[], Any]
 
 
 def without_credentials(text: str) -> str:
     """The text without users, passwords and queries of the URLs in it."""
-    return _CREDENTIALS.sub(lambda match: match[1] or match[2], text)
+    return _CREDENTIALS.sub(r"\1\2", text)
+
+
+def _like_wandb(library: Any, run: Target, **more: str) -> Service:
+    opened = library.init(config=run.config, resume="allow", **more)
+    page = None
+    with suppress(Exception):  # swanlab's has none offline
+        page = opened.url
+    return Service(run.id, page, opened.log, library.finish)
 
 
 def _wandb(library: Any, run: Target) -> Service:
-    opened = library.init(project=run.project, name=run.name, id=run.id, resume="allow", config=run.config)
-    return Service(run.id, opened.url, lambda values, step: opened.log(values, step=step), opened.finish)
-
-
-def _swanlab(library: Any, run: Target) -> Service:
-    opened = library.init(project=run.project, name=run.name, id=run.id, resume="allow", config=run.config)
-    return Service(run.id, None, lambda values, step: opened.log(values, step=step), library.finish)
+    return _like_wandb(library, run, name=run.name, id=run.id)
 
 
 def _trackio(library: Any, run: Target) -> Service:
     # A run is known by its name there, and folders of several runs may be called alike.
-    name, project = f"{run.name}-{run.id[:8]}", run.project or "llama-megatron-patch"
-    opened = library.init(project, name=name, resume="allow", config=run.config, embed=False)
-    return Service(run.id, None, lambda values, step: opened.log(values, step=step), library.finish)
+    project = os.environ.get("TRACKIO_PROJECT", "llama-megatron-patch")  # as transformers reads it
+    return _like_wandb(library, run, name=f"{run.name}-{run.id[:8]}", project=project)
 
 
 def _mlflow(library: Any, run: Target) -> Service:
-    if run.project:
-        library.set_experiment(run.project)
     opened = library.start_run(run_id=None if run.is_new else run.id, run_name=run.name)
-    if run.is_new:  # parameters cannot change there
-        items = list(run.config.items())
-        for first in range(0, len(items), _MOST_PARAMETERS):
-            library.log_params(dict(items[first : first + _MOST_PARAMETERS]))
+    items = list(run.config.items()) if run.is_new else []  # parameters cannot change there
+    for first in range(0, len(items), _MOST_PARAMETERS):
+        library.log_params(dict(items[first : first + _MOST_PARAMETERS]))
 
     def log(values: dict[str, float], step: int) -> None:
         named = {re.sub(r"[^\w. :/-]", "_", name, flags=re.ASCII): value for name, value in values.items()}
@@ -104,7 +100,7 @@ def _mlflow(library: Any, run: Target) -> Service:
     return Service(opened.info.run_id, None, log, library.end_run)
 
 
-_OPEN = {"wandb": _wandb, "mlflow": _mlflow, "swanlab": _swanlab, "trackio": _trackio}
+_OPEN = {"wandb": _wandb, "mlflow": _mlflow, "swanlab": _wandb, "trackio": _trackio}
 
 
 def _config(output: Path) -> dict[str, Any]:
@@ -125,13 +121,11 @@ def _complete_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
     file.seek(-len(line), os.SEEK_CUR)
 
 
-def _forward(
-    name: str, output: Path, project: str | None, reported: IO[bytes], tell: Callable[[str], Any]
-) -> None:
+def _forward(name: str, output: Path, reported: IO[bytes], tell: Callable[[str], Any]) -> None:
     """Open the run, send what was not sent, and then what is written until the run ends."""
     reported.seek(0)
     *_, last = {"id": uuid.uuid4().hex[:21], "sent": None}, *_complete_lines(reported)
-    target = Target(output.name, project, _config(output), last["id"], last["sent"] is None)
+    target = Target(output.name, _config(output), last["id"], last["sent"] is None)
     service = _OPEN[name](importlib.import_module(name), target)
     if service.page:
         tell(service.page)
@@ -146,7 +140,7 @@ def _forward(
                 position = (step, position[1] + 1 if step == position[0] else 1)
                 if position > sent:
                     values = {key: float(value) for key, value in record.items() if value is not None}
-                    service.log(values, step)
+                    service.log(values, step=step)
                     reported.write(json.dumps({"id": service.id, "sent": position}).encode() + b"\n")
                     reported.flush()
                     signal.alarm(limit_s)
@@ -154,25 +148,24 @@ def _forward(
     tell(DONE)
 
 
-def main(name: str, folder: str, project: str) -> int:
+def main(name: str, folder: str) -> int:
     """Forward until the run ends; 0 if everything was sent."""
     os.nice(_NICENESS)
     signal.alarm(HANG_S)
     answer, output = os.dup(1), Path(folder)
+    os.environ["GIT_CEILING_DIRECTORIES"] = str(output.parent)  # swanlab sends the URL of a checkout as it is
     os.dup2(2, 1)  # what the library prints goes where the errors go: nowhere
 
     def tell(text: str) -> None:
         os.write(answer, without_credentials(" ".join(text.split()))[:1000].encode() + b"\n")
 
     try:
-        file = output / REPORTED_FOLDER / f"{name}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a+b") as reported:
+        with (output / REPORTED_FOLDER / f"{name}.jsonl").open("a+b") as reported:
             with suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(reported, fcntl.LOCK_EX)
-            _forward(name, output, project or None, reported, tell)
+            _forward(name, output, reported, tell)
     except BaseException as error:  # noqa: BLE001 - libraries call sys.exit, too
-        tell(f"{type(error).__name__}: {error}")
+        tell(repr(error))
         return 1
     return 0
 

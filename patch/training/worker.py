@@ -141,7 +141,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
         if isinstance(root, RemotePath):
             hooks.append(StoreMetrics(output, root))
         if run.config.checkpoint.services:
-            hooks.append(Reporter(run.config.checkpoint, run.start_iteration))
+            hooks.append(Reporter(output, run.config.checkpoint.services, run.start_iteration))
     return hooks + [hook for make in HOOKS if (hook := make(run)) is not None]
 
 

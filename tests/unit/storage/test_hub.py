@@ -45,12 +45,12 @@ def hub() -> FakeHub:
         yield hub
 
 
-def start(calls: list[str], hub_url: str, home: Path, offline: bool = False) -> subprocess.Popen[str]:
+def start(calls: list[str], hub_url: str, home: Path, offline: bool = False, token: str = "") -> subprocess.Popen[str]:
     """A new process, because the library reads its environment when imported; prints what calls return."""
     code = "from patch.errors import PatchError\nfrom patch.storage.hub import *\n" + "".join(
         f"try: print({call})\nexcept PatchError as error: print(error.exit_code, error)\n" for call in calls
     )
-    own = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline))}
+    own = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline)), "HF_TOKEN": token}
     return subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **own}, cwd=REPOSITORY, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -167,3 +167,31 @@ def test_a_snapshot_of_another_machine_is_a_name_with_its_revision(tmp_path: Pat
 def test_index_that_lies_names_what_is_not_there(tmp_path: Path, place: str, lacking: list[str]) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": {place}}}}}')
     assert lacking_weights(tmp_path) == lacking
+
+
+def test_an_export_becomes_a_repository_and_overwrites_none_without_a_word(tmp_path: Path) -> None:
+    folder, pushed = tmp_path / "hf", tmp_path / "pushed.txt"
+    folder.mkdir()
+    files = {"config.json": b"{}", "model-00001-of-00001.safetensors": b"new weights"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    where = "Path({!r}), {{!r}}, Path({!r}), {{!r}}".format(str(folder), str(pushed))
+    push, ask = f"push_model({where})", f"lack_of_repository({{!r}}, Path({str(pushed)!r}), {{!r}})"
+    calls = [
+        template.format(repo, how)
+        for repo, how in (("acme/one", "private"), ("acme/new", "update"), ("acme/new", "private"), ("acme/open", "public"))
+        for template in (ask, push)
+    ]
+    theirs = {"models/acme/one": MODEL}
+    with serving(theirs) as hub:
+        said_first = said(start(calls, hub.url, tmp_path, token="some"))
+        assert hub.repositories.pop("models/acme/new") == files == hub.repositories.pop("models/acme/open")
+        assert hub.private == {"models/acme/new": True, "models/acme/open": False} and hub.repositories == theirs
+        assert said_first == []
+        hub.repositories["models/acme/new"] = {"README.md": b"by hand", "model-00001-of-00002.safetensors": b"old"}
+        again = [template.format("acme/new", "private") for template in (ask, push)]
+        assert said(start([*again, push.format("acme/one", "update")], hub.url, tmp_path, token="some")) == []
+        assert hub.repositories["models/acme/new"] == {**files, "README.md": b"by hand"}
+        assert hub.repositories["models/acme/one"].keys() == {*files, *MODEL} - set(WEIGHTS) - {"model.safetensors.index.json"}
+        refused = said(start([ask.format("acme/x", "private")], hub.url, tmp_path))
+    assert refused == []
