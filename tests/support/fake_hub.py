@@ -1,4 +1,4 @@
-"""A server that answers as the Hugging Face hub does, as far as huggingface_hub needs it to load and to push.
+"""A server that answers as the Hugging Face hub does, as far as huggingface_hub needs it to load and push.
 
 It takes every token.
 """
@@ -24,8 +24,8 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = {name: dict(files) for name, files in repositories.items()}
         self.sent: list[str] = []
-        self.private: dict[str, bool] = {}
-        """Of the repositories that were created, whether they are private."""
+        self.visible: dict[str, str] = {}
+        """Of the repositories that were created, private or public."""
 
     @property
     def url(self) -> str:
@@ -50,11 +50,11 @@ class _Handler(BaseHTTPRequestHandler):
             repo = f"models/{told['organization']}/{told['name']}"
             if repo in self.server.repositories:
                 return self._reply(409, b"{}", {})
-            self.server.repositories[repo], self.server.private[repo] = {}, told["private"]
+            self.server.repositories[repo], self.server.visible[repo] = {}, told["visibility"]
             answer: object = {"url": f"{self.server.url}/{repo}"}
         elif "/preupload/" in path:
-            files = [{**each, "uploadMode": "regular", "shouldIgnore": False} for each in json.loads(content)["files"]]
-            answer = {"files": files}
+            files = json.loads(content)["files"]
+            answer = {"files": [{**each, "uploadMode": "regular", "shouldIgnore": False} for each in files]}
         else:
             for operation in map(json.loads, content.splitlines()):
                 key, value = operation["key"], operation["value"]
@@ -62,7 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
                     self.server.repositories[repo][value["path"]] = base64.b64decode(value["content"])
                 elif key == "deletedFile":
                     del self.server.repositories[repo][value["path"]]
-            answer = {"commitUrl": self.server.url, "commitOid": REVISION}
+            page = f"{self.server.url}/{repo.removeprefix('models/')}"
+            answer = {"commitUrl": f"{page}/commit/{REVISION}", "commitOid": REVISION}
         self._reply(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _answer(self, *, send_content: bool) -> None:

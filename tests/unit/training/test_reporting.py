@@ -123,7 +123,7 @@ def _losses(output: Path, service: str, found: bytes) -> list[float]:
         return [float(line.split()[1]) for line in file.read_text().splitlines()]
     if service == "trackio":
         with sqlite3.connect(next(output.glob("trackio/*.db"))) as board:
-            rows = [json.loads(text) for (text,) in board.execute("select metrics from metrics order by step")]
+            rows = [json.loads(row[0]) for row in board.execute("select metrics from metrics order by step")]
         return [row["loss"] for row in rows if "loss" in row]
     numbers = [step + 0.5 for step in range(1, 9)]
     return [x for x in numbers if str(x).encode() in found or struct.pack("<d", x) in found]
