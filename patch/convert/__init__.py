@@ -31,7 +31,8 @@ _MODULES = {
 
 __all__ = [
     "CheckpointError", "ConversionError", "Receipt", "adapter_of", "export_adapter", "export_hf",
-    "hf_to_mcore", "import_adapter", "import_hf", "iter_hf_weights", "mcore_to_hf", "merge_adapter", "model_of",
+    "hf_to_mcore", "import_adapter", "import_hf", "iter_hf_weights", "mcore_to_hf", "merge_adapter",
+    "model_of",
 ]  # fmt: skip
 
 

@@ -253,7 +253,7 @@ def lack_of_repository(repo: str, pushed: Path, how: str) -> str:
         HfApi().whoami()
         is_there = HfApi().repo_exists(repo)
     except Exception as error:  # noqa: BLE001 - see `_fetch`
-        return _FORBIDDEN if constants.HF_HUB_OFFLINE else f"the hub says: {_first_line(error)}"
+        return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub says: {_first_line(error)}"
     if how == "update" and not is_there:
         return "there is none to update (--push-to-hub-as update)"
     if is_there and how != "update" and repo not in _created(pushed):
