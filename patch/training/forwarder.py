@@ -35,6 +35,8 @@ HANG_S = 600
 FINISH_S = 20
 """Seconds that a call of a library may take, and the same once the run has ended."""
 DONE = "everything was sent"
+FAILED = 70
+"""The exit code of a process that said why; a library may end it with others."""
 _POLL_S = 1.0
 _NICENESS = 5
 """The process may run on the core of a training thread."""
@@ -166,7 +168,7 @@ def main(name: str, folder: str) -> int:
             _forward(name, output, reported, tell)
     except BaseException as error:  # noqa: BLE001 - libraries call sys.exit, too
         tell(repr(error))
-        return 1
+        return FAILED
     return 0
 
 

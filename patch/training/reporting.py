@@ -20,7 +20,7 @@ from pathlib import Path
 from patch.logger import get_logger
 from patch.storage.names import REPORTED_FOLDER
 from patch.training import forwarder
-from patch.training.forwarder import DONE, FINISH_S
+from patch.training.forwarder import DONE, FAILED, FINISH_S
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
@@ -81,7 +81,7 @@ class _Forwarder:
         lines, level = self._messages.read_text(errors="replace").splitlines(), logging.INFO
         if is_over and DONE not in lines:
             code, level = self._process.returncode, logging.WARNING
-            if code != 1 or not lines:
+            if code != FAILED:
                 lines = ["it did not finish in time" if code is None else f"it ended with exit code {code}"]
             lines = [f"{lines[-1]}; {_CURE}"]
         for line in lines:

@@ -43,7 +43,7 @@ ENDS = {
 }
 
 
-def trained(folder: Path, start: int, steps: range, services: list[str]) -> None:
+def trained(folder: Path, start: int, steps: range, services: list[str], is_killed: bool = False) -> None:
     """The hooks of a run that logs these steps, and evaluates after every second one."""
     log, report = MetricsLog(folder, start), Reporter(folder, services, start)
     for step in steps:
@@ -51,7 +51,12 @@ def trained(folder: Path, start: int, steps: range, services: list[str]) -> None
             for hook in (log, report):
                 hook.on_log({"iteration": step, **records})
     log.close()
-    report.close()
+    if is_killed:  # what the kernel does then
+        for each in report._forwarders:
+            each._process.stdin.close()
+            each._process.wait(30)
+    else:
+        report.close()
 
 
 @pytest.fixture
@@ -79,7 +84,7 @@ def test_each_record_is_sent_once_also_after_a_resume(output: Path, logged: list
     sent = "1 1.5, 2 2.5, 2 2.25, 3 3.5, 4 4.5, 4 4.25, finished"
     assert records == [line.split() for line in sent.split(", ")] and save == "s3://host/x"
     assert logged == ["wandb: https://host/page", "wandb: everything was sent"]
-    trained(output, 2, range(3, 7), ["wandb"])  # steps 3 and 4 a second time
+    trained(output, 2, range(3, 7), ["wandb"], is_killed=True)  # steps 3 and 4 a second time
     assert [line.split() for line in taken(output)][8:] == [
         [run, save], ["5", "5.5"], ["6", "6.5"], ["6", "6.25"], ["finished"]
     ]  # fmt: skip
