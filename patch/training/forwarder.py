@@ -32,7 +32,7 @@ from patch.storage.names import CONFIG_FILE, METRICS_FILE, REPORTED_FOLDER
 from patch.storage.text_files import parse_json, parse_yaml, read_small
 
 HANG_S = 600
-FINISH_S = 20
+FINISH_S = 30
 """Seconds that a call of a library may take, and the same once the run has ended."""
 DONE = "everything was sent"
 FAILED = 70
