@@ -60,6 +60,7 @@ def trained(folder: Path, start: int, steps: range, services: list[str], is_kill
             each._process.wait(30)
     else:
         report.close()
+    assert all(each._process.poll() is not None for each in report._forwarders)
 
 
 @pytest.fixture
