@@ -27,6 +27,8 @@ from patch.preflight.hub_names import fetch_from_hub, weights_here
 from patch.preflight.parse import Invocation, parse_args
 from patch.preflight.resume_guard import resume_notes
 from patch.preflight.validate import run_warnings, validate_run
+from patch.storage.hub import push_model
+from patch.storage.names import HF_FOLDER, PUSHED_FILE
 from patch.training import OBJECTIVES
 from toolkits.train import RESOLVED
 
@@ -67,7 +69,7 @@ def start(argv: list[str], script: Path) -> int:
         from patch.plan.cures import refuse_what_cannot_fit  # a run that fits does not need it
 
         refuse_what_cannot_fit(invocation.config, machine)
-    return 0 if invocation.dry_run else _launch(invocation, machine, script)
+    return 0 if invocation.dry_run else _launch(invocation, machine, script) or _push(invocation)
 
 
 def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:
@@ -92,6 +94,17 @@ def _launch(invocation: Invocation, machine: MachineFacts, script: Path) -> int:
         file.write_text(to_yaml(config), encoding="utf-8")
         command = [RESOLVED, str(file)]
         return launch(script, command, config, invocation.rendezvous, machine)
+
+
+def _push(invocation: Invocation) -> int:
+    """Upload the exported model, on the first machine; here no rank waits for it."""
+    config = invocation.config.checkpoint
+    if config.push_to_hub and not invocation.rendezvous.node_rank:
+        output = Path(config.output_path)
+        _logger.info("%s is uploaded", output / HF_FOLDER)
+        page = push_model(output / HF_FOLDER, config.push_to_hub, output / PUSHED_FILE, config.push_to_hub_as)
+        _logger.info("pushed to %s", page)
+    return 0
 
 
 def _describe(invocation: Invocation, machine: MachineFacts) -> None:
@@ -123,6 +136,8 @@ def _work(config: RunConfig, machine: MachineFacts) -> None:
         )
     if parallel.log_dir:
         raise ConfigError(f"got {parallel.log_dir}, expected none: {who} writes its log", field="log_dir")
+    if (repo := config.checkpoint.push_to_hub) is not None:
+        raise ConfigError(f"got {repo}, expected none: {who} ends it; push hf/ later", field="push_to_hub")
     if os.environ.get("RANK") == "0":
         _say_memory(config, machine)
     from patch.compat import quick_start

@@ -76,6 +76,12 @@ DatasetType = Literal["idxmap", "raw"]
 BuiltInTemplate = Literal["chatml", "llama3", "alpaca", "plain"]
 """Chat templates for models without one."""
 
+Service = Literal["wandb", "mlflow", "swanlab", "trackio"]
+"""Where metrics are reported (`--report-to`)."""
+
+PushAs = Literal["private", "public", "update"]
+"""What the exported model becomes on the hub: a new repository, or a commit of one that is there."""
+
 TrainOn = Literal["all", "last"]
 """The turns of the assistant that the loss covers."""
 

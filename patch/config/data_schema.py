@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from patch.config.choices import DatasetType, InputJoin, LongSamples, TokenizerType, TrainOn
+from patch.config.choices import DatasetType, InputJoin, LongSamples, PushAs, TokenizerType, TrainOn
 from patch.flag_field import flag
 
 
@@ -144,6 +144,14 @@ class CheckpointConfig:
         "the checkpoint of the last step has no optimizer states: no longer run can resume from it", False
     )
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
+    push_to_hub: str | None = flag(
+        "ORG/NAME: the exported model (--export-hf) is uploaded to this repository of the hub",
+        None,
+        none="none",
+    )
+    push_to_hub_as: PushAs = flag(
+        "a new repository, private or public, or an update of one that is there", "private"
+    )
     stop_file: str | None = flag(
         "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
         None,
@@ -155,3 +163,13 @@ class CheckpointConfig:
         None,
         none="none",
     )
+    report_to: str | None = flag(
+        "services that get the metrics: some of wandb, mlflow, swanlab, trackio, separated by commas",
+        None,
+        none="none",
+    )
+
+    @property
+    def services(self) -> list[str]:
+        """The names in `report_to`, once each."""
+        return list(dict.fromkeys(name.strip() for name in (self.report_to or "").split(",") if name.strip()))

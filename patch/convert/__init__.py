@@ -1,9 +1,9 @@
 """Hugging Face <-> megatron-core conversion; see README.md.
 
 Files: `hf_to_mcore`, `mcore_to_hf`, in one process without a process group. A live model that is cut over TP,
-PP and VPP: `import_hf`, `export_hf`, `iter_hf_weights`; `model_of` reads the shape that they ask for. PEFT's
-adapters: `merge_adapter` of files, `import_adapter` and `export_adapter` of a live model; `adapter_of` reads
-what they are. None of them needs `compat.apply`; the host's model on a CPU does.
+PP and VPP: `import_hf`, `export_hf`, `iter_hf_weights` with its `Receipt`; `model_of` reads the shape that
+they ask for. PEFT's adapters: `merge_adapter` of files, `import_adapter` and `export_adapter` of a live
+model; `adapter_of` reads what they are. None of them needs `compat.apply`; the host's model on a CPU does.
 
 What cannot be read, written or does not fit raises a `ConversionError` of `patch.errors`; a damaged
 checkpoint a `CheckpointError`. Both say what was expected, and on every rank.
@@ -17,7 +17,7 @@ from patch.errors import CheckpointError, ConversionError
 if TYPE_CHECKING:
     from patch.convert.hf_config_files import model_of
     from patch.convert.live_adapters import export_adapter, import_adapter
-    from patch.convert.live_weights import export_hf, import_hf, iter_hf_weights
+    from patch.convert.live_weights import Receipt, export_hf, import_hf, iter_hf_weights
     from patch.convert.merge import adapter_of, merge_adapter
     from patch.convert.offline import hf_to_mcore, mcore_to_hf
 
@@ -25,13 +25,14 @@ _MODULES = {
     "model_of": "hf_config_files", "export_hf": "live_weights", "import_hf": "live_weights",
     "iter_hf_weights": "live_weights", "mcore_to_hf": "offline", "hf_to_mcore": "offline",
     "export_adapter": "live_adapters", "import_adapter": "live_adapters", "adapter_of": "merge",
-    "merge_adapter": "merge",
+    "merge_adapter": "merge", "Receipt": "live_weights",
 }  # fmt: skip
 """Imported where they are asked for (PEP 562): most users need one way of conversion."""
 
 __all__ = [
-    "CheckpointError", "ConversionError", "adapter_of", "export_adapter", "export_hf", "hf_to_mcore",
-    "import_adapter", "import_hf", "iter_hf_weights", "mcore_to_hf", "merge_adapter", "model_of",
+    "CheckpointError", "ConversionError", "Receipt", "adapter_of", "export_adapter", "export_hf",
+    "hf_to_mcore", "import_adapter", "import_hf", "iter_hf_weights", "mcore_to_hf", "merge_adapter",
+    "model_of",
 ]  # fmt: skip
 
 

@@ -6,8 +6,9 @@ In an export all pipeline stages write at the same time, tensor by tensor.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -147,6 +148,29 @@ def iter_hf_weights(
             if shards and (to_all or tp.rank() == 0):
                 names = [tensor.name for tensor in mapping.hf]
                 yield from zip(names, mapping.megatron_to_hf(shards, device), strict=True)
+
+
+class Receipt:
+    """What was handed to another program: shape, type and CRC-32 of each tensor's bytes, by its name.
+
+    A program that hands weights over again and again keeps one, and learns from `num_changed` whether they
+    have moved, and from its own checksums whether they have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+        self.num_changed = 0
+        """Tensors of the last hand-over that differ from those of the one before, or were not in it."""
+
+    def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of `iter_hf_weights` as they come, noted."""
+        self.num_changed = 0
+        for name, tensor in weights:
+            content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            entry = (tuple(tensor.shape), tensor.dtype, zlib.crc32(content.data))
+            self.num_changed += self.entries.get(name) != entry
+            self.entries[name] = entry
+            yield name, tensor
 
 
 def mapped_parameters(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from filecmp import cmp
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -17,9 +18,9 @@ from patch.checks.layout import fewer_machines_suffice
 from patch.checks.notes import notes
 from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
-from patch.config.choices import BuiltInTemplate
+from patch.config.choices import BuiltInTemplate, Service
 from patch.config.data_spec import nearest_set, parse_data, set_files
-from patch.config.fields import FIELDS, scalar_of
+from patch.config.fields import FIELDS, check_choice, scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -29,8 +30,9 @@ from patch.families.adapters import adapters_of
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.eval_tasks import tasks_are_there
 from patch.preflight.stored_shape import adapter_loaded, has_hf_config, is_hf_folder, run_behind, shape_at
-from patch.storage.hub import hub_name
+from patch.storage.hub import hub_name, lack_of_repository
 from patch.storage.names import (
+    PUSHED_FILE,
     RELEASE,
     TOKENIZER_FILES,
     TRACKER,
@@ -42,6 +44,9 @@ from patch.storage.names import (
 )
 from patch.storage.places import AnyPath, any_path
 from patch.storage.remote import RemotePath, is_url
+
+_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""Packages of services that are called otherwise than what is imported; this one has no server."""
 
 
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -225,6 +230,29 @@ def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
         refuse("output_path", path, "a folder that can be written", f"{nearest} is not writable")
 
 
+def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
+    """--report-to names services whose libraries are there."""
+    for name in config.checkpoint.services:
+        check_choice(name, list(get_args(Service)), "--report-to")
+        library = find_spec(name)
+        if library is None or library.origin is None:  # without one it is a folder of this name
+            why = f"{name} is not installed: pip install {_PACKAGES.get(name, name)}"
+            refuse("report_to", name, "services whose libraries are there", why)
+
+
+def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:
+    """--push-to-hub is a repository that the export may become."""
+    repo, how = config.checkpoint.push_to_hub, config.checkpoint.push_to_hub_as
+    if repo is None:
+        if how != "private":
+            refuse("push_to_hub_as", how, "private", "there is no --push-to-hub")
+        return
+    if not config.checkpoint.export_hf:
+        refuse("push_to_hub", repo, "none, or --export-hf", "nothing is exported")
+    if lack := lack_of_repository(repo, Path(config.checkpoint.output_path) / PUSHED_FILE, how):
+        refuse("push_to_hub", repo, "ORG/NAME of a repository that the run may create", lack)
+
+
 def stop_file_is_absent(config: RunConfig, machine: MachineFacts) -> None:
     """Nobody has asked the run to stop; it would end after its first step."""
     if os.path.exists(config.stop_file):
@@ -255,6 +283,8 @@ FILE_RULES: tuple[Rule, ...] = (
     tasks_are_there,
     output_is_writable,
     store_is_there,
+    services_are_installed,
+    hub_takes_the_export,
     stop_file_is_absent,
 )
 

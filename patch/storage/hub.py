@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from patch.errors import ConfigError, DataError, PatchError
+from patch.errors import CheckpointError, ConfigError, DataError, PatchError
 from patch.logger import get_logger
+from patch.storage.atomic import write_atomically
 from patch.storage.names import (
     DATA_SUFFIXES,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -229,4 +230,57 @@ def _reason(error: Exception, name: HubName, *, offline: bool) -> str:
         return f"the hub does not have its revision {name.revision}"
     if isinstance(error, RepositoryNotFoundError):
         return f"the hub has no {name.kind} of that name, or it is private (hf auth login, or HF_TOKEN)"
-    return f"it cannot be downloaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"
+    return f"it cannot be downloaded: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+
+
+def lack_of_repository(repo: str, pushed: Path, how: str) -> str:
+    """Why a run may not push its model to a repository of the hub; "" if it may.
+
+    Args:
+        repo: org/name.
+        pushed: the file with the repositories that this run has created.
+        how: private or public, as a new repository, or update.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if not _has_form(repo):
+        return "it is no such name"
+    try:
+        HfApi().whoami()
+        is_there = HfApi().repo_exists(repo)
+    except Exception as error:  # noqa: BLE001 - see `_fetch`
+        return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub says: {_first_line(error)}"
+    if how == "update" and not is_there:
+        return "there is none to update (--push-to-hub-as update)"
+    if is_there and how != "update" and repo not in _created(pushed):
+        return "there is one already, which this run has not created; --push-to-hub-as update overwrites it"
+    return ""
+
+
+def push_model(folder: Path, repo: str, pushed: Path, how: str) -> str:
+    """Upload an exported model; its address. See `lack_of_repository`.
+
+    Raises:
+        CheckpointError: the hub refuses it, or has such a repository that this run has not created.
+    """
+    from huggingface_hub import HfApi, constants
+
+    api, created = HfApi(), _created(pushed)
+    try:
+        if how != "update" and repo not in created:
+            api.create_repo(repo, private=how == "private")
+            write_atomically(pushed, "".join(f"{name}\n" for name in (*created, repo)))
+        old = ["model*.safetensors", SAFE_WEIGHTS_INDEX_NAME]
+        api.upload_folder(repo_id=repo, folder_path=folder, delete_patterns=old)
+    except Exception as error:  # noqa: BLE001 - see `_fetch`
+        message = f"{folder} was not pushed to {repo}: {_first_line(error)}; the same command tries again"
+        raise CheckpointError(message, field="push_to_hub") from error
+    return f"{constants.ENDPOINT}/{repo}"
+
+
+def _created(pushed: Path) -> list[str]:
+    return pushed.read_text().split() if pushed.is_file() else []

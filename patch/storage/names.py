@@ -11,6 +11,8 @@ OUTPUT_BASEPATH/log/last_saved_iteration.txt                       "100", also o
 OUTPUT_BASEPATH/log/spikes.jsonl                                   losses and gradient norms far above others
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/log/traces/rank_0.json.gz                          steps of --profile, a file a rank
+OUTPUT_BASEPATH/log/reported/wandb.jsonl                           what a service has taken of metrics.jsonl
+OUTPUT_BASEPATH/log/pushed_to_hub.txt                              repositories that this run has created
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
@@ -43,6 +45,8 @@ LAST_SAVED_FILE = "log/last_saved_iteration.txt"
 SPIKES_FILE = "log/spikes.jsonl"
 STACKS_FOLDER = "log/stacks"
 TRACES_FOLDER = "log/traces"
+REPORTED_FOLDER = "log/reported"
+PUSHED_FILE = "log/pushed_to_hub.txt"
 TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
 DATA_CACHE_FOLDER = "data_cache"

@@ -45,6 +45,7 @@ from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTimeForecast, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog
+from patch.training.reporting import Reporter
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.tasks.suite import TaskScores
@@ -143,6 +144,8 @@ def build_hooks(run: Run) -> list[TrainerHook]:
         ]
         if isinstance(root, RemotePath):
             hooks.append(StoreMetrics(output, root))
+        if run.config.checkpoint.services:
+            hooks.append(Reporter(output, run.config.checkpoint.services, run.start_iteration))
     return hooks + [hook for make in HOOKS if (hook := make(run)) is not None]
 
 

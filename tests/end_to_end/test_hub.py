@@ -6,6 +6,7 @@ import pytest
 import yaml
 from end_to_end.conftest import Office
 from end_to_end.shell import call, call_workers, command, losses
+from fake_hub import serving
 from hub_cache import REVISION, add_to_cache, files_in
 from huggingface_hub import constants
 
@@ -76,3 +77,28 @@ def test_names_give_the_run_of_the_same_files(office: Office, cache: Path, tmp_p
     resumed = call([*command(**{**steps, "TRAIN_TOKENS_OR_ITERS": 6}, **named), "--export-hf"], **variables)
     assert resumed.returncode == 0, resumed.stderr
     assert len(losses(tmp_path / "named")) == 6
+
+
+def test_a_run_is_pushed_and_reported_and_its_losses_stay(office: Office, tmp_path: Path) -> None:
+    """One service takes all; the other ends its process with the first record."""
+    taken = f"print(metrics.get('loss'), file=open({str(tmp_path / 'taken')!r}, 'a'))"
+    for name, body in (("trackio", taken), ("wandb", "import os; os._exit(3)")):
+        lines = ["import sys", "init = lambda *_, **__: sys.modules[__name__]", "finish = lambda: None"]
+        lines += ["def log(metrics, step):", f"    {body}"]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    steps = {"TRAIN_TOKENS_OR_ITERS": 4, "SAVE_INTERVAL": 4, "BATCH_SIZE": 4}
+    flags = ["--export-hf", "--push-to-hub", "acme/mine", "--report-to", "trackio,wandb"]
+    variables = {"HF_HUB_OFFLINE": 0, "HF_TOKEN": "some", "PYTHONPATH": tmp_path, "NPROC_PER_NODE": 1}
+    with serving({}) as hub:
+        run = [*command(**steps, **office.positions(tmp_path / "run")), *flags]
+        result = call(run, HF_ENDPOINT=hub.url, **variables)
+        assert result.returncode == 0, result.stderr
+        assert hub.repositories["models/acme/mine"] == files_in(tmp_path / "run" / "hf")
+    ended = "it ended with exit code 3; training is not affected, and the same command sends the rest"
+    assert f"wandb: {ended}" in result.stderr and f"pushed to {hub.url}/acme/mine" in result.stderr
+    assert "trackio: everything was sent" in result.stderr
+    plain = call_workers(1, command(**steps, **office.positions(tmp_path / "plain")))
+    assert plain.returncode == 0, plain.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    sent = (tmp_path / "taken").read_text().split()
+    assert [float(loss) for loss in sent if loss != "None"] == losses(tmp_path / "run")

@@ -1,5 +1,9 @@
-"""A server that answers as the Hugging Face hub does, as far as huggingface_hub needs it to download."""
+"""A server that answers as the Hugging Face hub does, as far as huggingface_hub needs it to load and push.
 
+It takes every token.
+"""
+
+import base64
 import hashlib
 import json
 import threading
@@ -18,8 +22,10 @@ class FakeHub(ThreadingHTTPServer):
 
     def __init__(self, repositories: Repositories) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.repositories = repositories
+        self.repositories = {name: dict(files) for name, files in repositories.items()}
         self.sent: list[str] = []
+        self.visible: dict[str, str] = {}
+        """Of the repositories that were created, private or public."""
 
     @property
     def url(self) -> str:
@@ -36,6 +42,30 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(send_content=True)
 
+    def do_POST(self) -> None:
+        path, content = self.path.strip("/"), self.rfile.read(int(self.headers["Content-Length"]))
+        repo = "/".join(path.split("/")[1:4])
+        if path == "api/repos/create":
+            told = json.loads(content)
+            repo = f"models/{told['organization']}/{told['name']}"
+            if repo in self.server.repositories:
+                return self._reply(409, b"{}", {})
+            self.server.repositories[repo], self.server.visible[repo] = {}, told["visibility"]
+            answer: object = {"url": f"{self.server.url}/{repo}"}
+        elif "/preupload/" in path:
+            files = json.loads(content)["files"]
+            answer = {"files": [{**each, "uploadMode": "regular", "shouldIgnore": False} for each in files]}
+        else:
+            for operation in map(json.loads, content.splitlines()):
+                key, value = operation["key"], operation["value"]
+                if key == "file":
+                    self.server.repositories[repo][value["path"]] = base64.b64decode(value["content"])
+                elif key == "deletedFile":
+                    del self.server.repositories[repo][value["path"]]
+            page = f"{self.server.url}/{repo.removeprefix('models/')}"
+            answer = {"commitUrl": f"{page}/commit/{REVISION}", "commitOid": REVISION}
+        self._reply(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
     def _answer(self, *, send_content: bool) -> None:
         path = self.path.split("?")[0].strip("/")
         if path.startswith("api/"):
@@ -50,6 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(200, content, {"X-Repo-Commit": REVISION, "ETag": f'"{_digest(content)}"'}, send_content)
 
     def _answer_api(self, path: str) -> None:
+        if path == "whoami-v2":
+            known = "Authorization" in self.headers
+            return self._reply(200 if known else 401, b'{"name": "me", "orgs": []}', {})
         repo = "/".join(path.split("/")[:3])
         files = self.server.repositories.get(repo)
         if files is None:
@@ -68,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if send_content and self.command == "GET":
+        if send_content and self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:

@@ -6,6 +6,7 @@ And what happens to all ranks when something is wrong on one.
 import os
 import resource
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from full_disk import disk_full_after
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from small_runs import hf_llama, small_run
 from training_runs import build_stages, messages_from
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from patch.convert import export_hf, import_hf, iter_hf_weights
+from patch.convert import Receipt, export_hf, import_hf, iter_hf_weights
 from patch.convert.live_weights import Receivers
 from patch.errors import ConversionError
 
@@ -43,6 +44,22 @@ def _equal(tensors: dict[str, torch.Tensor], folder: Path) -> bool:
         tensor.dtype == stored[name].dtype and torch.equal(tensor, stored[name])
         for name, tensor in tensors.items()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_receipt_names_what_is_handed_over_and_counts_what_has_changed(dtype: torch.dtype) -> None:
+    """Its checksums are those of the files that safetensors writes."""
+    weights = {"a": torch.arange(6, dtype=dtype).view(2, 3).T, "b": torch.ones(4, dtype=dtype)}
+    receipt = Receipt()
+    for change, num_changed in ((0, 2), (0, 0), (1, 1)):
+        weights["b"][3] += change
+        handed = dict(receipt.of(weights.items()))
+        assert handed == weights and receipt.num_changed == num_changed
+        stored = load(save({name: tensor.contiguous() for name, tensor in weights.items()}))
+        assert receipt.entries == {
+            name: (tuple(tensor.shape), dtype, zlib.crc32(bytes(tensor.untyped_storage())))
+            for name, tensor in stored.items()
+        }
 
 
 def _iterate(

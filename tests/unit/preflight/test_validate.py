@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from patch.config import to_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
 from patch.preflight.parse import parse_args
-from patch.preflight.validate import validate_run
+from patch.preflight.validate import services_are_installed, validate_run
 
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
 VPP = "--num-layers-per-virtual-pipeline-stage"
@@ -154,3 +155,14 @@ def test_legacy_folder_is_refused_with_the_converters_name(command):
     config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder)).config
     with refused(ConfigError, match=r"mp_rank_\*.*llama-patch convert mcore2hf"):
         validate_run(config, GPUS)
+
+
+def test_a_service_whose_library_is_missing_is_refused(command, tmp_path, monkeypatch):
+    """A folder that a service has left in the current one is no library."""
+    (tmp_path / "mlflow").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    config = command.parse("--report-to=mlflow").config
+    with refused(ConfigError, match="mlflow is not installed: pip install mlflow-skinny"):
+        services_are_installed(config, command.machine)
+    (tmp_path / "mlflow" / "__init__.py").touch()
+    services_are_installed(config, command.machine)

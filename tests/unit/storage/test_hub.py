@@ -45,12 +45,15 @@ def hub() -> FakeHub:
         yield hub
 
 
-def start(calls: list[str], hub_url: str, home: Path, offline: bool = False) -> subprocess.Popen[str]:
+def start(
+    calls: list[str], hub_url: str, home: Path, offline: bool = False, token: str = ""
+) -> subprocess.Popen[str]:
     """A new process, because the library reads its environment when imported; prints what calls return."""
     code = "from patch.errors import PatchError\nfrom patch.storage.hub import *\n" + "".join(
         f"try: print({call})\nexcept PatchError as error: print(error.exit_code, error)\n" for call in calls
     )
     own = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline))}
+    own["HF_TOKEN"] = token
     return subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **own}, cwd=REPOSITORY, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -167,3 +170,34 @@ def test_a_snapshot_of_another_machine_is_a_name_with_its_revision(tmp_path: Pat
 def test_index_that_lies_names_what_is_not_there(tmp_path: Path, place: str, lacking: list[str]) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": {place}}}}}')
     assert lacking_weights(tmp_path) == lacking
+
+
+def test_an_export_becomes_a_repository_and_overwrites_none_without_a_word(tmp_path: Path) -> None:
+    folder, pushed = tmp_path / "hf", tmp_path / "pushed.txt"
+    folder.mkdir()
+    files = {"config.json": b"{}", "model-00001-of-00001.safetensors": b"new weights"}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    ask = f"lack_of_repository({{!r}}, Path({str(pushed)!r}), {{!r}})"
+    push = f"push_model(Path({str(folder)!r}), {{!r}}, Path({str(pushed)!r}), {{!r}})"
+    new = ("acme/new", "private")
+    wanted = ("acme/one", "private"), ("acme/new", "update"), new, ("acme/open", "public")
+    tried = [call.format(*which) for which in wanted for call in (ask, push)]
+    with serving({"models/acme/one": MODEL}) as hub:
+        others, unmade = said(start(tried, hub.url, tmp_path, token="some")), "there is none to update"
+        assert others[0].startswith("there is one already") and others[2].startswith(unmade)
+        assert f"4 {folder} was not pushed to acme/one: Client error '409 Conflict'" in others[1]
+        assert others[3].startswith(f"4 {folder} was not pushed to acme/new: 404")
+        assert others[4:] == ["", f"{hub.url}/acme/new", "", f"{hub.url}/acme/open"]
+        repositories = hub.repositories
+        assert repositories["models/acme/new"] == files == repositories["models/acme/open"]
+        assert hub.visible == {"models/acme/new": "private", "models/acme/open": "public"}
+        assert repositories["models/acme/one"] == MODEL
+        repositories["models/acme/new"] = {"README.md": b"by hand", "model.safetensors": b"old"}
+        tried = [ask.format(*new), push.format(*new), push.format("acme/one", "update")]
+        assert said(start(tried, hub.url, tmp_path, token="some"))[0] == ""
+        assert repositories["models/acme/new"] == {**files, "README.md": b"by hand"}
+        kept = MODEL.keys() - {*WEIGHTS, "model.safetensors.index.json"}
+        assert repositories["models/acme/one"].keys() == kept | files.keys()
+        (nobody,) = said(start([ask.format("acme/x", "private")], hub.url, tmp_path))
+        assert nobody.startswith("the hub says: ")

@@ -1,0 +1,124 @@
+"""A hook that has metrics.jsonl forwarded to services (--report-to), each by a process of its own.
+
+Training waits for none of them, except for a bounded time at the end. What a service did not take then is
+sent when the same command is started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from patch.logger import get_logger
+from patch.storage.names import REPORTED_FOLDER
+from patch.training import forwarder
+from patch.training.forwarder import DONE, FAILED, FINISH_S
+from patch.training.hooks import Record, TrainerHook
+
+_logger = get_logger(__name__)
+
+_RESTART_S = 60.0
+"""A forwarder that has failed is started again so many seconds after its start."""
+_GRACE_S = 1.0
+_CURE = "training is not affected, and the same command sends the rest"
+
+
+class _Forwarder:
+    """The process of one service, which works in the run's folder `output`."""
+
+    def __init__(self, service: str, output: Path) -> None:
+        self._service, self._output = service, output.absolute()
+        self._messages = self._output / REPORTED_FOLDER / f"{service}.txt"
+        self._said: set[str] = set()
+        self._start()
+
+    def _start(self) -> None:
+        """Start the process in a session of its own: Ctrl-C leaves it time to finish."""
+        self._started = time.monotonic()
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
+        command = [sys.executable, "-P", "-m", forwarder.__name__, self._service, str(self._output)]
+        with self._messages.open("wb") as messages:
+            self._process = subprocess.Popen(
+                command, cwd=self._output, env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=messages, stderr=subprocess.DEVNULL, bufsize=0,
+            )  # fmt: skip
+
+    def look(self) -> None:
+        """Log what the process said; start another one where it has failed."""
+        has_failed = self._process.poll() is not None
+        self._tell(is_over=has_failed)
+        if has_failed and time.monotonic() > self._started + _RESTART_S:
+            self._start()
+
+    def end(self) -> None:
+        """Tell the process that the run has ended; what one that has failed left, another one may send."""
+        if self._process.poll() is not None:
+            self._start()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+
+    def finish(self, deadline: float) -> None:
+        """Wait for the end of the process until `deadline`, by time.monotonic(); then kill it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        self._tell(is_over=True)
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the library's own processes
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_S)
+
+    def _tell(self, *, is_over: bool) -> None:
+        """Log each line of the process once; with a warning where it is over before everything was sent."""
+        lines, level = self._messages.read_text(errors="replace").splitlines(), logging.INFO
+        if is_over and DONE not in lines:
+            code, level = self._process.returncode, logging.WARNING
+            if code != FAILED:
+                lines = ["it did not finish in time" if code is None else f"it ended with exit code {code}"]
+            lines = [f"{lines[-1]}; {_CURE}"]
+        for line in lines:
+            if line not in self._said:
+                _logger.log(level, "%s: %s", self._service, line)
+            self._said.add(line)
+
+
+class Reporter(TrainerHook):
+    """Has metrics.jsonl forwarded to services. It is created after `MetricsLog`, on rank 0.
+
+    Args:
+        output: the run's folder.
+        services: their names.
+        start_iteration: steps already done. A run that begins is a new one of the services, too.
+    """
+
+    def __init__(self, output: Path, services: Sequence[str], start_iteration: int) -> None:
+        folder = output / REPORTED_FOLDER
+        if not start_iteration:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._forwarders = [_Forwarder(service, output) for service in services]
+
+    def on_log(self, record: Record) -> None:
+        """Look after the processes."""
+        self._each(_Forwarder.look)
+
+    def close(self) -> None:
+        """Wait until everything was sent, but not for ever."""
+        deadline = time.monotonic() + FINISH_S + _GRACE_S
+        self._each(_Forwarder.end)
+        self._each(lambda each: each.finish(deadline))
+
+    def _each(self, do: Callable[[_Forwarder], None]) -> None:
+        for each in self._forwarders:
+            try:
+                do(each)
+            except OSError as error:  # no memory for a process, a full disk: not the training's
+                _logger.warning("%s was not looked after: %s", REPORTED_FOLDER, error)
