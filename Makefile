@@ -9,7 +9,7 @@ WORKERS ?= 4
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
-.PHONY: help quickstart test test-all checks bench gpu-check gpu-bench
+.PHONY: help quickstart test test-all checks upstream-faults bench gpu-check gpu-bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -42,6 +42,9 @@ checks: .venv/tests-installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/architecture
+
+upstream-faults: .venv/tests-installed  ## what megatron-core computes wrongly, and what is right here: a table (a minute or two)
+	.venv/bin/python -m pytest -q -s -n 0 tests/unit/compat/test_faults.py
 
 bench: .venv/installed  ## every benchmark in toolkits/benchmarks
 	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks.$$name; done

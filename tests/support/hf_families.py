@@ -9,7 +9,7 @@ from small_runs import small_run
 from patch.config.schema import RunConfig
 from patch.preflight.stored_shape import read_hf_config
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
@@ -145,7 +145,7 @@ def family_model(
     prefix, own = {**FAMILIES, **MIXTURES, **OTHERS}[name]
     max_shard_size = changes.pop("max_shard_size", "5GB")
     known = getattr(transformers, f"{prefix}Config")
-    shape = {name: value for name, value in _SHAPE.items() if hasattr(known, name)}
+    shape = {name: value for name, value in SHAPE.items() if hasattr(known, name)}
     config = known(**{**shape, **own, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
