@@ -43,6 +43,7 @@ _GIVEN_ANEW: dict[str, Any] = {
     "optimizer_offload_chunk_size": 1999, "simulated_device_memory": None,
     "columns": None, "chat_template": None, "split": None, "max_dropped_share": 1.0, "data_workers": 1,
     "eval_interval": STEPS, "eval_iters": 1,
+    **{name: field.default for name, field in FIELDS.items() if name.startswith("eval_tasks")},
 }  # fmt: skip
 """Sizes and places that no proof depends on; a rate with which the second step's weights are others; and an
 epsilon with which an update is no mere sign, that the rounding of a small gradient would turn."""
