@@ -228,12 +228,11 @@ def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     has_ends = training.first_last_layers_bf16
     own = 2 + has_ends if stages == 1 else 2 if has_mix or has_ends or extra else 1
     is_uneven = parallel.num_split_layers(model.num_layers) % len(run.stage_layers) > 0
-    layers = [own] * stages
-    if parallel.pipeline_model_parallel_layout is not None:
+    layers, is_by_hand = [own] * stages, parallel.pipeline_model_parallel_layout is not None
+    if is_by_hand:
         counts = _sample(run.stage_layers, stages)
         layers = [own + (count > min(filter(None, counts))) if count else 0 for count in counts]
     num_layers = sum(layers) - extra + (is_uneven and stages > 1)
-    is_by_hand = parallel.pipeline_model_parallel_layout is not None
     in_blocks = training.recompute_method == "uniform" and training.recompute_num_layers > 1
     values = {
         "num_layers": num_layers,

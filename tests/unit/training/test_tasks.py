@@ -214,6 +214,7 @@ def test_a_folder_is_scored_without_a_run(folder: Path, theirs: dict[str, Any]) 
     command += ["--tensor-model-parallel-size", "2", "--lora-load", str(folder / "adapter")]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert theirs["scores with adapters"] != theirs["scores"]
     compare_scores(json.loads(file.read_text()), theirs["scores with adapters"])
     assert "choice/acc_norm" in done.stdout
 
