@@ -21,11 +21,12 @@ def typed(module: str) -> str:
 class ArgumentParser(argparse.ArgumentParser):
     """A parser that takes whole flags only, and refuses an unknown one first of all, with the nearest flag.
 
-    argparse alone would complain of what a misspelled flag leaves missing.
+    argparse alone would complain of what a misspelled flag leaves missing. A description is shown as written.
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
 
     def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type only
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -45,11 +46,12 @@ class ArgumentParser(argparse.ArgumentParser):
         self.error(f"unknown argument {flag}{nearest_flag(flag, known)} (--help lists the flags)")
 
 
-def exit_code_of(work: Callable[[], int | None]) -> int:
+def exit_code_of(work: Callable[[], int | None], say: Callable[[Any], str] = str) -> int:
     """The exit code of a tool's work, 0 for None, or of an error, which is told without a traceback.
 
     Args:
         work: the tool, after its arguments were read; an OSError in it is one of a checkpoint.
+        say: what is told of an error; for tools that take a run's flags `user_message`, which names them.
     """
     from patch.errors import CheckpointError, PatchError
     from patch.logger import configure_logging
@@ -58,8 +60,15 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     try:
         return work() or 0
     except (PatchError, OSError) as error:
-        print(f"ERROR {error}", file=sys.stderr)
-        return (error if isinstance(error, PatchError) else CheckpointError).exit_code
+        own = error if isinstance(error, PatchError) else CheckpointError(str(error))
+        print(f"ERROR {say(own)}", file=sys.stderr)
+        return own.exit_code
+
+
+def at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """A tool's own arguments, and those of a run after `--`."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
 
 
 def positive(text: str) -> int:

@@ -21,25 +21,19 @@ from pathlib import Path
 
 from patch.config import user_message
 from patch.device import MachineFacts
-from patch.errors import ConfigError, PatchError
-from patch.logger import configure_logging
+from patch.errors import ConfigError
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
 from patch.plan.report import plan_json, plan_lines, rank_groups, rank_lines
 from toolkits import _scaling, _search
-from toolkits._arguments import ArgumentParser, output_file, positive, typed
+from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, output_file, positive, typed
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 1 if nothing fits, or the exit code of the error."""
-    configure_logging()
-    own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, run = at_dashes(argv)
     options = _parser().parse_args(own)
-    try:
-        return _plan(options, run)
-    except PatchError as error:
-        print(f"ERROR {user_message(error)}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _plan(options, run), user_message)
 
 
 def _plan(options: argparse.Namespace, argv: list[str]) -> int:
@@ -99,12 +93,8 @@ def _count(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(
-        prog=typed("python -m toolkits.plan"),
-        usage="%(prog)s [--machine NAME] [--nodes N] [...] -- RUN",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "%(prog)s [--machine NAME] [--nodes N] [...] -- RUN"
+    parser = ArgumentParser(prog=typed("python -m toolkits.plan"), usage=usage, description=__doc__)
     parser.add_argument(
         "--machine", default="here", metavar="NAME",
         help="a100, h100, h200, b200 (nodes of eight), here, or a YAML or JSON file of a machine, such as "

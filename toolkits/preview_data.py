@@ -15,10 +15,10 @@ from patch.config.flags import add_flags, fields_of
 from patch.config.positions import read_variables
 from patch.config.schema import DataConfig
 from patch.config.yaml_io import read_yaml
-from patch.errors import ConfigError, PatchError
+from patch.errors import ConfigError
 from patch.preflight.hub_names import fetch_sets, take_models
 from patch.preflight.stored_shape import refuse_other_forms
-from toolkits._arguments import ArgumentParser, output_file, positive, typed
+from toolkits._arguments import ArgumentParser, exit_code_of, output_file, positive, typed
 
 _DATA_FLAGS = (
     "objective",
@@ -43,14 +43,9 @@ _LENGTH = 4096
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     from patch.config import user_message
-    from patch.logger import configure_logging
 
-    configure_logging()
-    try:
-        return _preview(_parser().parse_args(argv))
-    except PatchError as error:
-        print(f"ERROR {user_message(error)}", file=sys.stderr)
-        return error.exit_code
+    options = _parser().parse_args(argv)
+    return exit_code_of(lambda: _preview(options), user_message)
 
 
 def _preview(options: argparse.Namespace) -> int:

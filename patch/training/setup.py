@@ -205,11 +205,7 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
     adapter, objective = run.config.adapter, run.data.objective
     is_begun = progress is not None and objective.goes_on(run)
     if not is_begun or adapter.lora_rank:
-        load_start(run)
-    if not is_begun and adapter.lora_load:
-        with run.optimizer.full_weights():
-            import_adapter(run.stages, adapter.lora_load, run.config.model, adapter, run.groups)
-        run.optimizer.reload_model_params()
+        load_start(run, is_begun=is_begun)
     if not is_begun:
         objective.prepare(run)
     if progress is not None:
@@ -220,9 +216,9 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
         objective.prepare(run)
 
 
-def load_start(run: Run) -> None:
-    """The weights with which the run began."""
-    load, seed = run.config.checkpoint.load, run.config.training.seed
+def load_start(run: Run, *, is_begun: bool = False) -> None:
+    """The weights with which the run begins; of one that is begun without the adapters at --lora-load."""
+    load, seed, adapter = run.config.checkpoint.load, run.config.training.seed, run.config.adapter
     with run.optimizer.full_weights():
         initialize_weights(run.stages, run.config.model, seed, adapters=None if load is None else True)
         if load is None:
@@ -233,6 +229,8 @@ def load_start(run: Run) -> None:
             with all_or_none():
                 folder = any_path(load)
             load_weights(folder, run.stages, run.config)
+        if adapter.lora_load and not is_begun:
+            import_adapter(run.stages, adapter.lora_load, run.config.model, adapter, run.groups)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 

@@ -109,12 +109,8 @@ def _run(arguments: argparse.Namespace) -> Report:
         ratios[name] = [a / b for a, b in zip(rounds[OURS], rounds[PLAIN], strict=True)]
     most = 0.95 if arguments.lora or arguments.dpo else _AIMS[arguments.model]
     aims = [Aim(f"{name}: {OURS} / {PLAIN}", median(values), most) for name, values in ratios.items()]
-    aims += [
-        aim
-        for name in found
-        if arguments.lora and not arguments.dpo
-        for aim in _aims_of_adapters(name, **found[name])
-    ]
+    for name in found if arguments.lora and not arguments.dpo else ():
+        aims += _aims_of_adapters(name, **found[name])
     panel = Panel(f"{OURS} / {PLAIN}, each round", ratios, {"equal": 1.0})
     return Report("", aims, [panel], {"measured": found})
 
@@ -126,9 +122,8 @@ def _aims_of_adapters(name: str, bytes: dict[str, Any], rounds: dict[str, Any], 
         for what, held in bytes.items()
         for of in ("weights", "gradients", "states")
     ]
-    pairs = ((OURS, ALL, 1.0), (IN_4_BITS, ALL, 1.0))
-    times = (Aim(f"{name}: {a} / {b}", ratio(rounds[a], rounds[b]), most) for a, b, most in pairs)
-    return [*aims, *times]
+    own = (OURS, IN_4_BITS)
+    return aims + [Aim(f"{name}: {one} / {ALL}", ratio(rounds[one], rounds[ALL]), 1.0) for one in own]
 
 
 def _cases(only: str | None) -> list[tuple[str, int, int]]:

@@ -71,11 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(
-        prog=typed("python -m toolkits.doctor"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(prog=typed("python -m toolkits.doctor"), description=__doc__)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
         "--nproc", type=positive, metavar="N",

@@ -28,7 +28,7 @@ from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E40
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
-from toolkits._arguments import ArgumentParser, output_file, positive, typed  # noqa: E402
+from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
 
 _ONE_STEP = (
@@ -43,7 +43,7 @@ _ROW = 2048
 def main(argv: list[str]) -> int:
     """Run the command line, or one of its workers; returns 0, or the exit code of the error."""
     configure_logging()
-    own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, run = at_dashes(argv)
     try:
         if own[:1] == [RESOLVED]:
             return _evaluate(read_run(Path(own[1])), own[2])
@@ -108,11 +108,8 @@ def _evaluate(config: RunConfig, result: str) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(
-        prog=typed("python -m toolkits.evaluate"), description=__doc__,
-        usage="%(prog)s FOLDER --tasks LIST [...] [-- FLAGS OF A RUN]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    usage = "%(prog)s FOLDER --tasks LIST [...] [-- FLAGS OF A RUN]"
+    parser = ArgumentParser(prog=typed("python -m toolkits.evaluate"), usage=usage, description=__doc__)
     parser.add_argument("model", metavar="FOLDER", help="a Hugging Face folder or org/name, or a checkpoint")
     parser.add_argument("--tasks", required=True, metavar="LIST", help="names of tasks, groups, tags: a,b,c")
     parser.add_argument("--tasks-path", metavar="DIR", help="folder of their YAML files [those of lm-eval]")

@@ -26,8 +26,7 @@ from patch.config import RunConfig, to_yaml, user_message
 from patch.config.fields import check_choice
 from patch.config.positions import VARIABLES
 from patch.device import MachineFacts
-from patch.errors import ConfigError, PatchError, TrainingError
-from patch.logger import configure_logging
+from patch.errors import ConfigError, TrainingError
 from patch.numbers import counted
 from patch.plan.planned_run import plan_run
 from patch.storage.names import (
@@ -39,7 +38,7 @@ from patch.storage.names import (
     iteration_name,
 )
 from patch.training import OBJECTIVES
-from toolkits._arguments import ArgumentParser, positive, typed
+from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, positive, typed
 from toolkits.doctor.check import run_program
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
 
@@ -60,19 +59,14 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 6 if the proof found a difference, or the exit code of the error."""
-    configure_logging()
-    own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, run = at_dashes(argv)
     options = _parser().parse_args(own)
-    try:
-        if not run:
-            raise ConfigError("no run is given, expected one after `--`, such as -- --config config.yaml")
-        return _prove(options, run)
-    except PatchError as error:
-        print(f"ERROR {user_message(error)}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: _prove(options, run), user_message)
 
 
 def _prove(options: argparse.Namespace, argv: list[str]) -> int:
+    if not argv:
+        raise ConfigError("no run is given, expected one after `--`, such as -- --config config.yaml")
     here = MachineFacts.probe()
     planned = plan_run(argv, options.machine, options.nodes, environ=os.environ, here=here)
     run = planned.resolved
@@ -159,12 +153,8 @@ def _copy_first_step(source: Path, target: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(
-        prog=typed("python -m toolkits.prove"),
-        usage="%(prog)s [--machine NAME] [--nodes N] -- RUN",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "%(prog)s [--machine NAME] [--nodes N] -- RUN"
+    parser = ArgumentParser(prog=typed("python -m toolkits.prove"), usage=usage, description=__doc__)
     parser.add_argument(
         "--machine", default="here", metavar="NAME",
         help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",

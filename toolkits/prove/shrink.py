@@ -43,6 +43,7 @@ _GIVEN_ANEW: dict[str, Any] = {
     "optimizer_offload_chunk_size": 1999, "simulated_device_memory": None,
     "columns": None, "chat_template": None, "split": None, "max_dropped_share": 1.0, "data_workers": 1,
     "eval_interval": STEPS, "eval_iters": 1,
+    **{name: field.default for name, field in FIELDS.items() if name.startswith("eval_tasks")},
 }  # fmt: skip
 """Sizes and places that no proof depends on; a rate with which the second step's weights are others; and an
 epsilon with which an update is no mere sign, that the rounding of a small gradient would turn."""
@@ -227,12 +228,11 @@ def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
     has_ends = training.first_last_layers_bf16
     own = 2 + has_ends if stages == 1 else 2 if has_mix or has_ends or extra else 1
     is_uneven = parallel.num_split_layers(model.num_layers) % len(run.stage_layers) > 0
-    layers = [own] * stages
-    if parallel.pipeline_model_parallel_layout is not None:
+    layers, is_by_hand = [own] * stages, parallel.pipeline_model_parallel_layout is not None
+    if is_by_hand:
         counts = _sample(run.stage_layers, stages)
         layers = [own + (count > min(filter(None, counts))) if count else 0 for count in counts]
     num_layers = sum(layers) - extra + (is_uneven and stages > 1)
-    is_by_hand = parallel.pipeline_model_parallel_layout is not None
     in_blocks = training.recompute_method == "uniform" and training.recompute_num_layers > 1
     values = {
         "num_layers": num_layers,

@@ -86,11 +86,7 @@ def table(lanes: Sequence[RankTrace], step: int) -> str:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(
-        prog=typed("python -m toolkits.timeline"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(prog=typed("python -m toolkits.timeline"), description=__doc__)
     parser.add_argument(
         "traces", nargs="+", type=Path, metavar="TRACE",
         help="the folder of a run with --profile (OUTPUT_BASEPATH), or files of its log/traces",

@@ -150,15 +150,33 @@ def _tile(num_heads: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _gate_and_up(gate_up: tl.tensor, row: tl.tensor, i: tl.tensor, width: tl.tensor) -> tl.tensor:
+    """Columns i of both halves of a row [2 F], the second one as float32; 0 beyond them."""
+    begin = gate_up + row * 2 * width + i
+    return tl.load(begin, i < width, other=0), tl.load(begin + width, i < width, other=0).to(tl.float32)
+
+
+@triton.jit
+def _silu(gate: tl.tensor) -> tl.tensor:
+    wide = gate.to(tl.float32)
+    return tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+
+
+@triton.jit
+def _gradient_of_gate(gate: tl.tensor, up: tl.tensor, of_product: tl.tensor) -> tl.tensor:
+    wide = gate.to(tl.float32)
+    sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
+    of_silu = (of_product * up).to(gate.dtype).to(tl.float32)
+    return of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))
+
+
+@triton.jit
 def _swiglu(gate_up: tl.tensor, product: tl.tensor, width: tl.tensor) -> None:
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
-    gate = tl.load(gate_up + row * 2 * width + i, inside)
-    up = tl.load(gate_up + row * 2 * width + width + i, inside)
-    wide = gate.to(tl.float32)
-    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
-    tl.store(product + row * width + i, silu.to(tl.float32) * up.to(tl.float32), inside)
+    gate, up = _gate_and_up(gate_up, row, i, width)
+    tl.store(product + row * width + i, _silu(gate) * up, inside)
 
 
 @triton.jit
@@ -168,16 +186,10 @@ def _swiglu_backward(
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
-    gate = tl.load(gate_up + row * 2 * width + i, inside)
-    up = tl.load(gate_up + row * 2 * width + width + i, inside).to(tl.float32)
-    wide = gate.to(tl.float32)
+    gate, up = _gate_and_up(gate_up, row, i, width)
     of_product = tl.load(gradient + row * width + i, inside).to(tl.float32)
-    sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
-    of_silu = (of_product * up).to(gate.dtype).to(tl.float32)
-    of_gate = of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))
-    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
-    tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
-    tl.store(of_gate_up + row * 2 * width + width + i, of_product * silu, inside)
+    tl.store(of_gate_up + row * 2 * width + i, _gradient_of_gate(gate, up, of_product), inside)
+    tl.store(of_gate_up + row * 2 * width + width + i, of_product * _silu(gate), inside)
 
 
 @triton.jit
@@ -185,11 +197,8 @@ def _weighted_swiglu(gate_up: tl.tensor, weights: tl.tensor, active: tl.tensor, 
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
-    gate = tl.load(gate_up + row * 2 * width + i, inside)
-    up = tl.load(gate_up + row * 2 * width + width + i, inside)
-    wide = gate.to(tl.float32)
-    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
-    product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    gate, up = _gate_and_up(gate_up, row, i, width)
+    product = (_silu(gate) * up).to(gate.dtype).to(tl.float32)
     tl.store(active + row * width + i, product * tl.load(weights + row).to(tl.float32), inside)
 
 
@@ -205,18 +214,13 @@ def _weighted_swiglu_backward(
     for start in range(0, width, _BLOCK):
         i = start + tl.arange(0, _BLOCK)
         inside = i < width
-        gate = tl.load(gate_up + row * 2 * width + i, inside, other=0)
-        up = tl.load(gate_up + row * 2 * width + width + i, inside, other=0).to(tl.float32)
+        gate, up = _gate_and_up(gate_up, row, i, width)
         of_active = tl.load(gradient + row * width + i, inside, other=0).to(tl.float32)
-        wide = gate.to(tl.float32)
-        sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
-        silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+        silu = _silu(gate)
         product = (silu * up).to(gate.dtype).to(tl.float32)
         sums += of_active * product
         of_product = (of_active * weight).to(gate.dtype).to(tl.float32)
-        of_silu = (of_product * up).to(gate.dtype).to(tl.float32)
-        of_gate = of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))
-        tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
+        tl.store(of_gate_up + row * 2 * width + i, _gradient_of_gate(gate, up, of_product), inside)
         tl.store(of_gate_up + row * 2 * width + width + i, of_product * silu, inside)
         tl.store(active + row * width + i, product * weight, inside)
     tl.store(of_weights + row, tl.sum(sums, axis=0))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import BaseLoader, StrictUndefined, Template, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
@@ -22,13 +22,6 @@ from patch.errors import DataError
 
 _MOST_CHARACTERS = 1 << 20
 """Of what a template may write for one row."""
-
-
-class _Work(NamedTuple):
-    """What a process renders."""
-
-    template: str
-    row: dict[str, Any]
 
 
 class Templates:
@@ -57,7 +50,7 @@ class Templates:
         key = template, json.dumps(doc, default=str, sort_keys=True)
         if key not in self._texts:
             try:
-                ((_, (text,)),) = self._process([[_Work(template, dict(doc))]])
+                ((_, (text,)),) = self._process([[(template, dict(doc))]])
             except ChildEndedError as error:
                 raise _refusal(template, error.reason) from error
             except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -70,10 +63,10 @@ def _refusal(template: str, reason: str) -> DataError:
     return DataError(f"a task's template {template!r:.200}: {reason:.500}", field="eval_tasks_path")
 
 
-def _render(work: _Work) -> str:
-    """The text, in the process with bounds."""
-    parts, length = [], 0
-    for part in _compiled(work.template).generate(**work.row):
+def _render(work: tuple[str, dict[str, Any]]) -> str:
+    """The text of a template and a row, in the process with bounds."""
+    (template, row), parts, length = work, [], 0
+    for part in _compiled(template).generate(**row):
         length += len(part)
         if length > _MOST_CHARACTERS:
             raise ValueError(f"writes more than {_MOST_CHARACTERS} characters for a row")

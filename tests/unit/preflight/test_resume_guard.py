@@ -13,7 +13,6 @@ from patch.preflight.data_record import SetRecord
 from patch.preflight.resume_guard import check_tokens, remember_data, resume_notes
 from patch.preflight.validate import adapters_are_those_loaded
 
-ANEW = "another OUTPUT_BASEPATH"
 WEIGHTS = "this folder as position 22"
 
 

@@ -28,8 +28,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.long
 @pytest.mark.timeout(1200)
@@ -69,7 +67,7 @@ def test_difference_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 WHOLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"tp": 8}, {"tp": 2}),
+    ({"tp": 8, "flags": "--eval-tasks a"}, {"tp": 2}),
     ({"tp": 8, "pp": 4}, {"tp": 2, "pp": 3}),
     ({"tp": 2, "pp": 4, "cp": 2, "dp": 8}, {"dp": 1, "cp": 2, "pp": 2}),
     ({"cp": 4, "flags": "--cp-comm-type p2p"}, {"cp": 4}),
@@ -86,4 +84,5 @@ def test_axes_are_as_small_as_keeps_their_code_paths(
     run = shrunk(planned_run(**whole), tmp_path, is_for_gpus=True)
     sizes = Sizes.of(run.layout)
     assert {name: getattr(sizes, name) for name in small} == small
+    assert run.layout.data.eval_tasks is None, "a model of a few words has no scores"
     assert sizes.processes == run.layout.world_size <= 8 and run.one.world_size == 1

@@ -130,11 +130,12 @@ def calls(model: Any) -> dict[str, list[Any]]:
 
 
 def evaluated_by_lm_eval(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """What its `hf` model says to CALLS, and its scores of the tasks."""
+    """What its `hf` model says to CALLS, and its scores of the tasks; those with PEFT's adapters too."""
     sys.path.append(_FOLDER)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found: dict[str, Any] = {}
@@ -146,8 +147,14 @@ def evaluated_by_lm_eval(rank: int, world_size: int, folder: Path) -> dict[str, 
         if name == "llama":
             os.chdir(folder / "tasks")  # where lm-eval looks for rows.json
             manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
-            scores = lm_eval.simple_evaluate(model, tasks=["both", "further"], task_manager=manager)
-            found["scores"] = scores["results"]
+            adapters = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+            for kind in ("scores", "scores with adapters"):
+                scores = lm_eval.simple_evaluate(model, tasks=["both", "further"], task_manager=manager)
+                found[kind] = scores["results"]
+                if kind == "scores":
+                    hf = get_peft_model(hf, adapters)
+                    hf.save_pretrained(folder / "adapter")
+                    model = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=4, max_length=LENGTH)
     return found
 
 
@@ -199,15 +206,16 @@ def test_answers_of_any_layout_are_lm_evals(folder: Path, theirs: dict[str, Any]
 
 
 def test_a_folder_is_scored_without_a_run(folder: Path, theirs: dict[str, Any]) -> None:
-    """By the command, on two processes."""
+    """By the command, on two processes, with adapters."""
     file, repository = folder / "scores.json", Path(__file__).parents[3]
     own = f"{folder / 'llama'} --tasks both,further --tasks-path {folder / 'tasks'} --json {file}".split()
     command = [sys.executable, "-m", "toolkits.evaluate", *own, "--", "--precision", "fp32"]
     environ = {**os.environ, "PYTHONPATH": f"{repository}:{_FOLDER}", "CUDA_VISIBLE_DEVICES": ""}
-    command += ["--tensor-model-parallel-size", "2"]
+    command += ["--tensor-model-parallel-size", "2", "--lora-load", str(folder / "adapter")]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    compare_scores(json.loads(file.read_text()), theirs["scores"])
+    assert theirs["scores with adapters"] != theirs["scores"]
+    compare_scores(json.loads(file.read_text()), theirs["scores with adapters"])
     assert "choice/acc_norm" in done.stdout
 
 
