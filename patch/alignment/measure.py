@@ -35,7 +35,7 @@ from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
 from patch.families import HfAttention, traits_of
-from patch.families.adapters import adapters_of
+from patch.families.adapters import adapts_experts
 from patch.model import LlamaModel, sources_of
 
 SINGLE_FORM = ("rope",)
@@ -100,8 +100,8 @@ def measure(
         prompts = make_prompts(hf, model.vocab_size, model.max_position_embeddings)
         execution = Execution(precision=precision, adapter=stored.adapter)
         build_ours = partial(rebuild, ours, model, execution, groups, context)
-        adapted = {each.base.part for each in adapters_of(model, stored.adapter)}
-        names = () if "expert" in adapted else sources_of(model)  # PEFT adds those of experts to weights
+        # PEFT adds adapters of experts to their weights.
+        names = () if adapts_experts(model, stored.adapter) else sources_of(model)
         logits = _compare_forms(build_ours, theirs, prompts, model, names)
     return Measurement(
         hf=str(hf),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.families.adapters import BLOCK, adapters_of, base_rows, targets_are_there
+from patch.families.adapters import BLOCK, adapts_experts, base_rows, targets_are_there
 
 
 def adapters_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
@@ -26,8 +26,7 @@ def adapters_are_possible(config: RunConfig, machine: MachineFacts) -> None:
         return
     targets_are_there(config.model, config.adapter)
     beside = f"beside {where('lora_rank')} {rank}"
-    of_experts = [each for each in adapters_of(config.model, config.adapter) if each.base.part == "expert"]
-    if config.model.precision_align is not None and of_experts:
+    if config.model.precision_align is not None and adapts_experts(config.model, config.adapter):
         why = "PEFT adds adapters of experts to their weights: they have no products of their own"
         expected = f"none, or targets at {where('lora_target_modules')} that are not of experts"
         refuse("precision_align", config.model.precision_align, expected, why)

@@ -27,7 +27,7 @@ from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
 from patch.families import TransformerImpl, traits_of
-from patch.families.adapters import adapters_of
+from patch.families.adapters import are_experts_single
 
 FP8_MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -200,8 +200,7 @@ def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
 
 def _groups_products(model: ModelConfig, execution: Execution, machine: MachineFacts) -> bool:
     """Elsewhere torch's grouped product is slow, or wrong where an expert has no token (Blackwell)."""
-    adapted = {each.base.part for each in adapters_of(model, execution.adapter)}
-    if model.num_experts is None or "expert" in adapted or execution.adapter.quantize_base:
+    if model.num_experts is None or are_experts_single(model, execution.adapter):
         return False
     is_hopper = bool(machine.cuda_devices) and machine.compute_capability[0] == _HOPPER
     return is_hopper and PRECISIONS[execution.precision].kept_as == "bf16"

@@ -97,6 +97,11 @@ class DataConfig:
         "the tasks' folder is trusted: its Python functions run, and its keys are not looked at", False
     )
 
+    @property
+    def tasks(self) -> list[str]:
+        """The names in `eval_tasks`."""
+        return _names(self.eval_tasks)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
@@ -172,4 +177,9 @@ class CheckpointConfig:
     @property
     def services(self) -> list[str]:
         """The names in `report_to`, once each."""
-        return list(dict.fromkeys(name.strip() for name in (self.report_to or "").split(",") if name.strip()))
+        return list(dict.fromkeys(_names(self.report_to)))
+
+
+def _names(text: str | None) -> list[str]:
+    """The names in a text, which commas separate."""
+    return [name for name in map(str.strip, (text or "").split(",")) if name]

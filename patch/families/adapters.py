@@ -141,6 +141,16 @@ def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
     return not is_mixed or not any(each.base.part in MLP_PARTS for each in adapters_of(model, adapter))
 
 
+def adapts_experts(model: ModelConfig, adapter: AdapterConfig) -> bool:
+    """Whether experts have adapters."""
+    return any(each.base.part == "expert" for each in adapters_of(model, adapter))
+
+
+def are_experts_single(model: ModelConfig, adapter: AdapterConfig) -> bool:
+    """Whether a rank's experts are computed by layers of their own, one by one: adapted, or in 4 bits."""
+    return bool(adapter.quantize_base) or adapts_experts(model, adapter)
+
+
 def base_rows(model: ModelConfig) -> list[WeightRow]:
     """The parameters that may have adapters, and that `quantize_base` keeps in 4 bits."""
     parts = ("attention", *MLP_PARTS)
@@ -276,7 +286,7 @@ def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) 
         "r": adapter.lora_rank,
         "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
         # PEFT on transformers 5, where experts are one parameter, takes no other for them.
-        "lora_dropout": 0.0 if any(each.base.part == "expert" for each in chosen) else adapter.lora_dropout,
+        "lora_dropout": 0.0 if adapts_experts(model, adapter) else adapter.lora_dropout,
         "use_rslora": adapter.lora_rslora,
         "target_modules": names,
         "bias": "none",

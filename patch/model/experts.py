@@ -216,7 +216,7 @@ class LocalExperts(SequentialMLP):
         sizes = [size for weight in self.local_experts[0].parameters() for size in weight.shape]
         self.is_grouped = is_grouped and not any(size % SIZES for size in sizes)
         for parameter in self.parameters():
-            parameter.series = self  # type: ignore[attr-defined]
+            parameter.series = id(self)  # type: ignore[attr-defined]  # see TrainedParameters.specs
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor

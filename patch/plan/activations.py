@@ -13,7 +13,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
 from patch.families import Kind, WeightRow, attended_channels, traits_of, widths
-from patch.families.adapters import adapters_of
+from patch.families.adapters import adapters_of, are_experts_single
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import by_layer, element_bytes, matrices_per_rank
@@ -142,19 +142,13 @@ def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
     gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
     if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
         # On a CPU one expert after the other has them; layers of their own have kept half of it.
-        is_one = _is_one_by_one(config)
+        is_one = are_experts_single(model, config.adapter)
         share = config.experts.expert_model_parallel_size / model.num_experts if is_one or not cuda else 1
         again = model.expert_width // config.etp_size * ((0 if is_one else 2 * size) + _FP32) * share
         at_once = model.hidden_size * size * (1 if is_one else 2)
         gradients += int(dispatch_of(config).rows * (at_once + again))
         gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
     return gradients
-
-
-def _is_one_by_one(config: RunConfig) -> bool:
-    """Whether experts compute one after the other, by layers of their own: with adapters, or in 4 bits."""
-    adapters = adapters_of(config.model, config.adapter)
-    return bool(config.adapter.quantize_base) or any(each.base.part == "expert" for each in adapters)
 
 
 class _LayerBytes(NamedTuple):
@@ -289,7 +283,7 @@ def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -
     inputs = 0.0  # of experts, kept beside the norm's output
     if model.num_experts:
         inputs = size * dispatch_of(config).rows * model.hidden_size / config.micro_batch_tokens
-    if _is_one_by_one(config):
+    if are_experts_single(model, config.adapter):
         inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
     # Adapters keep them as they are, and weights that stay keep nothing.

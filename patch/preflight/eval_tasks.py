@@ -43,11 +43,6 @@ _METRICS = (
 """Metrics of lm-eval itself; it would look for others on the hub, and run them."""
 
 
-def task_names(text: str) -> list[str]:
-    """The names in --eval-tasks."""
-    return [name for name in map(str.strip, text.split(",")) if name]
-
-
 def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
     """lm-eval is installed, and the named tasks are in the folder, which runs no code."""
     data = config.data
@@ -56,7 +51,7 @@ def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
     if find_spec("lm_eval") is None:
         why = "it is not installed: pip install 'llama-megatron-patch[tasks]', or lm-eval==0.4.13"
         refuse("eval_tasks", data.eval_tasks, "none, or lm-evaluation-harness beside this package", why)
-    if not task_names(data.eval_tasks):
+    if not data.tasks:
         refuse("eval_tasks", repr(data.eval_tasks), "names: a,b,c", "there is none in it")
     if data.eval_tasks_path is None:
         return
@@ -65,7 +60,7 @@ def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
     if data.eval_tasks_allow_code:
         return
     names = _names(read_tasks(Path(data.eval_tasks_path)).values())
-    for name in task_names(data.eval_tasks):
+    for name in data.tasks:
         if name not in names:
             why = f"{data.eval_tasks_path} has none of that name{nearest(name, sorted(names))}"
             refuse("eval_tasks", name, "names of tasks, groups or tags", why)

@@ -92,8 +92,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         threads = max(1, min(2, usable_cores()) // num_ranks)
         run = partial(
             run_ranks, num_ranks=num_ranks, timeout_s=_TIMEOUT_S, threads=threads, model=arguments.model,
-            precision=precision, accumulation=accumulation, lora=arguments.lora,
-            dpo=arguments.dpo,
+            precision=precision, accumulation=accumulation, lora=arguments.lora, dpo=arguments.dpo,
         )  # fmt: skip
         found[name] = run(measure, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation))
         found[name]["bytes"] = {} if arguments.dpo else run(bytes_held)

@@ -20,7 +20,7 @@ from lm_eval.tasks._index import Entry, TaskIndex
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig
-from patch.preflight.eval_tasks import read_tasks, task_names
+from patch.preflight.eval_tasks import read_tasks
 from patch.training.tasks.live_model import LiveModel
 from patch.training.tasks.scoring import Answer, Question
 from patch.training.tasks.templates import Templates
@@ -44,7 +44,7 @@ class Tasks:
         self._limit, self._tokenizer, self._max_length = data.eval_tasks_limit, tokenizer, max_length
         self._templates = Templates()
         with self._surroundings():
-            self._loaded = _manager(data).load(task_names(data.eval_tasks or ""))
+            self._loaded = _manager(data).load(data.tasks)
             for task in self._loaded["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
