@@ -82,13 +82,25 @@ def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """What is said about tasks has tasks, and code is allowed to a folder."""
-    of_tasks = ("eval_tasks_path", "eval_tasks_interval", "eval_tasks_limit", "eval_tasks_allow_code")
-    for field in of_tasks if config.data.eval_tasks is None else ():
-        if value_of(config, field) != FIELDS[field].default:
-            refuse(field, value_of(config, field), "--eval-tasks too", "no task is named")
-    if config.data.eval_tasks_allow_code and config.data.eval_tasks_path is None:
+    """What is said about tasks has tasks, code is allowed to a folder, and the best checkpoint has scores."""
+    data, best, every = config.data, config.checkpoint.metric_for_best_model, config.checkpoint.save_interval
+    for field in FIELDS if data.eval_tasks is None else ():
+        is_of_tasks = field.startswith("eval_tasks_") or field == "metric_for_best_model"
+        if is_of_tasks and value_of(config, field) != FIELDS[field].default:
+            refuse(field, str(scalar_of(config, field)), "--eval-tasks too", "no task is named")
+    if data.eval_tasks_allow_code and data.eval_tasks_path is None:
         refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "its code is meant")
+    if not (data.eval_tasks_fewshot_as_multiturn or data.eval_tasks_apply_chat_template):
+        why = "without a chat there are no turns"
+        refuse("eval_tasks_fewshot_as_multiturn", "false", "--eval-tasks-apply-chat-template too", why)
+    if best is None:
+        return
+    if "/" not in best:
+        refuse("metric_for_best_model", best, "valid_loss or TASK/METRIC, such as cmmlu/acc", "it is neither")
+    interval = data.eval_tasks_interval or 0
+    if not interval or (every % interval and interval % every):
+        why = f"checkpoints of every {every} steps ({where('save_interval')}) need scores of the same step"
+        refuse("eval_tasks_interval", interval, f"{every}, a multiple or a divisor of it", why)
 
 
 def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:

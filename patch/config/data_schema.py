@@ -97,6 +97,18 @@ class DataConfig:
         "the tasks' folder is trusted: its Python functions run, and its keys are not looked at", False
     )
 
+    eval_tasks_num_fewshot: int | None = flag(
+        "examples before each question, but for tasks that say 0; default: as each task says",
+        None,
+        none="default",
+        at_least=0,
+    )
+    eval_tasks_apply_chat_template: bool = flag("questions are messages of the run's chat template", False)
+    eval_tasks_fewshot_as_multiturn: bool = flag(
+        "with --eval-tasks-apply-chat-template: each example is a question and an answer of the chat", True
+    )
+    eval_tasks_system_instruction: str | None = flag("text before all questions; none", None, none="none")
+
     @property
     def tasks(self) -> list[str]:
         """The names in `eval_tasks`."""
@@ -144,6 +156,11 @@ class CheckpointConfig:
         None,
         none=0,
         at_least=0,
+    )
+    metric_for_best_model: str | None = flag(
+        "TASK/METRIC of --eval-tasks by which a checkpoint is the best; valid_loss: the validation loss",
+        None,
+        none="valid_loss",
     )
     save_weights_only_at_end: bool = flag(
         "the checkpoint of the last step has no optimizer states: no longer run can resume from it", False

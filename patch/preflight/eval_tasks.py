@@ -3,12 +3,13 @@
 lm-eval runs what a task's `!function` names, loads metrics and data sets that may be programs, and reads
 prompts of other libraries. Here a task has the keys and values that run nothing; others are refused by name.
 What is read here is what lm-eval gets, so it opens no YAML of the folder itself. Data files are looked for
-beside the task.
+beside the task, and a data set of the hub in the folder of its name: as it is downloaded, so that lm-eval's
+own tasks read it too (`ceval-valid`, `cmmlu`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from patch.storage.text_files import parse_yaml, read_text
 _FIELD = "eval_tasks_path"
 _FORMATS = ("json", "csv", "parquet", "text")
 """Of Hugging Face's readers those that cannot unpickle, and read files only."""
+_READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Of the files of a data set."""
 _KEYS = {
     "task": frozenset(
         "task task_alias tag group group_alias aggregate_metric_list include dataset_path dataset_name "
@@ -59,19 +62,32 @@ def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
         refuse(_FIELD, data.eval_tasks_path, "a folder of YAML files", "there is no such folder")
     if data.eval_tasks_allow_code:
         return
-    names = _names(read_tasks(Path(data.eval_tasks_path)).values())
+    names = _names(read_tasks(Path(data.eval_tasks_path), data.tasks).values())
     for name in data.tasks:
         if name not in names:
             why = f"{data.eval_tasks_path} has none of that name{nearest(name, sorted(names))}"
             refuse("eval_tasks", name, "names of tasks, groups or tags", why)
 
 
-def read_tasks(folder: Path) -> dict[Path, dict[str, Any]]:
+def read_tasks(folder: Path, names: Sequence[str] = ()) -> dict[Path, dict[str, Any]]:
     """The tasks and groups of a folder, by their files: what lm-eval may be given.
 
+    Args:
+        folder: has YAML files, data, or both.
+        names: those that the folder lacks are looked for among lm-eval's own.
     Raises:
         ConfigError: one of them could run code, asks for the network, or cannot be read.
     """
+    found = _read_all(folder)
+    for name in sorted({*names} - _names(found.values())):
+        found |= _of_lm_eval(name)
+    for file, task in found.items():
+        if task.get("dataset_path") not in (None, *_FORMATS):
+            _read_from_folder(task, folder, file)
+    return found
+
+
+def _read_all(folder: Path) -> dict[Path, dict[str, Any]]:
     found = {}
     for file in sorted(folder.rglob("*.yaml")):
         task = _read(file, folder.resolve(), ())
@@ -79,6 +95,38 @@ def read_tasks(folder: Path) -> dict[Path, dict[str, Any]]:
             raise _refusal(file, "no `task:` and no `group:`", "the name of a task or a group")
         found[file] = task
     return found
+
+
+def _of_lm_eval(name: str) -> dict[Path, dict[str, Any]]:
+    """A task or a group of lm-eval's own with its members; their folder has the name's beginning."""
+    package = find_spec("lm_eval")
+    assert package is not None and package.origin is not None, "tasks_are_there has found it"
+    folders = [path for path in Path(package.origin).parent.glob("tasks/*/") if name.startswith(path.name)]
+    found = _read_all(max(folders, key=lambda path: len(path.name))) if folders else {}
+    wanted, names = {}, [name]
+    for wanted_name in names:  # it grows
+        for file, task in found.items():
+            if wanted_name in _names([task]):
+                wanted[file] = task
+                if isinstance(members := task["task"], list):
+                    names += [member for member in members if isinstance(member, str)]
+    return wanted
+
+
+def _read_from_folder(task: dict[str, Any], folder: Path, file: Path) -> None:
+    """Have a task read the files of its data set from the folder, in one of the forms of the hub's files."""
+    path, name = task["dataset_path"], task.pop("dataset_name", None) or ""
+    files = dict[str, list[str]]()
+    for split in {value for key, value in task.items() if key.endswith("_split") and value}:
+        forms = f"{split}/{name}.* {split}/{name}_{split}.* {name}/{split}-* {name}/{split}.*".split()
+        found = [each for form in forms for each in sorted((folder / path).glob(form))]
+        found = [each.resolve() for each in found if each.suffix in _READERS]
+        if not found:
+            expected = f"one of {', '.join(_FORMATS)}, or files there: {' or '.join(forms)}"
+            raise _refusal(file, f"dataset_path {path} without {split} in {folder / path}", expected)
+        files[str(split)] = [*map(str, found)]
+        task["dataset_path"] = _READERS[found[0].suffix]
+    task["dataset_kwargs"] = {"data_files": files}
 
 
 def _names(tasks: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -113,9 +161,6 @@ def _read(file: Path, root: Path, before: tuple[Path, ...]) -> dict[str, Any]:
 def _check(task: dict[str, Any], file: Path) -> None:
     """Refuse what could run code or ask for the network; data files become whole paths."""
     _check_keys(task, "task", file)
-    data = task.get("dataset_path")
-    if data is not None and data not in _FORMATS:
-        raise _refusal(file, f"dataset_path {data}", f"one of {', '.join(_FORMATS)}, and data_files")
     options = task.get("dataset_kwargs") or {}
     _check_keys(options, "dataset_kwargs", file)
     if "data_files" in options:

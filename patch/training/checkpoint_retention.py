@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from patch.checkpoint.manifest import has_saved_lengths
 from patch.checkpoint.retention import (
@@ -41,16 +42,30 @@ CLOSE_S = 60.0
 """Seconds that the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
 
 
+class Measure(NamedTuple):
+    """The metric of which the best checkpoint has the best value."""
+
+    key: str = "valid_loss"
+    """Its name in metrics.jsonl."""
+    is_higher_better: bool = False
+
+    @property
+    def is_of_tasks(self) -> bool:
+        """Whether it is a score, and no loss over the validation sets."""
+        return self.key != "valid_loss"
+
+
 class CheckpointRetention(TrainerHook):
     """Marks the best checkpoint, moves the links, and removes superseded checkpoints in the background.
 
     So no step waits while files are deleted. In a store there are no links, and the checkpoints are also
     looked for in the background.
 
-    The best one has the lowest validation loss; its number is in checkpoint/best_checkpointed_iteration.txt.
-    A checkpoint counts if its step was evaluated on what the last evaluation took, known by its number of
-    learned tokens: losses of other sets cannot be compared. On resume the losses of earlier ones come from
-    metrics.jsonl, so this hook is created after `MetricsLog`, which cuts the file back.
+    The best one has the lowest validation loss, or the best score of a task; its number is in
+    checkpoint/best_checkpointed_iteration.txt. A checkpoint counts if its step was evaluated; for a loss, on
+    what the last evaluation took, known by its number of learned tokens: losses of other sets cannot be
+    compared. On resume the values of earlier ones come from metrics.jsonl, so this hook is created after
+    `MetricsLog`, which cuts the file back.
 
     Args:
         metrics: the run's metrics.jsonl.
@@ -60,6 +75,7 @@ class CheckpointRetention(TrainerHook):
         start_iteration: steps already done: those of the newest checkpoint, or 0.
         weights_only: the iteration whose checkpoint has no optimizer states, so that the last ones before it
             stay; None: there is none.
+        measure: says which is the best.
 
     Raises:
         CheckpointError: the mark cannot be written.
@@ -73,7 +89,9 @@ class CheckpointRetention(TrainerHook):
         retention: Retention,
         start_iteration: int,
         weights_only: int | None = None,
+        measure: Measure = Measure(),  # noqa: B008 - it never changes
     ) -> None:
+        self._measure = measure
         self._root, self._disk, self._retention = root, disk, retention
         self._newest = start_iteration or None
         self._weights_only = set() if weights_only is None else {weights_only}
@@ -81,15 +99,15 @@ class CheckpointRetention(TrainerHook):
         """Checkpoints of later steps, from before this run went back to an older checkpoint; perhaps they are
         damaged."""
         self._saved = {iteration for iteration in complete_iterations(root) if iteration <= start_iteration}
-        self._losses: dict[int, float] = {}
+        self._values: dict[int, float] = {}
+        """Of evaluated steps."""
         self._num_tokens: float | None = None
-        """Learned tokens of the last evaluation, and so of all that `_losses` holds."""
+        """Learned tokens of the last evaluation, and so of all losses that `_values` holds."""
         self._best: int | None = None
         self._has_links = isinstance(root, Path)
         self._removals: list[threading.Thread] = []
         for record in read_metrics(metrics):
-            if record.get("valid_loss") is not None:
-                self._note(record)
+            self._note(record)
         self._mark()
         if self._best is None:
             (root / BEST_TRACKER).unlink(missing_ok=True)
@@ -97,12 +115,10 @@ class CheckpointRetention(TrainerHook):
         self._in_background(self._delete)
 
     def on_evaluate(self, record: Record) -> None:
-        """Note the validation loss; after a signal the checkpoint of this step was saved before."""
-        if "valid_loss" not in record:
-            return
-        self._note(record)
-        self._mark()
-        self._point_links()
+        """Note the metric; after a signal the checkpoint of this step was saved before."""
+        if self._note(record):
+            self._mark()
+            self._point_links()
 
     def on_save(self, iteration: int) -> None:
         """Mark the best checkpoint, move the links, and remove what the new checkpoint supersedes."""
@@ -117,19 +133,25 @@ class CheckpointRetention(TrainerHook):
         else:
             self._in_background(partial(self._remove, self._root, iteration))
 
-    def _note(self, record: Record) -> None:
-        if record.get("valid_tokens") != self._num_tokens:
-            self._losses.clear()
+    def _note(self, record: Record) -> bool:
+        """Keep the metric; whether the record has it."""
+        value = record.get(self._measure.key)
+        if value is None:
+            return False
+        if not self._measure.is_of_tasks and record.get("valid_tokens") != self._num_tokens:
+            self._values.clear()
             self._num_tokens = record.get("valid_tokens")
-        if not math.isnan(record["valid_loss"]):
-            self._losses[record["iteration"]] = record["valid_loss"]
+        if not math.isnan(value):
+            self._values[record["iteration"]] = value
+        return True
 
     def _mark(self) -> None:
-        """Write the file if another checkpoint is the best one; the earlier one of two with equal losses."""
-        candidates = sorted(self._saved & self._losses.keys())
+        """Write the file if another checkpoint is the best one; the earlier one of two with equal values."""
+        candidates = sorted(self._saved & self._values.keys())
         if not candidates:
             return
-        best = min(candidates, key=self._losses.__getitem__)
+        choose = max if self._measure.is_higher_better else min
+        best = choose(candidates, key=self._values.__getitem__)
         if best == self._best:
             return
         tracker = self._root / BEST_TRACKER
@@ -140,8 +162,8 @@ class CheckpointRetention(TrainerHook):
                 _logger.warning("%s was not written: %s", tracker, error.strerror)
                 return
             raise CheckpointError(f"{tracker} was not written: {error}; free space, resume") from error
-        self._best, loss = best, self._losses[best]
-        _logger.info("the checkpoint of step %d is the best so far: validation loss %.4f", best, loss)
+        self._best, value, name = best, self._values[best], self._measure.key.replace("valid_", "validation ")
+        _logger.info("the checkpoint of step %d is the best so far: %s %.4f", best, name, value)
 
     def close(self) -> None:
         """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""

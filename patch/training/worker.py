@@ -39,7 +39,7 @@ from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 from patch.training import HOOKS
-from patch.training.checkpoint_retention import CheckpointRetention
+from patch.training.checkpoint_retention import CheckpointRetention, Measure
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
@@ -104,11 +104,10 @@ def _train(config: RunConfig) -> int:
             written = config if config.training.train_epochs is None else this_run.config
             from_rank_0(lambda: _write_records(written))
         config = this_run.config
+        scores = [TaskScores(this_run)] if config.data.eval_tasks is not None else []
         with fail_together("the run's records cannot be opened", CheckpointError):
-            hooks = build_hooks(this_run)
-        if config.data.eval_tasks is not None:
-            hooks.append(TaskScores(this_run))
-        exit_code = Trainer(this_run, hooks).train()
+            hooks = build_hooks(this_run, *(score.measure for score in scores))
+        exit_code = Trainer(this_run, [*hooks, *scores]).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
     exit_code = announce_end(Reply(exit_code))
@@ -119,8 +118,8 @@ def _train(config: RunConfig) -> int:
     return exit_code
 
 
-def build_hooks(run: Run) -> list[TrainerHook]:
-    """The hooks of this rank, in the order in which they are called."""
+def build_hooks(run: Run, measure: Measure = Measure()) -> list[TrainerHook]:  # noqa: B008 - it never changes
+    """The hooks of this rank, in the order in which they are called; `measure` says which save is best."""
     hooks: list[TrainerHook] = [StepTimeForecast(run.optimizer)]
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
@@ -140,7 +139,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             LastSaved(output),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
-            _retention(run, root),
+            _retention(run, root, measure),
         ]
         if isinstance(root, RemotePath):
             hooks.append(StoreMetrics(output, root))
@@ -149,7 +148,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
     return hooks + [hook for make in HOOKS if (hook := make(run)) is not None]
 
 
-def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
+def _retention(run: Run, root: AnyPath, measure: Measure) -> CheckpointRetention:
     """The hook that removes checkpoints; with --save-retain-every alone, the newest one stays besides."""
     config = run.config.checkpoint
     last, every = config.save_retain_last, config.save_retain_every
@@ -157,7 +156,7 @@ def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
     metrics = Path(config.output_path) / METRICS_FILE
     return CheckpointRetention(
-        metrics, root, disk_root(run.config), retention, run.start_iteration, weights_only
+        metrics, root, disk_root(run.config), retention, run.start_iteration, weights_only, measure
     )
 
 

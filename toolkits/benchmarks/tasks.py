@@ -113,6 +113,7 @@ def _models(folder: Path, groups: ProcessGroupCollection) -> dict[str, Callable[
 
     from patch.training.tasks.live_model import LiveModel
     from patch.training.tasks.scoring import answers_to
+    from patch.training.tasks.templates import Templates
 
     tokenizer = write_tokenizer(folder, [" ".join(_WORDS)])
     torch.manual_seed(0)
@@ -123,7 +124,7 @@ def _models(folder: Path, groups: ProcessGroupCollection) -> dict[str, Callable[
     with run.optimizer.full_weights():
         import_hf(run.stages, folder, config.model, groups)
     run.optimizer.reload_model_params()
-    ours = LiveModel(tokenizer, 1024, partial(answers_to, run))
+    ours = LiveModel(tokenizer, 1024, partial(answers_to, run), Templates(tokenizer).chat)
 
     def ask(requests: Any) -> Any:
         with evaluating(run):

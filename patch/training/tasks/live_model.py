@@ -35,16 +35,21 @@ class LiveModel(TemplateLM):
         tokenizer: of the model.
         max_length: tokens of its longest sequence.
         ask: gives the answers to questions.
+        chat: the text of a conversation, with the beginning of an answer where that is asked.
     """
+
+    tokenizer_name = ""
+    """Nothing is kept under it."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         ask: Callable[[Sequence[Question]], list[Answer]],
+        chat: Callable[[list[dict[str, str]], bool], str],
     ) -> None:
         super().__init__()
-        self.tokenizer, self.max_length, self._ask = tokenizer, max_length, ask
+        self.tokenizer, self.max_length, self._ask, self._chat = tokenizer, max_length, ask, chat
         begin = tokenizer.bos_token_id
         self._begin = int(self.eot_token_id if begin is None else begin)
         self._begin_text = str(tokenizer.decode([self._begin]))
@@ -64,6 +69,12 @@ class LiveModel(TemplateLM):
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._begin_text)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation."""
+        return self._chat(chat_history, add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import copy
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -20,6 +21,8 @@ from lm_eval.tasks._index import Entry, TaskIndex
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig
+from patch.data.chat_templates import ensure_chat_template
+from patch.errors import ConfigError, nearest
 from patch.preflight.eval_tasks import read_tasks
 from patch.training.tasks.live_model import LiveModel
 from patch.training.tasks.scoring import Answer, Question
@@ -41,13 +44,42 @@ class Tasks:
     """
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-        self._limit, self._tokenizer, self._max_length = data.eval_tasks_limit, tokenizer, max_length
-        self._templates = Templates()
+        self._data, self._max_length = data, max_length
+        self._tokenizer = copy(tokenizer)  # the run exports its own as it is
+        if data.eval_tasks_apply_chat_template:
+            ensure_chat_template(self._tokenizer, data.chat_template)
+            if self._tokenizer.chat_template is None:
+                lack = f"the tokenizer {tokenizer.name_or_path} has no chat template, expected one"
+                raise ConfigError(f"{lack}: --chat-template", field="eval_tasks_apply_chat_template")
+        self._templates = Templates(self._tokenizer)
         with self._surroundings():
             self._loaded = _manager(data).load(data.tasks)
             for task in self._loaded["tasks"].values():
-                if task.get_config("num_fewshot") is None:
-                    task.set_config(key="num_fewshot", value=0)
+                own = task.get_config("num_fewshot")
+                if own is None or (own and data.eval_tasks_num_fewshot is not None):
+                    task.set_config(key="num_fewshot", value=data.eval_tasks_num_fewshot or 0)
+
+    def is_higher_better(self, name: str) -> bool:
+        """Whether a score, TASK/METRIC, is better when it is higher, as lm-eval says.
+
+        Raises:
+            ConfigError: the tasks have no such score.
+        """
+        owners = [(owner, task, {*task.higher_is_better()}) for owner, task in self._loaded["tasks"].items()]
+        for owner, group in self._loaded["groups"].items():
+            shown = {each.metric for each in group.aggregate_metric_list or ()}
+            owners += [(owner, task, shown) for task in group.get_all_tasks()]
+        known: dict[str, bool] = {
+            _score(owner, f"{metric},{each.name}"): is_higher
+            for owner, task, shown in owners
+            for metric, is_higher in task.higher_is_better().items()
+            for each in task._filters
+            if metric in shown and is_higher is not None
+        }
+        if name not in known:
+            message = f"got {name}, expected one of {', '.join(known)}{nearest(name, list(known))}"
+            raise ConfigError(message, field="metric_for_best_model")
+        return known[name]
 
     def scores(self, ask: Callable[[Sequence[Question]], list[Answer]]) -> dict[str, float]:
         """The scores of a model, `tasks/TASK/METRIC`, and their errors, `tasks/TASK/METRIC_stderr`.
@@ -55,16 +87,23 @@ class Tasks:
         Args:
             ask: gives the model's answers.
         """
-        model = LiveModel(self._tokenizer, self._max_length, ask)
+        model = LiveModel(self._tokenizer, self._max_length, ask, self._templates.chat)
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=_SEED)  # each evaluation has the same examples
         with self._surroundings():
             found = lm_eval.evaluate(
-                model, self._loaded, limit=self._limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+                model,
+                self._loaded,
+                limit=self._data.eval_tasks_limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                system_instruction=self._data.eval_tasks_system_instruction,
+                apply_chat_template=self._data.eval_tasks_apply_chat_template,
+                fewshot_as_multiturn=self._data.eval_tasks_fewshot_as_multiturn,
             )
         assert found is not None, "it is rank 0 of 1"
         return {
-            f"tasks/{task}/{metric.removesuffix(',none').replace('_stderr,none', '_stderr')}": float(value)
+            f"tasks/{_score(task, metric)}": float(value)
             for task, values in found["results"].items()
             for metric, value in values.items()
             if "," in metric and isinstance(value, int | float)
@@ -81,6 +120,11 @@ class Tasks:
                 yield
 
 
+def _score(task: str, metric: str) -> str:
+    """TASK/METRIC of lm-eval's `METRIC,FILTER`; the filter `none` has no name."""
+    return f"{task}/{metric.removesuffix(',none').replace('_stderr,none', '_stderr')}"
+
+
 def _manager(data: DataConfig) -> TaskManager:
     """lm-eval's index of tasks: its own, or those of a folder, as they were checked."""
     if data.eval_tasks_path is None:
@@ -88,7 +132,7 @@ def _manager(data: DataConfig) -> TaskManager:
     if data.eval_tasks_allow_code:
         return TaskManager(include_path=data.eval_tasks_path, include_defaults=False)
     manager, index = TaskManager(include_defaults=False), dict[str, Entry]()
-    for file, task in read_tasks(Path(data.eval_tasks_path)).items():
+    for file, task in read_tasks(Path(data.eval_tasks_path), data.tasks).items():
         TaskIndex.process_cfg(task, file, index)
     for entry in index.values():
         entry.yaml_path = None  # else lm-eval reads the file again

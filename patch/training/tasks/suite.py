@@ -24,6 +24,7 @@ from patch.errors import DataError, PatchError
 from patch.logger import get_logger
 from patch.model import build_llama_model
 from patch.progress import LineTimer
+from patch.training.checkpoint_retention import Measure
 from patch.training.evaluation import evaluating
 from patch.training.hooks import Record, TrainerHook
 from patch.training.objective import Objective
@@ -55,17 +56,21 @@ class TaskScores(TrainerHook):
         self.interval = run.config.data.eval_tasks_interval or training.train_iters
         self._tasks: list[Tasks] = []
         """Rank 0's."""
-        from_rank_0(lambda: _in_our_words(self._load))
+        self.measure = from_rank_0(lambda: _in_our_words(self._load))
+        """What --metric-for-best-model names, the same on all ranks."""
 
     def evaluate(self, iteration: int) -> Record:
         """The scores of all tasks and their errors, the same on all ranks."""
         return dict(scores_of(self._run, self._tasks))
 
-    def _load(self) -> None:
+    def _load(self) -> Measure:
         from patch.training.tasks.loading import Tasks  # it imports lm_eval
 
         config = self._run.config
-        self._tasks.append(Tasks(config.data, self._run.tokenizer, config.model.max_position_embeddings))
+        tasks = Tasks(config.data, self._run.tokenizer, config.model.max_position_embeddings)
+        self._tasks.append(tasks)
+        name = config.checkpoint.metric_for_best_model
+        return Measure() if name is None else Measure(f"tasks/{name}", tasks.is_higher_better(name))
 
 
 def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:

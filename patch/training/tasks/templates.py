@@ -1,6 +1,6 @@
-"""The templates of tasks, rendered in jinja's sandbox by a process with bounds.
+"""The templates of tasks, and that of chats, rendered in jinja's sandbox by a process with bounds.
 
-lm-eval renders them in its own process, in an environment without a sandbox. Here a process of
+lm-eval renders them in its own process, those of tasks in an environment without a sandbox. Here a process of
 `bounded_process` renders, so that neither time, nor memory, nor what a template writes is without bounds. A
 text is rendered once: later evaluations of a run find it.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import BaseLoader, StrictUndefined, Template, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import utils
+from transformers import PreTrainedTokenizerBase
 
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.errors import DataError
@@ -25,11 +26,15 @@ _MOST_CHARACTERS = 1 << 20
 
 
 class Templates:
-    """Renders the templates of tasks; its process lives as long as this object."""
+    """Renders the templates of tasks; its process lives as long as this object.
 
-    def __init__(self) -> None:
-        self._process = BoundedMap(_render)
-        self._texts: dict[tuple[str, str], str] = {}
+    Args:
+        tokenizer: has the template of chats.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._process = BoundedMap(partial(_render, tokenizer))
+        self._texts: dict[tuple[str | None, str], str] = {}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -41,7 +46,16 @@ class Templates:
         finally:
             utils.apply_template = before
 
-    def render(self, template: str, doc: dict[str, Any]) -> str:
+    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """The text of a conversation, whose last message goes on where no answer begins.
+
+        Raises:
+            DataError: see `render`.
+        """
+        end = "add_generation_prompt" if add_generation_prompt else "continue_final_message"
+        return self.render(None, {"conversation": messages, end: True})
+
+    def render(self, template: str | None, doc: dict[str, Any]) -> str:
         """The text of a template for a row; lm-eval's function of this place.
 
         Raises:
@@ -59,19 +73,31 @@ class Templates:
         return self._texts[key]
 
 
-def _refusal(template: str, reason: str) -> DataError:
+def _refusal(template: str | None, reason: str) -> DataError:
+    if template is None:
+        return DataError(f"the chat template, for a task: {reason:.500}", field="chat_template")
     return DataError(f"a task's template {template!r:.200}: {reason:.500}", field="eval_tasks_path")
 
 
-def _render(work: tuple[str, dict[str, Any]]) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, work: tuple[str | None, dict[str, Any]]) -> str:
     """The text of a template and a row, in the process with bounds."""
     (template, row), parts, length = work, [], 0
-    for part in _compiled(template).generate(**row):
+    for part in [_chat(tokenizer, **row)] if template is None else _compiled(template).generate(**row):
         length += len(part)
         if length > _MOST_CHARACTERS:
             raise ValueError(f"writes more than {_MOST_CHARACTERS} characters for a row")
         parts.append(part)
     return "".join(parts)
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]], **options: Any) -> str:
+    """The text of a conversation; a template that refuses system messages gets none, as lm-eval does it."""
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+    except TemplateError:
+        if conversation[0]["role"] != "system":
+            raise
+        return _chat(tokenizer, conversation[1:], **options)
 
 
 @cache

@@ -3,10 +3,13 @@
 LM_EVAL names a folder with lm-eval and what its import needs, beside this environment (.ci/run makes it).
 """
 
+import csv
 import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from training_runs import CPU, Records, build_seeded_run
 
 from patch import compat
 from patch.config.schema import RunConfig
+from patch.data.chat_templates import BUILT_IN
 from patch.distributed.groups import initialize
 from patch.errors import DataError
 from patch.training.evaluation import evaluating
@@ -71,6 +75,7 @@ doc_to_target: answer
 output_type: multiple_choice
 num_fewshot: 2
 fewshot_split: test
+metric_list: [{metric: acc}, {metric: brier_score}]
 """,
     "said": """
 task: said
@@ -78,6 +83,7 @@ include: _common
 doc_to_target: "{{choices[answer]}}"
 output_type: generate_until
 generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
+gen_prefix: "it is"
 metric_list: [{metric: exact_match}]
 tag: further
 """,
@@ -96,6 +102,13 @@ ROWS = [
     {"question": f"{word} question {number} is", "choices": ["yes", "no answer", f"{word} dog"], "answer": 2}
     for number, word in enumerate("hello world quick lazy brown fox system user".split())
 ]
+HUB = {
+    "ceval": ("ceval/ceval-exam", "{split}/{name}_{split}.csv", "id question A B C D answer explanation"),
+    "cmmlu": ("haonan-li/cmmlu", "{split}/{name}.csv", "- Question A B C D Answer"),
+}
+"""lm-eval's own groups: their sets, the files in those, and their columns."""
+CHATS = ["both", "further", "ceval-valid", "cmmlu"]
+CHAT = {"system_instruction": "answer", "apply_chat_template": True, "fewshot_as_multiturn": False}
 EXPERTS = {"expert_model_parallel_size": 2, "dp": 2}
 
 
@@ -114,10 +127,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "tasks" / f"{name}.yaml").write_text(text)
     common = "dataset_path: json\ntest_split: test\ndoc_to_text: '{{question}}'\n"
     (folder / "tasks" / "_common").write_text(f"{common}dataset_kwargs: {{data_files: {{test: rows.json}}}}")
+    for kind in HUB:
+        write_hub_set(kind, folder / "tasks")
     (folder / "tasks" / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     rows = [{"instruction": "hello", "output": f"world {number}"} for number in range(8)]
     (folder / "train.json").write_text(json.dumps(rows))
     return folder
+
+
+def write_hub_set(kind: str, folder: Path) -> None:
+    """A set as it is downloaded, two questions a subject; and what has `datasets` find a subject's files."""
+    name, form, columns = HUB[kind]
+    tasks = (Path(_FOLDER) / "lm_eval" / "tasks" / kind).glob("*.yaml")
+    found = [re.search('^"dataset_name": "(.*)"', task.read_text(), re.MULTILINE) for task in tasks]
+    subjects, configs = sorted(match[1] for match in found if match), []
+    for number, subject in enumerate(subjects):
+        files = {split: form.format(split=split, name=subject) for split in ("dev", "val", "test")}
+        for split, file in files.items():
+            (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name / file).open("w") as rows:
+                table = csv.writer(rows)
+                table.writerow(columns.replace("-", "").split(" "))
+                for row in range(2):
+                    right = "ABCD"[(number * 7 + row * len(split)) % 4]
+                    values = [row, f"{subject}, 问题\n{row}", 7, "no", "yes, yes", "dog", right, "x"]
+                    table.writerow(values[: len(columns.split())])
+        split_files = [{"split": split, "path": file} for split, file in files.items()]
+        configs.append({"config_name": subject, "data_files": split_files})
+    (folder / name / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
 
 
 def calls(model: Any) -> dict[str, list[Any]]:
@@ -146,15 +183,15 @@ def evaluated_by_lm_eval(rank: int, world_size: int, folder: Path) -> dict[str, 
         found[name] = calls(model)
         if name == "llama":
             os.chdir(folder / "tasks")  # where lm-eval looks for rows.json
-            manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+            paths = [str(folder / "tasks"), *(f"{_FOLDER}/lm_eval/tasks/{kind}" for kind in HUB)]
+            own = {"task_manager": TaskManager(include_path=paths, include_defaults=False)}
+            found["scores"] = lm_eval.simple_evaluate(model, tasks=["both", "further"], **own)["results"]
             adapters = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
-            for kind in ("scores", "scores with adapters"):
-                scores = lm_eval.simple_evaluate(model, tasks=["both", "further"], task_manager=manager)
-                found[kind] = scores["results"]
-                if kind == "scores":
-                    hf = get_peft_model(hf, adapters)
-                    hf.save_pretrained(folder / "adapter")
-                    model = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=4, max_length=LENGTH)
+            hf = get_peft_model(hf, adapters)
+            hf.save_pretrained(folder / "adapter")
+            tokenizer.chat_template = BUILT_IN["alpaca"]
+            model = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=4, max_length=LENGTH)
+            found["chat"] = lm_eval.simple_evaluate(model, tasks=CHATS, num_fewshot=1, **CHAT, **own)["results"]
     return found
 
 
@@ -172,13 +209,15 @@ def answered_everywhere(rank: int, world_size: int, folder: Path, names: list[st
 
     from patch.training.tasks.live_model import LiveModel
     from patch.training.tasks.scoring import answers_to
+    from patch.training.tasks.templates import Templates
 
     found = {}
     for name in names:
         run = run_of(name, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+        chat = Templates(tokenizer).chat
         with evaluating(run):
-            found[name] = calls(LiveModel(tokenizer, LENGTH, lambda asked, run=run: answers_to(run, asked)))
+            found[name] = calls(LiveModel(tokenizer, LENGTH, partial(answers_to, run), chat))
         new_job()
     return found
 
@@ -206,16 +245,18 @@ def test_answers_of_any_layout_are_lm_evals(folder: Path, theirs: dict[str, Any]
 
 
 def test_a_folder_is_scored_without_a_run(folder: Path, theirs: dict[str, Any]) -> None:
-    """By the command, on two processes, with adapters."""
+    """By the command, on two processes, with adapters and chats; C-Eval and CMMLU from files as downloaded."""
     file, repository = folder / "scores.json", Path(__file__).parents[3]
-    own = f"{folder / 'llama'} --tasks both,further --tasks-path {folder / 'tasks'} --json {file}".split()
-    command = [sys.executable, "-m", "toolkits.evaluate", *own, "--", "--precision", "fp32"]
+    own = f"{folder / 'llama'} --tasks {','.join(CHATS)} --tasks-path {folder / 'tasks'} --json {file}"
+    flags = "--precision fp32 --tensor-model-parallel-size 2 --eval-tasks-num-fewshot 1 --chat-template alpaca "
+    flags += "--eval-tasks-apply-chat-template --no-eval-tasks-fewshot-as-multiturn "
+    flags += f"--eval-tasks-system-instruction answer --lora-load {folder / 'adapter'}"
+    command = [sys.executable, "-m", "toolkits.evaluate", *own.split(), "--", *flags.split()]
     environ = {**os.environ, "PYTHONPATH": f"{repository}:{_FOLDER}", "CUDA_VISIBLE_DEVICES": ""}
-    command += ["--tensor-model-parallel-size", "2", "--lora-load", str(folder / "adapter")]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert theirs["scores with adapters"] != theirs["scores"]
-    compare_scores(json.loads(file.read_text()), theirs["scores with adapters"])
+    assert theirs["chat"]["letters"] != theirs["scores"]["letters"] and len(theirs["chat"]) > 119
+    compare_scores(json.loads(file.read_text()), theirs["chat"])
     assert "choice/acc_norm" in done.stdout
 
 
