@@ -98,10 +98,10 @@ class DataConfig:
     )
 
     eval_tasks_num_fewshot: int | None = flag(
-        "examples before each question, but for tasks that say 0; default: as each task says",
+        "examples before each question, but for tasks that say 0; -1: as each task says",
         None,
-        none="default",
-        at_least=0,
+        none=-1,
+        at_least=-1,
     )
     eval_tasks_apply_chat_template: bool = flag("questions are messages of the run's chat template", False)
     eval_tasks_fewshot_as_multiturn: bool = flag(
