@@ -45,14 +45,12 @@ CLOSE_S = 60.0
 class Measure(NamedTuple):
     """The metric of which the best checkpoint has the best value."""
 
-    key: str = "valid_loss"
+    key: str
     """Its name in metrics.jsonl."""
-    is_higher_better: bool = False
+    is_higher_better: bool
 
-    @property
-    def is_of_tasks(self) -> bool:
-        """Whether it is a score, and no loss over the validation sets."""
-        return self.key != "valid_loss"
+
+LOWEST_LOSS = Measure("valid_loss", False)
 
 
 class CheckpointRetention(TrainerHook):
@@ -89,7 +87,7 @@ class CheckpointRetention(TrainerHook):
         retention: Retention,
         start_iteration: int,
         weights_only: int | None = None,
-        measure: Measure = Measure(),  # noqa: B008 - it never changes
+        measure: Measure = LOWEST_LOSS,
     ) -> None:
         self._measure = measure
         self._root, self._disk, self._retention = root, disk, retention
@@ -138,7 +136,7 @@ class CheckpointRetention(TrainerHook):
         value = record.get(self._measure.key)
         if value is None:
             return False
-        if not self._measure.is_of_tasks and record.get("valid_tokens") != self._num_tokens:
+        if self._measure == LOWEST_LOSS and record.get("valid_tokens") != self._num_tokens:
             self._values.clear()
             self._num_tokens = record.get("valid_tokens")
         if not math.isnan(value):

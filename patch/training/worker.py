@@ -39,7 +39,7 @@ from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 from patch.training import HOOKS
-from patch.training.checkpoint_retention import CheckpointRetention, Measure
+from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
@@ -118,7 +118,7 @@ def _train(config: RunConfig) -> int:
     return exit_code
 
 
-def build_hooks(run: Run, measure: Measure = Measure()) -> list[TrainerHook]:  # noqa: B008 - it never changes
+def build_hooks(run: Run, measure: Measure = LOWEST_LOSS) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called; `measure` says which save is best."""
     hooks: list[TrainerHook] = [StepTimeForecast(run.optimizer)]
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"

@@ -24,7 +24,7 @@ from patch.errors import DataError, PatchError
 from patch.logger import get_logger
 from patch.model import build_llama_model
 from patch.progress import LineTimer
-from patch.training.checkpoint_retention import Measure
+from patch.training.checkpoint_retention import LOWEST_LOSS, Measure
 from patch.training.evaluation import evaluating
 from patch.training.hooks import Record, TrainerHook
 from patch.training.objective import Objective
@@ -70,7 +70,7 @@ class TaskScores(TrainerHook):
         tasks = Tasks(config.data, self._run.tokenizer, config.model.max_position_embeddings)
         self._tasks.append(tasks)
         name = config.checkpoint.metric_for_best_model
-        return Measure() if name is None else Measure(f"tasks/{name}", tasks.is_higher_better(name))
+        return LOWEST_LOSS if name is None else Measure(f"tasks/{name}", tasks.is_higher_better(name))
 
 
 def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:

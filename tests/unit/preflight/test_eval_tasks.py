@@ -26,7 +26,7 @@ BAD = {
     "a set by a function": ("custom_dataset: x", "'custom_dataset' in a task"),
     "another library's prompt": ("use_prompt: 'promptsource:*'", "'use_prompt' in a task"),
     "unsafe code": ("unsafe_code: true", "'unsafe_code' in a task"),
-    "a reader that unpickles": ("dataset_path: pandas", "dataset_path pandas, expected one of json"),
+    "a reader that unpickles": ("dataset_path: pandas", "dataset_path pandas without test"),
     "a set of the hub": ("dataset_path: org/set", "dataset_path org/set"),
     "a URL": ("dataset_kwargs: {data_files: 'https://a/b.json'}", "data_files https://a/b.json"),
     "an archive": ("dataset_kwargs: {data_files: 'zip://x::rows.json'}", "data_files zip://x::rows.json"),
@@ -56,6 +56,19 @@ def test_a_task_keeps_what_it_says_and_its_data_is_beside_it(folder: Path) -> No
     files = {"data_files": {"test": str(folder / "rows.json")}}
     expected = {**GOOD, "num_fewshot": 2, "dataset_kwargs": files}
     assert file.name == "good.yaml" and found == expected
+
+
+@pytest.mark.parametrize("file", ["test/x.csv", "test/x_test.json", "x/test-00000-of-00001.parquet"])
+def test_a_set_of_the_hub_is_read_from_files_as_they_are_downloaded(folder: Path, file: str) -> None:
+    own = GOOD | {"dataset_path": "org/set", "dataset_name": "x"}
+    (folder / "good.yaml").write_text(yaml.safe_dump(own))
+    place = folder / "org" / "set" / file
+    place.parent.mkdir(parents=True)
+    place.touch()
+    place.with_suffix(".txt").touch()
+    (found,) = read_tasks(folder).values()
+    assert found["dataset_path"] == place.suffix[1:] and "dataset_name" not in found
+    assert found["dataset_kwargs"] == {"data_files": {"test": [str(place)]}}
 
 
 @pytest.mark.parametrize("name", BAD)

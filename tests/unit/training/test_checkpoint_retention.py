@@ -26,12 +26,14 @@ from patch.errors import CheckpointError
 from patch.storage.names import METRICS_FILE, all_iterations, iteration_name
 from patch.storage.remote import RemotePath
 from patch.training import checkpoint_retention
-from patch.training.checkpoint_retention import CheckpointRetention
+from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure
 from patch.training.metrics import MetricsLog
 from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks
+
+SCORE = Measure("tasks/cmmlu/acc", is_higher_better=True)
 
 
 def kept(output: Path, start: int, **changes: Any) -> CheckpointRetention:
@@ -48,15 +50,16 @@ def marked(output: Path) -> str:
 
 
 def marks(
-    output: Path, start: int, losses: dict[int, float], saves: list[int], stops_at: int = 0, tokens: int = 9
-) -> list[str]:
+    output: Path, start: int, losses: dict[int, float], saves: list[int], stops_at: int = 0, tokens: int = 9,
+    measure: Measure = LOWEST_LOSS,
+) -> list[str]:  # fmt: skip
     """The mark at the start and after each step; at `stops_at` a step is evaluated after its save."""
-    log, hook = MetricsLog(output, start), kept(output, start)
+    log, hook = MetricsLog(output, start), kept(output, start, measure=measure)
     seen = [marked(output)]
     for iteration in range(start + 1, max([start, *losses, *saves]) + 1):
         for what in ("save", "evaluate") if iteration == stops_at else ("evaluate", "save"):
             if what == "evaluate" and iteration in losses:
-                record = {"iteration": iteration, "valid_loss": losses[iteration], "valid_tokens": tokens}
+                record = {"iteration": iteration, measure.key: losses[iteration], "valid_tokens": tokens}
                 log.on_evaluate(record)
                 hook.on_evaluate(record)
             if what == "save" and iteration in saves:
@@ -211,6 +214,7 @@ class Part(NamedTuple):
     expected: list[str]
     stops_at: int = 0
     tokens: int = 9
+    measure: Measure = LOWEST_LOSS
 
 
 TWO_SAVES = Part(0, {2: 1.5, 4: 2.0}, [2, 4], ["", "", "2", "2", "2"])
@@ -234,14 +238,18 @@ TWO_SAVES = Part(0, {2: 1.5, 4: 2.0}, [2, 4], ["", "", "2", "2", "2"])
             Part(2, {3: 6.0, 4: 5.0}, [3, 4], ["2", "3", "4"], tokens=7),
             Part(4, {5: 5.5}, [5], ["4", "4"], tokens=7),
         ],
+        [
+            Part(0, {1: 0.2, 2: 0.4, 3: 0.3}, [1, 2, 3], ["", "1", "2", "2"], measure=SCORE),
+            Part(3, {4: 0.3, 5: 0.5}, [4, 5], ["2", "2", "5"], tokens=7, measure=SCORE),
+        ],
     ],
-    ids=["lowest", "not evaluated or not finite", "saved first", "resumed", "gone back", "another set"],
+    ids=["lowest", "not evaluated or not finite", "saved first", "resumed", "gone back", "new set", "score"],
 )
 def test_mark_is_the_checkpoint_with_the_lowest_loss_that_can_be_compared(
     one_process: None, tmp_path: Path, parts: list[Part]
 ) -> None:
     for part in parts:
-        assert marks(tmp_path, *part[:3], part.stops_at, part.tokens) == part.expected
+        assert marks(tmp_path, *part[:3], *part[4:]) == part.expected
 
 
 def test_mark_that_cannot_be_written_is_a_checkpoint_error(one_process: None, tmp_path: Path) -> None:

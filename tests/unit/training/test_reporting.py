@@ -7,13 +7,19 @@ their own offline modes, whose files are read here.
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import struct
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from launches import free_port
 
 from patch.training import reporting
 from patch.training.forwarder import without_credentials
@@ -157,3 +163,43 @@ def test_service_has_the_losses_and_no_secret(
     assert b"valid_loss" in found and b"s3://host/x" in found
     assert found.count(b"secret") == (output / "config.yaml").read_text().count("secret") == 1
     assert "secret" not in "".join(logged)
+
+
+@pytest.fixture
+def server(output: Path) -> Iterator[str]:
+    """The address of an MLflow server of this machine."""
+    address = f"127.0.0.1:{free_port()}"
+    host, port = address.split(":")
+    words = f"-m mlflow server --host {host} --port {port} --backend-store-uri sqlite:///db --workers 1"
+    process = subprocess.Popen(
+        [sys.executable, *words.split()], cwd=output.parent, env={**os.environ, "PYTHONPATH": SERVICES},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        for _ in range(600):
+            with suppress(OSError), urlopen(f"http://{address}/health"):
+                break
+            time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
+        process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path(SERVICES, "flask").is_dir(), reason="SERVICES has no MLflow server")
+def test_mlflows_server_has_the_losses(
+    output: Path, server: str, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, also after a resume; a password in its URL is not said."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@{server}")
+    monkeypatch.syspath_prepend(SERVICES)
+    monkeypatch.setattr(reporting, "FINISH_S", 100)  # a busy machine
+    trained(output, 0, range(1, 4), ["mlflow"])
+    trained(output, 2, range(3, 5), ["mlflow"])
+    assert logged[-1] == "mlflow: everything was sent" and "secret" not in "".join(logged)
+    run = json.loads((output / "log/reported/mlflow.jsonl").read_text().splitlines()[-1])["id"]
+    history = f"http://{server}/api/2.0/mlflow/metrics/get-history?run_id={run}&metric_key=loss"
+    with urlopen(history) as answer:
+        found = [(each["step"], each["value"]) for each in json.load(answer)["metrics"]]
+    assert sorted(found) == [(step, step + 0.40625) for step in range(1, 5)]

@@ -4,6 +4,7 @@ LM_EVAL names a folder with lm-eval and what its import needs, beside this envir
 """
 
 import csv
+import gc
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from patch import compat
 from patch.config.schema import RunConfig
 from patch.data.chat_templates import BUILT_IN
 from patch.distributed.groups import initialize
-from patch.errors import DataError
+from patch.errors import PatchError
 from patch.training.evaluation import evaluating
 from patch.training.guards.phases import PhaseClock
 from patch.training.metrics import MetricsLog, plot_losses, read_metrics
@@ -191,7 +192,8 @@ def evaluated_by_lm_eval(rank: int, world_size: int, folder: Path) -> dict[str, 
             hf.save_pretrained(folder / "adapter")
             tokenizer.chat_template = BUILT_IN["alpaca"]
             model = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=4, max_length=LENGTH)
-            found["chat"] = lm_eval.simple_evaluate(model, tasks=CHATS, num_fewshot=1, **CHAT, **own)["results"]
+            chats = lm_eval.simple_evaluate(model, tasks=CHATS, num_fewshot=1, **CHAT, **own)
+            found["chat"] = chats["results"]
     return found
 
 
@@ -245,11 +247,11 @@ def test_answers_of_any_layout_are_lm_evals(folder: Path, theirs: dict[str, Any]
 
 
 def test_a_folder_is_scored_without_a_run(folder: Path, theirs: dict[str, Any]) -> None:
-    """By the command, on two processes, with adapters and chats; C-Eval and CMMLU from files as downloaded."""
+    """By the command, on two processes, with adapters and chats; C-Eval and CMMLU from downloaded files."""
     file, repository = folder / "scores.json", Path(__file__).parents[3]
     own = f"{folder / 'llama'} --tasks {','.join(CHATS)} --tasks-path {folder / 'tasks'} --json {file}"
-    flags = "--precision fp32 --tensor-model-parallel-size 2 --eval-tasks-num-fewshot 1 --chat-template alpaca "
-    flags += "--eval-tasks-apply-chat-template --no-eval-tasks-fewshot-as-multiturn "
+    flags = "--precision fp32 --tensor-model-parallel-size 2 --eval-tasks-num-fewshot 1 "
+    flags += "--eval-tasks-apply-chat-template --no-eval-tasks-fewshot-as-multiturn --chat-template alpaca "
     flags += f"--eval-tasks-system-instruction answer --lora-load {folder / 'adapter'}"
     command = [sys.executable, "-m", "toolkits.evaluate", *own.split(), "--", *flags.split()]
     environ = {**os.environ, "PYTHONPATH": f"{repository}:{_FOLDER}", "CUDA_VISIBLE_DEVICES": ""}
@@ -279,15 +281,17 @@ def config_of(folder: Path, output: str, **changes: Any) -> RunConfig:
 
 
 def trained(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Records of a run with tasks and of one without; the scores; the error of a task that fails."""
+    """Records of a run with tasks and of one without, its measure; errors of a task and of a measure."""
     sys.path.append(_FOLDER)
     from patch.training.tasks.suite import TaskScores
 
     compat.apply(cuda=False)
     found: dict[str, Any] = {}
-    tasks = {"eval_tasks": "both,further", "eval_tasks_path": str(folder / "tasks")}
+    tasks = {"eval_tasks": "both,further", "eval_tasks_path": str(folder / "tasks"), "eval_tasks_interval": 1}
     bad = {"eval_tasks": "bad", "eval_tasks_path": str(folder / "bad")}
-    for name, changes in {"with": {**tasks, "eval_tasks_interval": 1}, "without": {}, "bad": bad}.items():
+    runs = {"with": tasks | {"metric_for_best_model": "both/acc"}, "without": {}, "bad": bad}
+    runs["unknown"] = tasks | {"metric_for_best_model": "both/acc_norm"}
+    for name, changes in runs.items():
         config = config_of(folder, name, **changes)
         run, records = build_run(config, CPU, initialize(config, CPU), PhaseClock()), Records()
         hooks = [MetricsLog(folder / name, 0)] if rank == 0 else []
@@ -296,9 +300,12 @@ def trained(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             Trainer(run, [*hooks, records]).train()
             losses = [(record["loss"], record["grad_norm"]) for record in records.records]
             found[name] = losses, torch.get_rng_state().sum().item()
-        except DataError as error:
+        except PatchError as error:
             found[name] = str(error)
+        if name == "with":
+            found["measure"] = hooks[-1].measure
         new_job()
+    gc.collect()  # the processes of templates, which errors still have
     return found
 
 
@@ -312,6 +319,8 @@ def test_scores_are_lm_evals_and_training_is_the_same(folder: Path, theirs: dict
     first, second = run_distributed(trained, 2, folder)
     assert first["with"] == first["without"] and second["with"] == second["without"]
     assert "writes more than" in first["bad"] and "writes more than" in second["bad"]
+    assert first["measure"] == second["measure"] == ("tasks/both/acc", True)
+    assert "expected one of choice/acc, choice/acc_norm" in first["unknown"] == second["unknown"]
     records = read_metrics(folder / "with" / "log" / "metrics.jsonl")
     records = [record for record in records if "loss" not in record]
     assert [record["iteration"] for record in records] == [0, 1, 2]
