@@ -22,23 +22,35 @@ def _merge(options: argparse.Namespace) -> None:
 
     with quick_start():
         from patch.convert import merge_adapter
+        from patch.convert.offline import tokenizer_of
     from patch.errors import ConversionError
+    from patch.preflight.stored_shape import run_behind
     from patch.storage.hub import fetch_model, hub_name
+    from patch.storage.names import ADAPTER_FOLDER
 
-    name = hub_name(str(options.base), "model")
-    base = options.base if name is None else fetch_model(name, weights=True, error=ConversionError)
-    merge_adapter(base, options.adapter, options.save, overwrite=options.overwrite)
+    run, adapter, base = run_behind(options.adapter), options.adapter, options.base
+    if run is not None:
+        adapter, base = options.adapter / ADAPTER_FOLDER, base or run.checkpoint.load
+    if base is None:
+        raise ConversionError(f"{adapter} is no folder of a run that names its base: give it (--base)")
+    name = hub_name(str(base), "model")
+    base = base if name is None else fetch_model(name, weights=True, error=ConversionError)
+    template = None if run is None else tokenizer_of(run).chat_template
+    text = template if isinstance(template, str) else None  # several ones by name are the base's
+    merge_adapter(base, adapter, options.save, overwrite=options.overwrite, chat_template=text)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog=typed("python -m toolkits.merge"), description=__doc__)
     parser.add_argument(
-        "--base", type=local, required=True, metavar="HF_DIR",
-        help="the model that the adapter is of: a folder, or a name of the hub (org/name, safetensors)",
+        "--base", type=local, metavar="HF_DIR",
+        help="the model that the adapter is of: a folder, or a name of the hub (org/name, safetensors); of a "
+        "run's folder its own",
     )  # fmt: skip
     parser.add_argument(
         "--adapter", type=local, required=True, metavar="DIR",
-        help="a folder of PEFT, such as adapter/ of a run: adapter_config.json, adapter_model.safetensors",
+        help="a folder of PEFT (adapter_config.json, adapter_model.safetensors), or of a run, whose adapter/ "
+        "and chat template are taken",
     )  # fmt: skip
     parser.add_argument("--save", type=local, required=True, metavar="HF_DIR", help="the folder to write")
     parser.add_argument(

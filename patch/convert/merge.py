@@ -76,7 +76,14 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
     return weight
 
 
-def merge_adapter(base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool = False) -> None:
+def merge_adapter(
+    base: StrPath,
+    adapter: StrPath,
+    target: StrPath,
+    *,
+    overwrite: bool = False,
+    chat_template: str | None = None,
+) -> None:
     """Write a Hugging Face folder with an adapter merged into its weights; each keeps its type.
 
     Tensor by tensor; on failure the target stays as it was.
@@ -86,6 +93,7 @@ def merge_adapter(base: StrPath, adapter: StrPath, target: StrPath, *, overwrite
         adapter: a folder of PEFT.
         target: a folder that does not exist or is empty.
         overwrite: replace a Hugging Face model at `target`.
+        chat_template: written in the place of the base's; None: that stays.
     Raises:
         ConversionError: a folder cannot be read or written, or they do not fit each other.
     """
@@ -113,6 +121,8 @@ def merge_adapter(base: StrPath, adapter: StrPath, target: StrPath, *, overwrite
             files.check_complete()
         with writing(partial):
             copy_descriptions(base, partial)
+            if chat_template is not None:
+                (partial / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
             if len(set(layout.values())) > 1:
                 write_index(partial, layout, sum(sizes.values()), base)
         publish(target)

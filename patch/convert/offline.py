@@ -246,11 +246,15 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
         )
     load = run.checkpoint.load
     origin = Path(load) if load is not None and has_hf_config(load) else None
-    return _Description(run.model, origin, _tokenizer(run))
+    return _Description(run.model, origin, tokenizer_of(run))
 
 
-def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer the run was trained with."""
+def tokenizer_of(run: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer the run was trained with.
+
+    Raises:
+        ConversionError: it cannot be read.
+    """
     from patch.data.chat_templates import ensure_chat_template
     from patch.data.tokenizer import load_tokenizer
 

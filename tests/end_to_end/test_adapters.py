@@ -8,14 +8,16 @@ import pytest
 import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import call, call_workers, command, cut_back, loss_in_transformers, losses
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from patch.data.chat_templates import BUILT_IN
 from toolkits.convert import main as convert
+from toolkits.merge import main as merge
 
 pytestmark = pytest.mark.long
 
 STEPS = 6
-FLAGS = ["--lora-rank=4", "--lora-alpha=8", "--lora-dropout=0.1", "--export-hf"]
+FLAGS = ["--lora-rank=4", "--lora-alpha=8", "--lora-dropout=0.1", "--export-hf", "--chat-template=plain"]
 
 
 def arguments(office: Office, output: Path, **changes: object) -> list[str]:
@@ -38,6 +40,11 @@ def test_peft_loads_the_folder_and_its_merge_is_the_export(office: Office, unbro
     merged = peft.PeftModel.from_pretrained(base, unbroken / "adapter").merge_and_unload().state_dict()
     ours = AutoModelForCausalLM.from_pretrained(unbroken / "hf").state_dict()
     assert merged.keys() == ours.keys() and all(torch.equal(merged[name], ours[name]) for name in ours)
+    assert merge(["--adapter", str(unbroken), "--save", str(unbroken.with_name("merged"))]) == 0
+    again = AutoModelForCausalLM.from_pretrained(unbroken.with_name("merged")).state_dict()
+    assert all(torch.equal(again[name], ours[name]) for name in ours)
+    for folder in (unbroken / "hf", unbroken.with_name("merged")):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == BUILT_IN["plain"]
 
 
 def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, unbroken: Path) -> None:
@@ -57,7 +64,7 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     result = call_workers(2, arguments(office, unbroken))
     assert result.returncode == 0, result.stderr
     assert "resumed after step 3" in result.stderr and losses(unbroken) == before
-    result = call(arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9)[:-4] + ["--lora-rank=8"])
+    result = call([*arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9), "--lora-rank=8"])
     assert result.returncode == 2 and "has a run with other adapters" in result.stderr
     other = arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9, PRETRAIN_CHECKPOINT_PATH=unbroken / "hf")
     result = call(other)

@@ -20,7 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":  # a worker, which has no other way to the packages
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from patch.distributed.worker_process import announce_end, begin, claim_error_report, failure  # noqa: E402
+from patch.distributed.worker_process import Reply, announce_end, begin, claim_error_report, failure  # noqa: E402
 
 begin()  # before anything that takes time or starts threads
 
@@ -28,6 +28,7 @@ from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E40
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
+from patch.storage.names import ADAPTER_FOLDER  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
 
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
             print(f"ERROR {user_message(error)}", file=sys.stderr)
         announce_end(failure(error))
         return error.exit_code
+    except KeyboardInterrupt:  # there is nothing to save
+        return announce_end(Reply(130))
 
 
 def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
@@ -67,7 +70,7 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     from patch.preflight.validate import FILE_RULES
 
     machine = MachineFacts.probe()
-    own = ["--load", options.model, "--eval-tasks", options.tasks, *_ONE_STEP.split()]
+    own = [*_weights(options.model), "--eval-tasks", options.tasks, *_ONE_STEP.split()]
     own += ["--output-path", str(folder), "--eval-tasks-limit", str(options.limit)]
     own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
     invocation = parse_args([*own, *flags], os.environ, machine)
@@ -86,6 +89,16 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     file.write_text(to_yaml(config), encoding="utf-8")
     command = [RESOLVED, str(file), result]
     return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
+
+
+def _weights(model: str) -> list[str]:
+    """The flags that load a model; of the folder of a LoRA run its base and adapter/."""
+    from patch.preflight.stored_shape import run_behind
+
+    run, adapter = run_behind(model), Path(model) / ADAPTER_FOLDER
+    if run is None or run.checkpoint.load is None or not (run.adapter.lora_rank and adapter.is_dir()):
+        return ["--load", model]
+    return ["--load", run.checkpoint.load, "--lora-load", str(adapter)]
 
 
 def _evaluate(config: RunConfig, result: str) -> int:
