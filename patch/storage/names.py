@@ -4,7 +4,7 @@ OUTPUT_BASEPATH/config.yaml                                        the resolved 
 OUTPUT_BASEPATH/data.json                                          hashes of its data and of what encodes it
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
-OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
+OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the best value
 OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/log/last_saved_iteration.txt                       "100", also of a checkpoint in a store
