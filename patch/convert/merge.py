@@ -77,13 +77,9 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
 
 
 def merge_adapter(
-    base: StrPath,
-    adapter: StrPath,
-    target: StrPath,
-    *,
-    overwrite: bool = False,
+    base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool = False,
     chat_template: str | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write a Hugging Face folder with an adapter merged into its weights; each keeps its type.
 
     Tensor by tensor; on failure the target stays as it was.

@@ -163,11 +163,10 @@ def _describe_threads(count: str, config: RunConfig, machine: MachineFacts) -> s
     """A log line: the number of threads of each worker, and where the number comes from."""
     origin = "as the environment has it, with" if "OMP_NUM_THREADS" in os.environ else "each one's share of"
     workers = counted(config.parallel.nproc_per_node, "process")
-    line = f"OMP_NUM_THREADS={count} in {workers}, {origin} {counted(machine.cpu_cores, 'usable core')}"
-    busy = os.getloadavg()[0]
-    if count == "1" or machine.cuda_devices or busy < machine.cpu_cores / 2:
-        return line
-    return f"{line}; others keep {busy:.1f} of them busy: OMP_NUM_THREADS=1 may be faster"
+    busy, hint = os.getloadavg()[0], ""
+    if count != "1" and not machine.cuda_devices and busy > machine.cpu_cores / 2:
+        hint = f"; others keep {busy:.1f} cores busy: OMP_NUM_THREADS=1 may be faster"
+    return f"OMP_NUM_THREADS={count} in {workers}, {origin} {counted(machine.cpu_cores, 'usable core')}{hint}"
 
 
 def cores_of_workers(machine: MachineFacts, num_local: int, nodes: Path = _NODES) -> list[set[int]] | None:

@@ -104,12 +104,11 @@ def _of_lm_eval(name: str) -> dict[Path, dict[str, Any]]:
     folders = [path for path in Path(package.origin).parent.glob("tasks/*/") if name.startswith(path.name)]
     found = _read_all(max(folders, key=lambda path: len(path.name))) if folders else {}
     wanted, names = {}, [name]
-    for wanted_name in names:  # it grows
+    for each in names:  # it grows
         for file, task in found.items():
-            if wanted_name in _names([task]):
+            if each in _names([task]):
                 wanted[file] = task
-                if isinstance(members := task["task"], list):
-                    names += [member for member in members if isinstance(member, str)]
+                names += [member for member in task["task"] if "group" in task and isinstance(member, str)]
     return wanted
 
 

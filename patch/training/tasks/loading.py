@@ -77,8 +77,8 @@ class Tasks:
             if metric in shown and is_higher is not None
         }
         if name not in known:
-            message = f"got {name}, expected one of {', '.join(known)}{nearest(name, list(known))}"
-            raise ConfigError(message, field="metric_for_best_model")
+            lack = f"got {name}, expected one of {', '.join(known)}{nearest(name, list(known))}"
+            raise ConfigError(lack, field="metric_for_best_model")
         return known[name]
 
     def scores(self, ask: Callable[[Sequence[Question]], list[Answer]]) -> dict[str, float]:
@@ -87,20 +87,17 @@ class Tasks:
         Args:
             ask: gives the model's answers.
         """
-        model = LiveModel(self._tokenizer, self._max_length, ask, self._templates.chat)
+        data, model = self._data, LiveModel(self._tokenizer, self._max_length, ask, self._templates.chat)
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=_SEED)  # each evaluation has the same examples
         with self._surroundings():
             found = lm_eval.evaluate(
-                model,
-                self._loaded,
-                limit=self._data.eval_tasks_limit,
-                bootstrap_iters=_BOOTSTRAPS,
-                log_samples=False,
-                system_instruction=self._data.eval_tasks_system_instruction,
-                apply_chat_template=self._data.eval_tasks_apply_chat_template,
-                fewshot_as_multiturn=self._data.eval_tasks_fewshot_as_multiturn,
-            )
+                model, self._loaded, limit=data.eval_tasks_limit,
+                bootstrap_iters=_BOOTSTRAPS, log_samples=False,
+                system_instruction=data.eval_tasks_system_instruction,
+                apply_chat_template=data.eval_tasks_apply_chat_template,
+                fewshot_as_multiturn=data.eval_tasks_fewshot_as_multiturn,
+            )  # fmt: skip
         assert found is not None, "it is rank 0 of 1"
         return {
             f"tasks/{_score(task, metric)}": float(value)

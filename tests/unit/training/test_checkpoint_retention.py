@@ -49,11 +49,9 @@ def marked(output: Path) -> str:
     return file.read_text().strip() if file.exists() else ""
 
 
-def marks(
-    output: Path, start: int, losses: dict[int, float], saves: list[int], stops_at: int = 0, tokens: int = 9,
-    measure: Measure = LOWEST_LOSS,
-) -> list[str]:  # fmt: skip
+def marks(output: Path, part: "Part") -> list[str]:
     """The mark at the start and after each step; at `stops_at` a step is evaluated after its save."""
+    start, losses, saves, _, stops_at, tokens, measure = part
     log, hook = MetricsLog(output, start), kept(output, start, measure=measure)
     seen = [marked(output)]
     for iteration in range(start + 1, max([start, *losses, *saves]) + 1):
@@ -249,11 +247,11 @@ def test_mark_is_the_checkpoint_with_the_lowest_loss_that_can_be_compared(
     one_process: None, tmp_path: Path, parts: list[Part]
 ) -> None:
     for part in parts:
-        assert marks(tmp_path, *part[:3], *part[4:]) == part.expected
+        assert marks(tmp_path, part) == part.expected
 
 
 def test_mark_that_cannot_be_written_is_a_checkpoint_error(one_process: None, tmp_path: Path) -> None:
-    marks(tmp_path, 0, {}, [1])
+    marks(tmp_path, Part(0, {}, [1], []))
     hook = kept(tmp_path, 1)
     written = "best_checkpointed_iteration.txt was not written: .*File too large"
     with disk_full_after(1), pytest.raises(CheckpointError, match=written):

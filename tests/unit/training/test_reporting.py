@@ -1,7 +1,7 @@
 """Metrics reach services, and no service touches training: four real libraries, and libraries that fail.
 
 SERVICES names a folder with the libraries, made by `pip install --target` (as .ci/run does). They work in
-their own offline modes, whose files are read here.
+their own offline modes, whose files are read here; MLflow with its server, too.
 """
 
 import json
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -136,6 +137,10 @@ def _losses(output: Path, service: str, found: bytes) -> list[float]:
     if service == "mlflow":
         (file,) = output.glob("mlruns/*/*/metrics/loss")
         return [float(line.split()[1]) for line in file.read_text().splitlines()]
+    if service == "mlflow server":
+        with sqlite3.connect(output / "server.db") as board:
+            rows = board.execute("select value from metrics where key='loss' order by step")
+            return [value for (value,) in rows]
     if service == "trackio":
         with sqlite3.connect(next(output.glob("trackio/*.db"))) as board:
             rows = [json.loads(row[0]) for row in board.execute("select metrics from metrics order by step")]
@@ -144,62 +149,42 @@ def _losses(output: Path, service: str, found: bytes) -> list[float]:
     return [x for x in numbers if str(x).encode() in found or struct.pack("<d", x) in found]
 
 
+@pytest.fixture
+def server(output: Path) -> Iterator[str]:
+    """MLflow's server on this machine; its database is among the run's files."""
+    if not Path(SERVICES, "flask").is_dir():
+        pytest.skip("SERVICES has no MLflow server")
+    address = f"127.0.0.1:{(port := free_port())}"
+    words = f"-m mlflow server --port {port} --backend-store-uri sqlite:///server.db --workers 1".split()
+    environ = {**os.environ, "PYTHONPATH": SERVICES}
+    process = subprocess.Popen([sys.executable, *words], cwd=output, env=environ, start_new_session=True)
+    for _ in range(600):
+        with suppress(OSError), urlopen(f"http://{address}/health"):
+            break
+        time.sleep(0.2)
+    yield f"http://me:secret@{address}"
+    os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not SERVICES, reason="SERVICES names no folder with the services' libraries")
-@pytest.mark.parametrize("service", ["wandb", "mlflow", "swanlab", "trackio"])
+@pytest.mark.parametrize("service", ["wandb", "mlflow", "mlflow server", "swanlab", "trackio"])
 def test_service_has_the_losses_and_no_secret(
-    output: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch, service: str
+    output: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch, service: str, request: Any
 ) -> None:
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
+    if service == "mlflow server":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+    library = service.split()[0]
     monkeypatch.syspath_prepend(SERVICES)
     monkeypatch.setattr(reporting, "FINISH_S", 100)  # a busy machine
-    trained(output, 0, range(1, 4), [service])
-    trained(output, 2, range(3, 5), [service])
-    assert logged[-1] == f"{service}: everything was sent"
+    trained(output, 0, range(1, 4), [library])
+    trained(output, 2, range(3, 5), [library])
+    assert logged[-1] == f"{library}: everything was sent"
     shutil.rmtree(output / "log")
     found = b"".join(file.read_bytes() for file in output.rglob("*") if file.is_file())
     assert _losses(output, service, found) == [1.40625, 2.40625, 3.40625, 4.40625]
     assert b"valid_loss" in found and b"s3://host/x" in found
     assert found.count(b"secret") == (output / "config.yaml").read_text().count("secret") == 1
     assert "secret" not in "".join(logged)
-
-
-@pytest.fixture
-def server(output: Path) -> Iterator[str]:
-    """The address of an MLflow server of this machine."""
-    address = f"127.0.0.1:{free_port()}"
-    host, port = address.split(":")
-    words = f"-m mlflow server --host {host} --port {port} --backend-store-uri sqlite:///db --workers 1"
-    process = subprocess.Popen(
-        [sys.executable, *words.split()], cwd=output.parent, env={**os.environ, "PYTHONPATH": SERVICES},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        for _ in range(600):
-            with suppress(OSError), urlopen(f"http://{address}/health"):
-                break
-            time.sleep(0.2)
-        yield address
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
-        process.wait()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path(SERVICES, "flask").is_dir(), reason="SERVICES has no MLflow server")
-def test_mlflows_server_has_the_losses(
-    output: Path, server: str, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over HTTP, also after a resume; a password in its URL is not said."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@{server}")
-    monkeypatch.syspath_prepend(SERVICES)
-    monkeypatch.setattr(reporting, "FINISH_S", 100)  # a busy machine
-    trained(output, 0, range(1, 4), ["mlflow"])
-    trained(output, 2, range(3, 5), ["mlflow"])
-    assert logged[-1] == "mlflow: everything was sent" and "secret" not in "".join(logged)
-    run = json.loads((output / "log/reported/mlflow.jsonl").read_text().splitlines()[-1])["id"]
-    history = f"http://{server}/api/2.0/mlflow/metrics/get-history?run_id={run}&metric_key=loss"
-    with urlopen(history) as answer:
-        found = [(each["step"], each["value"]) for each in json.load(answer)["metrics"]]
-    assert sorted(found) == [(step, step + 0.40625) for step in range(1, 5)]

@@ -3,7 +3,6 @@
 LM_EVAL names a folder with lm-eval and what its import needs, beside this environment (.ci/run makes it).
 """
 
-import csv
 import gc
 import json
 import os
@@ -104,8 +103,8 @@ ROWS = [
     for number, word in enumerate("hello world quick lazy brown fox system user".split())
 ]
 HUB = {
-    "ceval": ("ceval/ceval-exam", "{split}/{name}_{split}.csv", "id question A B C D answer explanation"),
-    "cmmlu": ("haonan-li/cmmlu", "{split}/{name}.csv", "- Question A B C D Answer"),
+    "ceval": ("ceval/ceval-exam", "{split}/{name}_{split}.csv", "id,question,A,B,C,D,answer,explanation"),
+    "cmmlu": ("haonan-li/cmmlu", "{split}/{name}.csv", ",Question,A,B,C,D,Answer"),
 }
 """lm-eval's own groups: their sets, the files in those, and their columns."""
 CHATS = ["both", "further", "ceval-valid", "cmmlu"]
@@ -139,22 +138,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_hub_set(kind: str, folder: Path) -> None:
     """A set as it is downloaded, two questions a subject; and what has `datasets` find a subject's files."""
     name, form, columns = HUB[kind]
-    tasks = (Path(_FOLDER) / "lm_eval" / "tasks" / kind).glob("*.yaml")
-    found = [re.search('^"dataset_name": "(.*)"', task.read_text(), re.MULTILINE) for task in tasks]
-    subjects, configs = sorted(match[1] for match in found if match), []
+    tasks = sorted((Path(_FOLDER) / "lm_eval" / "tasks" / kind).glob("*.yaml"))
+    subjects, configs = re.findall('_name": "(.*)"', "".join(task.read_text() for task in tasks)), []
     for number, subject in enumerate(subjects):
         files = {split: form.format(split=split, name=subject) for split in ("dev", "val", "test")}
         for split, file in files.items():
+            rights = ["ABCD"[(number * 7 + row * len(split)) % 4] for row in range(2)]
+            lines = [f'{row},"{subject}, 问题\n{row}",7,no,"yes, yes",dog,{rights[row]}' for row in range(2)]
             (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / name / file).open("w") as rows:
-                table = csv.writer(rows)
-                table.writerow(columns.replace("-", "").split(" "))
-                for row in range(2):
-                    right = "ABCD"[(number * 7 + row * len(split)) % 4]
-                    values = [row, f"{subject}, 问题\n{row}", 7, "no", "yes, yes", "dog", right, "x"]
-                    table.writerow(values[: len(columns.split())])
-        split_files = [{"split": split, "path": file} for split, file in files.items()]
-        configs.append({"config_name": subject, "data_files": split_files})
+            (folder / name / file).write_text("\n".join([columns, *lines, ""]))
+        named = [{"split": split, "path": file} for split, file in files.items()]
+        configs.append({"config_name": subject, "data_files": named})
     (folder / name / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
 
 
