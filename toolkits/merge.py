@@ -35,9 +35,8 @@ def _merge(options: argparse.Namespace) -> None:
         raise ConversionError(f"{adapter} is no folder of a run that names its base: give it (--base)")
     name = hub_name(str(base), "model")
     base = base if name is None else fetch_model(name, weights=True, error=ConversionError)
-    template = None if run is None else tokenizer_of(run).chat_template
-    text = template if isinstance(template, str) else None  # several ones by name are the base's
-    merge_adapter(base, adapter, options.save, overwrite=options.overwrite, chat_template=text)
+    template = tokenizer_of(run).chat_template if run is not None else None
+    merge_adapter(base, adapter, options.save, overwrite=options.overwrite, chat_template=template)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -117,7 +117,7 @@ def merge_adapter(
             files.check_complete()
         with writing(partial):
             copy_descriptions(base, partial)
-            if chat_template is not None:
+            if isinstance(chat_template, str):  # several ones by name are the base's
                 (partial / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
             if len(set(layout.values())) > 1:
                 write_index(partial, layout, sum(sizes.values()), base)
