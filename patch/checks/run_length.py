@@ -91,7 +91,7 @@ def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
     if data.eval_tasks_allow_code and data.eval_tasks_path is None:
         refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "its code is meant")
     if not (data.eval_tasks_fewshot_as_multiturn or data.eval_tasks_apply_chat_template):
-        refuse("eval_tasks_fewshot_as_multiturn", "false", "--eval-tasks-apply-chat-template", "no chat is made")
+        refuse("eval_tasks_fewshot_as_multiturn", "false", "--eval-tasks-apply-chat-template", "no chat")
     if best is None:
         return
     if "/" not in best:
