@@ -59,45 +59,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "aligned": {"dp": 2, "precision_align": "eager"},
 }
 TASKS = {
-    "choice": """
-task: choice
-include: _common
-doc_to_choice: "{{choices}}"
+    "choice": """doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
 output_type: multiple_choice
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "letters": """
-task: letters
-include: _common
-doc_to_choice: [dog, cat, four, five]
+metric_list: [{metric: acc}, {metric: acc_norm}]""",
+    "letters": """doc_to_choice: [dog, cat, four, five]
 doc_to_target: answer
 output_type: multiple_choice
 num_fewshot: 2
 fewshot_split: test
-metric_list: [{metric: acc}, {metric: brier_score}]
-""",
-    "said": """
-task: said
-include: _common
-doc_to_target: "{{choices[answer]}}"
+metric_list: [{metric: acc}, {metric: brier_score}]""",
+    "said": """doc_to_target: "{{choices[answer]}}"
 output_type: generate_until
 generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
 gen_prefix: "it is"
 metric_list: [{metric: exact_match}]
-tag: further
-""",
-    "text": """
-task: text
-include: _common
-doc_to_text: ""
+tag: further""",
+    "text": """doc_to_text: ""
 doc_to_target: "{{question}}"
 output_type: loglikelihood_rolling
 metric_list: [{metric: word_perplexity}]
-tag: further
-""",
-    "both": "group: both\ntask: [choice, letters]\naggregate_metric_list: [{metric: acc}]\n",
+tag: further""",
 }
+GROUP = "group: both\ntask: [choice, letters]\naggregate_metric_list: [{metric: acc}]\n"
 ROWS = [
     {"question": f"{word} question {number} is", "choices": ["yes", "no answer", f"{word} dog"], "answer": 2}
     for number, word in enumerate("hello world quick lazy brown fox system user".split())
@@ -124,7 +108,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_tiny_tokenizer(folder / name)
     (folder / "tasks").mkdir()
     for name, text in TASKS.items():
-        (folder / "tasks" / f"{name}.yaml").write_text(text)
+        (folder / "tasks" / f"{name}.yaml").write_text(f"task: {name}\ninclude: _common\n{text}")
+    (folder / "tasks" / "both.yaml").write_text(GROUP)
     common = "dataset_path: json\ntest_split: test\ndoc_to_text: '{{question}}'\n"
     (folder / "tasks" / "_common").write_text(f"{common}dataset_kwargs: {{data_files: {{test: rows.json}}}}")
     for kind in HUB:
@@ -308,7 +293,7 @@ def test_scores_are_lm_evals_and_training_is_the_same(folder: Path, theirs: dict
     (folder / "bad").mkdir()
     common = (folder / "tasks" / "_common").read_text().replace("{{question}}", "{{ 'x' * 2 ** 24 }}")
     (folder / "bad" / "_common").write_text(common.replace("'{{", '"{{').replace("}}'", '}}"'))
-    (folder / "bad" / "bad.yaml").write_text(TASKS["choice"].replace("task: choice", "task: bad"))
+    (folder / "bad" / "bad.yaml").write_text(f"task: bad\ninclude: _common\n{TASKS['choice']}")
     (folder / "bad" / "rows.json").write_text(json.dumps(ROWS[0]))
     first, second = run_distributed(trained, 2, folder)
     assert first["with"] == first["without"] and second["with"] == second["without"]
