@@ -98,10 +98,7 @@ class DataConfig:
     )
 
     eval_tasks_num_fewshot: int | None = flag(
-        "examples before each question, but for tasks that say 0; -1: as each task says",
-        None,
-        none=-1,
-        at_least=-1,
+        "examples before each question, unless its task says 0; -1: as it says", None, none=-1, at_least=-1
     )
     eval_tasks_apply_chat_template: bool = flag("questions are messages of the run's chat template", False)
     eval_tasks_fewshot_as_multiturn: bool = flag(

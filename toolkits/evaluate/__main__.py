@@ -92,13 +92,16 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
 
 
 def _weights(model: str) -> list[str]:
-    """The flags that load a model; of the folder of a LoRA run its base and adapter/."""
+    """The flags that load a model, a run with its chat template, a LoRA run as its base and adapter/."""
     from patch.preflight.stored_shape import run_behind
 
     run, adapter = run_behind(model), Path(model) / ADAPTER_FOLDER
-    if run is None or run.checkpoint.load is None or not (run.adapter.lora_rank and adapter.is_dir()):
+    if run is None:
         return ["--load", model]
-    return ["--load", run.checkpoint.load, "--lora-load", str(adapter)]
+    chat = [f"--chat-template={run.data.chat_template}"] if run.data.chat_template else []
+    if run.checkpoint.load is None or not (run.adapter.lora_rank and adapter.is_dir()):
+        return ["--load", model, *chat]
+    return ["--load", run.checkpoint.load, "--lora-load", str(adapter), *chat]
 
 
 def _evaluate(config: RunConfig, result: str) -> int:
