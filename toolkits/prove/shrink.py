@@ -111,25 +111,29 @@ def shrink(
             **_parallel(run, sizes), **_rest(run, sizes, folder / "made", machine), **of_device,
         }  # fmt: skip
         small = assemble({name: value_of(run, name) for name in FIELDS} | values)
-        layout = _placed(small, folder, "layout")
+        layout = placed(small, folder, "layout")
         try:
             for rule in RULES:
                 rule(layout, machine)
         except ConfigError as error:
             refusals.append(error)
             continue
-        told = [
-            f"{field.flag} {before} -> {now}"
-            for field in FIELDS.values()
-            if field.section not in ("data", "checkpoint")
-            and (before := scalar_of(run, field.name)) != (now := scalar_of(layout, field.name))
-        ]
-        folded = [f"processes {run.world_size} -> {layout.world_size}", *told]
-        return Shrunk(layout, _placed(_alone(layout), folder, "one"), folded)
+        folded = [f"processes {run.world_size} -> {layout.world_size}", *changes(run, layout)]
+        return Shrunk(layout, placed(_alone(layout), folder, "one"), folded)
     raise refusals[0]
 
 
-def _placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
+def changes(run: RunConfig, other: RunConfig) -> list[str]:
+    """The flags of a run that have another value in the other one, with both values."""
+    return [
+        f"{field.flag} {before} -> {now}"
+        for field in FIELDS.values()
+        if field.section not in ("data", "checkpoint")
+        and (before := scalar_of(run, field.name)) != (now := scalar_of(other, field.name))
+    ]
+
+
+def placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
     """The run with a folder and a cache of its own, which saves after each step."""
     saves = CheckpointConfig(
         output_path=str(folder / name), save_interval=1, async_save=run.checkpoint.async_save,

@@ -23,7 +23,7 @@ from toolkits.train.__main__ import main  # noqa: E402
 GRADIENTS, EVIDENCE = "gradients", "evidence.json"
 
 
-class _Reader:
+class TokenCounter:
     """A run's reader; tokens, those with a loss, and the sum of their hashes are noted by step."""
 
     def __init__(self, reader: Any) -> None:
@@ -55,7 +55,7 @@ def evidence(run: Any) -> Any:
     from patch.training.hooks import TrainerHook
 
     output, steps = Path(run.config.checkpoint.output_path), dict[int, Any]()
-    reader = run.data.train_reader = _Reader(run.data.train_reader)
+    reader = run.data.train_reader = TokenCounter(run.data.train_reader)
 
     def checksum(shard: Any) -> int:
         return zlib.crc32(shard.data.detach().cpu().contiguous().view(torch.uint8).numpy())

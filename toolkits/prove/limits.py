@@ -1,0 +1,106 @@
+"""The side of megatron-core 0.16.1 in `prove --against upstream`: what it can train on a CPU, and what is wrong.
+
+What it lacks is refused; what it has wrong is left out on both sides; what it can do without changing a number
+(a layout that asks for Transformer Engine, recomputation) it does without. guides/upstream.md measures the
+faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from patch.checks.rules import RULES
+from patch.config import RunConfig
+from patch.config.choices import ZeroStage
+from patch.config.fields import FIELDS, assemble, value_of
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.families import traits_of
+from toolkits.prove.shrink import WHOLE, Shrunk, changes, placed
+
+_Predicate = Callable[[RunConfig], bool]
+_LACKS: dict[str, _Predicate] = {
+    "adapters (--lora-rank)": lambda run: bool(run.adapter.lora_rank),
+    "this objective (--objective)": lambda run: run.training.objective not in ("default", "sft", "pretrain"),
+    "multi-latent attention without Transformer Engine": lambda run: bool(run.model.kv_lora_rank),
+    "positions without RoPE, norms of embeddings": lambda run: not traits_of(run.model).has_rope,
+}
+"""What its model has not."""
+_LEFT_OUT: list[tuple[_Predicate, dict[str, Any]]] = [
+    (lambda run: run.padded_vocab_size != run.model.vocab_size, {"vocab_size": WHOLE}),
+    (lambda run: bool(run.model.num_experts), {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}),
+    (
+        lambda run: (
+            run.model.rope_scaling_type != "llama3"
+            or (run.model.rope_low_freq_factor, run.model.rope_high_freq_factor) != (1.0, 4.0)
+            or run.model.rope_original_max_position != 8192
+        ),
+        {"use_rope_scaling": False},
+    ),
+    (lambda run: run.is_packed, {"window_size": None}),
+]
+"""On both sides. Rows that pad the vocabulary have a part in its loss; losses of routers depend on layout, rows
+and masks; its RoPE has three numbers for all models; its windows forget any other mask."""
+
+
+def against_upstream(small: Shrunk, folder: Path, machine: MachineFacts) -> Shrunk:
+    """The small run, and in the place of one process upstream's in the same layout, as far as it has that.
+
+    Args:
+        small: a small run. folder: of the proof. machine: the one that the proof runs on.
+    Raises:
+        ConfigError: upstream cannot train this.
+    """
+    run = small.layout
+    for what, is_asked_for in _LACKS.items():
+        if is_asked_for(run):
+            raise ConfigError(
+                f"--against upstream: megatron-core 0.16.1 has no model with {what}; prove this run against "
+                "one process, without the flag"
+            )
+    for is_wrong, values in _LEFT_OUT:
+        if is_wrong(run):
+            run = assemble({name: value_of(run, name) for name in FIELDS} | values)
+    theirs = _upstreams(run)
+    for rule in RULES:
+        rule(theirs, machine)
+    said = [
+        *(f"left out on both sides: {each}" for each in changes(small.layout, run)),
+        *(f"upstream: {each}" for each in changes(run, theirs)),
+    ]
+    return Shrunk(run, placed(theirs, folder, "upstream"), small.folded + said)
+
+
+def _upstreams(run: RunConfig) -> RunConfig:
+    """What upstream does without.
+
+    Its attention without Transformer Engine knows no CP, its norms no SP, its products no 8 bits; of sharded
+    gradients and weights it has ZeRO-1.
+    """
+    parallel, experts, training = run.parallel, run.experts, run.training
+    processes = run.world_size // parallel.context_parallel_size
+    of_experts = experts.expert_model_parallel_size * run.etp_size * parallel.pipeline_model_parallel_size
+    if processes % of_experts:
+        experts = replace(experts, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    sharding = run.zero_stage and ZeroStage.OPTIMIZER
+    return replace(
+        run,
+        parallel=replace(
+            parallel, context_parallel_size=1, cp_comm_type=None, sequence_parallel=False,
+            nproc_per_node=processes, num_distributed_optimizer_instances=1, data_parallel_sharding=sharding,
+            use_distributed_optimizer=bool(sharding), overlapped_distributed_optimizer=False,
+        ),
+        training=replace(
+            training, precision="bf16" if training.precision == "fp8" else training.precision,
+            recompute_granularity=None, recompute_method="uniform", cpu_offloading=False,
+            cpu_offloading_num_layers=None, fp8_param_gather=False,
+        ),
+        optimizer=replace(
+            run.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False,
+            gradient_accumulation_fusion=False,
+        ),
+        experts=experts,
+    )  # fmt: skip
