@@ -14,7 +14,6 @@ from typing import Any
 
 from patch.checks.rules import RULES
 from patch.config import RunConfig
-from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS, assemble, value_of
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -85,22 +84,18 @@ def _upstreams(run: RunConfig) -> RunConfig:
     of_experts = experts.expert_model_parallel_size * run.etp_size * parallel.pipeline_model_parallel_size
     if processes % of_experts:
         experts = replace(experts, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
-    sharding = run.zero_stage and ZeroStage.OPTIMIZER
     return replace(
         run,
         parallel=replace(
             parallel, context_parallel_size=1, cp_comm_type=None, sequence_parallel=False,
-            nproc_per_node=processes, num_distributed_optimizer_instances=1, data_parallel_sharding=sharding,
-            use_distributed_optimizer=bool(sharding), overlapped_distributed_optimizer=False,
+            nproc_per_node=processes, num_distributed_optimizer_instances=1, data_parallel_sharding=None,
+            use_distributed_optimizer=run.zero_stage.shares_states, overlapped_distributed_optimizer=False,
         ),
         training=replace(
             training, precision="bf16" if training.precision == "fp8" else training.precision,
             recompute_granularity=None, recompute_method="uniform", cpu_offloading=False,
             cpu_offloading_num_layers=None, fp8_param_gather=False,
         ),
-        optimizer=replace(
-            run.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False,
-            gradient_accumulation_fusion=False,
-        ),
+        optimizer=replace(run.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False),
         experts=experts,
     )  # fmt: skip
