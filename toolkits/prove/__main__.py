@@ -82,7 +82,7 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
         if on_gpus:
             small = shrink(run, here, here.cuda_devices, Path(folder), is_for_gpus=is_for_gpus)
         if against_upstream:
-            small = limits.against_upstream(small, Path(folder), cpu)
+            small = limits.against_upstream(small, Path(folder))
         print("this run, and the one that is proved:", *(f"  {line}" for line in small.folded), sep="\n")
         found = prove(small, Path(folder), on_gpus=on_gpus, against=options.against)
     for title, comparison in found.items():
@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=positive, metavar="N", help="how many [as the run says, else 1]")
     parser.add_argument(
         "--against", default=_ONE, choices=[_UPSTREAM],
-        help="the other side; upstream: megatron-core's own model and optimizer, on CPU processes [%(default)s]",
+        help="the other side: megatron-core's own model and optimizer on CPU processes [%(default)s]",
     )  # fmt: skip
     return parser
 

@@ -1,24 +1,22 @@
-"""The side of megatron-core 0.16.1 in `prove --against upstream`: what it can train on a CPU, and what is wrong.
+"""The side of megatron-core 0.16.1 in `prove --against upstream`: what it can train on a CPU.
 
-What it lacks is refused; what it has wrong is left out on both sides; what it can do without changing a number
-(a layout that asks for Transformer Engine, recomputation) it does without. guides/upstream.md measures the
-faults.
+What it lacks is refused; what it has wrong or otherwise is left out on both sides; what changes no number
+(layouts that ask for Transformer Engine, recomputation) it does without. The faults: guides/upstream.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from patch.checks.rules import RULES
 from patch.config import RunConfig
 from patch.config.fields import FIELDS, assemble, value_of
-from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import traits_of
-from toolkits.prove.shrink import WHOLE, Shrunk, changes, placed
+from toolkits.prove.shrink import WHOLE, Shrunk, alone, changes, placed
 
 _Predicate = Callable[[RunConfig], bool]
 _LACKS: dict[str, _Predicate] = {
@@ -41,15 +39,15 @@ _LEFT_OUT: list[tuple[_Predicate, dict[str, Any]]] = [
     ),
     (lambda run: run.is_packed, {"window_size": None}),
 ]
-"""On both sides. Rows that pad the vocabulary have a part in its loss; losses of routers depend on layout, rows
+"""On both sides. Rows that pad the vocabulary have a part in its loss; its routers' losses depend on layout, rows
 and masks; its RoPE has three numbers for all models; its windows forget any other mask."""
 
 
-def against_upstream(small: Shrunk, folder: Path, machine: MachineFacts) -> Shrunk:
+def against_upstream(small: Shrunk, folder: Path) -> Shrunk:
     """The small run, and in the place of one process upstream's in the same layout, as far as it has that.
 
     Args:
-        small: a small run. folder: of the proof. machine: the one that the proof runs on.
+        small: a small run. folder: of the proof.
     Raises:
         ConfigError: upstream cannot train this.
     """
@@ -64,8 +62,6 @@ def against_upstream(small: Shrunk, folder: Path, machine: MachineFacts) -> Shru
         if is_wrong(run):
             run = assemble({name: value_of(run, name) for name in FIELDS} | values)
     theirs = _upstreams(run)
-    for rule in RULES:
-        rule(theirs, machine)
     said = [
         *(f"left out on both sides: {each}" for each in changes(small.layout, run)),
         *(f"upstream: {each}" for each in changes(run, theirs)),
@@ -76,25 +72,28 @@ def against_upstream(small: Shrunk, folder: Path, machine: MachineFacts) -> Shru
 def _upstreams(run: RunConfig) -> RunConfig:
     """What upstream does without.
 
-    Its attention without Transformer Engine knows no CP, its norms no SP, its products no 8 bits; of sharded
-    gradients and weights it has ZeRO-1.
+    Without Transformer Engine its attention knows no CP, its norms no SP, without which its experts have no
+    TP, its products no 8 bits; of sharded gradients and weights it has ZeRO-1.
     """
     parallel, experts, training = run.parallel, run.experts, run.training
-    processes = run.world_size // parallel.context_parallel_size
-    of_experts = experts.expert_model_parallel_size * run.etp_size * parallel.pipeline_model_parallel_size
-    if processes % of_experts:
-        experts = replace(experts, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    processes, tp_size = run.data_parallel_size * parallel.pipeline_model_parallel_size, 1
+    if run.model.num_experts:
+        ep_size = math.gcd(experts.expert_model_parallel_size, run.data_parallel_size)
+        experts = replace(experts, expert_model_parallel_size=ep_size, expert_tensor_parallel_size=None)
+    else:
+        tp_size = parallel.tensor_model_parallel_size
     return replace(
         run,
         parallel=replace(
-            parallel, context_parallel_size=1, cp_comm_type=None, sequence_parallel=False,
-            nproc_per_node=processes, num_distributed_optimizer_instances=1, data_parallel_sharding=None,
-            use_distributed_optimizer=run.zero_stage.shares_states, overlapped_distributed_optimizer=False,
+            parallel, tensor_model_parallel_size=tp_size, context_parallel_size=1, cp_comm_type=None,
+            sequence_parallel=False, nproc_per_node=processes * tp_size,
+            num_distributed_optimizer_instances=1,
+            data_parallel_sharding=None, use_distributed_optimizer=run.zero_stage.shares_states,
+            overlapped_distributed_optimizer=False,
         ),
         training=replace(
-            training, precision="bf16" if training.precision == "fp8" else training.precision,
-            recompute_granularity=None, recompute_method="uniform", cpu_offloading=False,
-            cpu_offloading_num_layers=None, fp8_param_gather=False,
+            alone(run).training, micro_batch_size=training.micro_batch_size,
+            precision="bf16" if training.precision == "fp8" else training.precision,
         ),
         optimizer=replace(run.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False),
         experts=experts,

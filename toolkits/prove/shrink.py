@@ -82,9 +82,7 @@ class Shrunk(NamedTuple):
     """What has become smaller or is another, in words."""
 
 
-def shrink(
-    run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is_for_gpus: bool
-) -> Shrunk:
+def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is_for_gpus: bool) -> Shrunk:
     """Make a resolved run small.
 
     Args:
@@ -119,7 +117,7 @@ def shrink(
             refusals.append(error)
             continue
         folded = [f"processes {run.world_size} -> {layout.world_size}", *changes(run, layout)]
-        return Shrunk(layout, placed(_alone(layout), folder, "one"), folded)
+        return Shrunk(layout, placed(alone(layout), folder, "one"), folded)
     raise refusals[0]
 
 
@@ -142,7 +140,7 @@ def placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
     return replace(run, checkpoint=saves, data=replace(run.data, cache_dir=str(folder / f"{name}-cache")))
 
 
-def _alone(layout: RunConfig) -> RunConfig:
+def alone(layout: RunConfig) -> RunConfig:
     """One process without a layout, where nothing is recomputed, offloaded or shared.
 
     The whole batch at once; micro by micro where a loss is a mean over a micro-batch.

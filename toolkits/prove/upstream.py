@@ -14,10 +14,9 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import optimizer as upstream_optimizer
@@ -51,7 +50,6 @@ from patch.checkpoint import save_checkpoint  # noqa: E402
 from patch.checks.run_length import place_in_schedule  # noqa: E402
 from patch.compat import cpu  # noqa: E402
 from patch.config import RunConfig, read_run  # noqa: E402
-from patch.config.choices import ZeroStage  # noqa: E402
 from patch.data import Batch  # noqa: E402
 from patch.device import DeviceContext  # noqa: E402
 from patch.distributed.collectives import all_gather_object, max_over_world, sum_over  # noqa: E402
@@ -81,14 +79,11 @@ _CUDA_MODULES = (
     "megatron.core.transformer.utils",
 )
 """What upstream's optimizer and attention need on a CPU beyond `patch.compat`; runs do not use them."""
-_SAME = (
-    "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "decoupled_weight_decay", "adam_beta1",
-    "adam_beta2", "adam_eps", "clip_grad", "loss_scale", "initial_loss_scale", "min_loss_scale",
-    "loss_scale_window", "hysteresis",
-)  # fmt: skip
-"""Fields of the optimizer that have the same name there."""
-_ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_STATES = {"param": "weight", "exp_avg": "optimizer.state.exp_avg", "exp_avg_sq": "optimizer.state.exp_avg_sq"}
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Flags that make embedding and loss stages of their own."""
+_STATES = {
+    "param": "weight", "exp_avg": "optimizer.state.exp_avg", "exp_avg_sq": "optimizer.state.exp_avg_sq",
+}  # fmt: skip
 """What upstream calls a master and its moments, and what a checkpoint does."""
 
 
@@ -145,13 +140,13 @@ def upstream_stage(
     )  # fmt: skip
     _let_upstream_cut(upstream, config)
     stage = vp_stage * groups.pp.size() + groups.pp.rank()
-    own_layers = partial(
-        get_gpt_decoder_block_spec, upstream, use_transformer_engine=False, vp_stage=vp_stage,
-        normalization=traits_of(model).normalization, pp_rank=groups.pp.rank(),
+    spec = spec or get_gpt_decoder_block_spec(
+        upstream, use_transformer_engine=False, normalization=traits_of(model).normalization,
+        vp_stage=vp_stage, pp_rank=groups.pp.rank(),
     )  # fmt: skip
     return Upstream(
         config=upstream,
-        transformer_layer_spec=spec or own_layers(),
+        transformer_layer_spec=spec,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=stage == 0,
@@ -178,7 +173,7 @@ def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
         )
     elif parallel.account_for_loss_in_pipeline_split:
         upstream.pipeline_model_parallel_layout = None
-        for field in _ACCOUNTED:
+        for field in ACCOUNTED:
             setattr(upstream, field, True)
 
 
@@ -203,18 +198,6 @@ class _TokenLosses(Objective):
         return {"loss": (output * batch.loss_mask).sum() / divisor}
 
 
-class _Part(NamedTuple):
-    """This rank's part of a parameter."""
-
-    parameter: torch.nn.Parameter
-    first: int
-    """Index of its first element in the flattened parameter."""
-    states: Mapping[str, torch.Tensor]
-    """Its master and, after a step, its moments."""
-    copy: int
-    """Among the ranks that hold the same."""
-
-
 class UpstreamRun:
     """Upstream's model and optimizer of a run.
 
@@ -231,14 +214,14 @@ class UpstreamRun:
             initialize_weights(self._stages, config.model, config.training.seed)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
-            use_distributed_optimizer=config.zero_stage is not ZeroStage.NONE,
+            use_distributed_optimizer=config.zero_stage.shares_states,
         )
         wrapped: list[Any] = [
             DistributedDataParallel(stage.config, settings, stage, disable_bucketing=number > 0)
             for number, stage in enumerate(self._stages)
         ]
         self._optimizer = get_megatron_optimizer(
-            _optimizer_config(config), wrapped, use_gloo_process_groups=False
+            optimizer_config(config), wrapped, use_gloo_process_groups=False
         )
         assert isinstance(self._optimizer, ChainedOptimizer)
         for stage in wrapped:
@@ -270,7 +253,11 @@ class UpstreamRun:
         work = take_work(run, iteration)
         reports = run_schedule(run, work.batches, 1.0, loss_scale=1.0)
         total = float(sum(report["loss"] for report in reports)) if reports else -math.inf
-        self._save(GRADIENTS, iteration + 1, {"gradient": [_gradient(part) for part in self._parts()]})
+        gradients = [
+            part._replace(values=part.parameter.main_grad.view(-1)[part.first :][: part.values.numel()])
+            for part, _ in self._parts()
+        ]
+        self._save(GRADIENTS, iteration + 1, {"gradient": gradients})  # clipping changes them
         place, rate = place_in_schedule(run.config, iteration), run.config.optimizer
         for group in optimizer.param_groups:  # the part of its OptimizerParamScheduler
             group["weight_decay"] = group["wd_mult"] * rate.weight_decay
@@ -278,16 +265,15 @@ class UpstreamRun:
             group["lr"] = learning_rate(*place, rate, ends)
         _, norm, _ = optimizer.step()
         states = {
-            prefix: [StateRange(part.parameter, part.first, part.states[name].flatten(), part.copy)
-                     for part in self._parts()]
+            prefix: [part._replace(values=own[name].view(-1)) for part, own in self._parts()]
             for name, prefix in _STATES.items()
-        }  # fmt: skip
+        }
         self._save(CHECKPOINT_FOLDER, iteration + 1, states)
         (summed,) = max_over_world(sum_over(run.groups.dp_cp, [total], run.device), run.device)
         return {"loss": summed / work.divisor, "grad_norm": float(norm), "lr": learning_rate(*place, rate)}
 
-    def _parts(self) -> Iterator[_Part]:
-        """This rank's part of all weights."""
+    def _parts(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+        """This rank's StateRange of each master, and the states there; moments after a step only."""
         each: Any
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for each in self._optimizer.chained_optimizers:
@@ -296,12 +282,13 @@ class UpstreamRun:
                 continue
             for parameter in each.model_param_gbuf_map:
                 first = each._get_model_param_range_map(parameter)["param"].start
-                yield _Part(parameter, first, each._get_main_param_and_optimizer_states(parameter), 0)
-        if self._run.config.zero_stage is ZeroStage.NONE:
+                states = each._get_main_param_and_optimizer_states(parameter)
+                yield StateRange(parameter, first, states["param"], 0), states
+        if not self._run.config.zero_stage.shares_states:
             for parameter in chain.from_iterable(stage.parameters() for stage in self._stages):
                 groups, main = self._run.groups, getattr(parameter, "main_param", parameter)
                 holders = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
-                yield _Part(parameter, 0, {"param": main, **found.get(main, {})}, holders.rank())
+                yield StateRange(parameter, 0, main, holders.rank()), {"param": main, **found.get(main, {})}
 
     def _save(self, name: str, step: int, states: Mapping[str, Sequence[StateRange]]) -> None:
         weights = sharded_weights(self._stages)
@@ -309,20 +296,19 @@ class UpstreamRun:
         save_checkpoint(self._output / name, step, state, {})
 
 
-def _gradient(part: _Part) -> StateRange:
-    """Its gradient, before clipping."""
-    whole = part.parameter.main_grad.view(-1)  # type: ignore[attr-defined]
-    return StateRange(
-        part.parameter, part.first, whole[part.first : part.first + part.states["param"].numel()], part.copy
-    )
+def optimizer_config(config: RunConfig, **further: Any) -> OptimizerConfig:
+    """Upstream's settings of a run's optimizer: numbers and switches have the same names there.
 
-
-def _optimizer_config(config: RunConfig) -> OptimizerConfig:
-    kept_as = config.execution.facts.kept_as
+    Args:
+        config: the run.
+        further: settings that it does not say, or other ones.
+    """
+    own, kept_as = config.optimizer, config.execution.facts.kept_as
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)} & {*own.__slots__}
+    same = {name: value for name in names if not isinstance(value := getattr(own, name), str)}
+    same["use_distributed_optimizer"] = config.zero_stage.shares_states
     return OptimizerConfig(
-        optimizer="adam", bf16=kept_as == "bf16", fp16=kept_as == "fp16",
-        use_distributed_optimizer=config.zero_stage is not ZeroStage.NONE,
-        **{name: getattr(config.optimizer, name) for name in _SAME},
+        optimizer="adam", bf16=kept_as == "bf16", fp16=kept_as == "fp16", **same | further
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ class TokenCounter:
         self._reader, self.seen = reader, dict[int, list[int]]()
 
     def step(self, iteration: int) -> list[Any]:
+        """The reader's micro-batches."""
         batches, seen = self._reader.step(iteration), [0, 0, 0]
         for batch in batches:
             learned = batch.loss_mask.ne(0)
