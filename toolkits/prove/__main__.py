@@ -8,6 +8,7 @@ the batch and each axis of the layout become as small as keeps their code paths,
 and an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one process:
 tokens, losses, every gradient, norms, weights, optimizer states, and the second step resumed from one
 process's checkpoint. Exit code 0: they agree; 6: they do not, and the first tensor that differs is named.
+With --against upstream the other side is megatron-core's own model and optimizer (`limits.py`).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ _LEFT_OUT: list[tuple[_Predicate, dict[str, Any]]] = [
     ),
     (lambda run: run.is_packed, {"window_size": None}),
 ]
-"""On both sides. Rows that pad the vocabulary have a part in its loss; its routers' losses depend on layout, rows
-and masks; its RoPE has three numbers for all models; its windows forget any other mask."""
+"""On both sides. Rows that pad the vocabulary have a part in its loss; its routers' losses depend on layout,
+rows and masks; its RoPE has three numbers for all models; its windows forget any other mask."""
 
 
 def against_upstream(small: Shrunk, folder: Path) -> Shrunk:
