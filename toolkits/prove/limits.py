@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from patch.errors import ConfigError
 from patch.families import traits_of
 from toolkits.prove.shrink import WHOLE, Shrunk, alone, changes, placed
 
+_rope = attrgetter(
+    "rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position"
+)
 _Predicate = Callable[[RunConfig], bool]
 _LACKS: dict[str, _Predicate] = {
     "adapters (--lora-rank)": lambda run: bool(run.adapter.lora_rank),
@@ -29,14 +33,7 @@ _LACKS: dict[str, _Predicate] = {
 _LEFT_OUT: list[tuple[_Predicate, dict[str, Any]]] = [
     (lambda run: run.padded_vocab_size != run.model.vocab_size, {"vocab_size": WHOLE}),
     (lambda run: bool(run.model.num_experts), {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}),
-    (
-        lambda run: (
-            run.model.rope_scaling_type != "llama3"
-            or (run.model.rope_low_freq_factor, run.model.rope_high_freq_factor) != (1.0, 4.0)
-            or run.model.rope_original_max_position != 8192
-        ),
-        {"use_rope_scaling": False},
-    ),
+    (lambda run: _rope(run.model) != ("llama3", 1.0, 4.0, 8192), {"use_rope_scaling": False}),
     (lambda run: run.is_packed, {"window_size": None}),
 ]
 """On both sides. Rows that pad the vocabulary have a part in its loss; its routers' losses depend on layout,

@@ -19,17 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import optimizer as upstream_optimizer
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed, optimizer, parallel_state, utils
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import multi_latent_attention
@@ -37,11 +31,6 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import (
-    local_multi_tensor_applier,
-    local_multi_tensor_l2_norm,
-    local_multi_tensor_scale,
-)
 
 if __name__ == "__main__":  # a worker has no other way to the packages
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -92,12 +81,12 @@ def prepare_cpu() -> None:
     for module in _CUDA_MODULES:
         cpu.replace_torch(module)
     # Upstream's own choice where Transformer Engine is not installed, whose Adam, norm and scaling need CUDA.
-    vars(upstream_optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
-    for module in (clip_grads, upstream_optimizer.optimizer):
+    vars(optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
+    for module in (clip_grads, optimizer.optimizer):
         vars(module).update(
-            multi_tensor_applier=local_multi_tensor_applier,
-            l2_norm_impl=local_multi_tensor_l2_norm,
-            multi_tensor_scale_impl=local_multi_tensor_scale,
+            multi_tensor_applier=utils.local_multi_tensor_applier,
+            l2_norm_impl=utils.local_multi_tensor_l2_norm,
+            multi_tensor_scale_impl=utils.local_multi_tensor_scale,
         )
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
@@ -212,21 +201,20 @@ class UpstreamRun:
         self._stages: list[Any] = [stage.to(stage.config.params_dtype) for stage in stages]
         with torch.no_grad():
             initialize_weights(self._stages, config.model, config.training.seed)
-        settings = DistributedDataParallelConfig(
+        settings = distributed.DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.zero_stage.shares_states,
         )
         wrapped: list[Any] = [
-            DistributedDataParallel(stage.config, settings, stage, disable_bucketing=number > 0)
+            distributed.DistributedDataParallel(stage.config, settings, stage, disable_bucketing=number > 0)
             for number, stage in enumerate(self._stages)
         ]
-        self._optimizer = get_megatron_optimizer(
+        self._optimizer: Any = optimizer.get_megatron_optimizer(
             optimizer_config(config), wrapped, use_gloo_process_groups=False
         )
-        assert isinstance(self._optimizer, ChainedOptimizer)
         for stage in wrapped:
             stage.config.grad_scale_func = self._optimizer.scale_loss
-            stage.config.finalize_model_grads_func = finalize_model_grads
+            stage.config.finalize_model_grads_func = distributed.finalize_model_grads
             stage.activation_offload = stage.step_weights = None
         run.stages, run.data.objective = wrapped, _TokenLosses(config)
         self._tokens = run.data.train_reader = TokenCounter(run.data.train_reader)
@@ -246,10 +234,10 @@ class UpstreamRun:
 
     def _step(self, iteration: int) -> dict[str, float]:
         """One step, in the order of Megatron-LM's `train_step`."""
-        run, optimizer = self._run, self._optimizer
+        run, upstreams = self._run, self._optimizer
         for stage in run.stages:
             stage.zero_grad_buffer()  # type: ignore[operator]
-        optimizer.zero_grad()
+        upstreams.zero_grad()
         work = take_work(run, iteration)
         reports = run_schedule(run, work.batches, 1.0, loss_scale=1.0)
         total = float(sum(report["loss"] for report in reports)) if reports else -math.inf
@@ -259,11 +247,11 @@ class UpstreamRun:
         ]
         self._save(GRADIENTS, iteration + 1, {"gradient": gradients})  # clipping changes them
         place, rate = place_in_schedule(run.config, iteration), run.config.optimizer
-        for group in optimizer.param_groups:  # the part of its OptimizerParamScheduler
+        for group in upstreams.param_groups:  # the part of its OptimizerParamScheduler
             group["weight_decay"] = group["wd_mult"] * rate.weight_decay
             ends = ParamGroup([], 0.0, max_lr=group["max_lr"], min_lr=group["min_lr"])
             group["lr"] = learning_rate(*place, rate, ends)
-        _, norm, _ = optimizer.step()
+        _, norm, _ = upstreams.step()
         states = {
             prefix: [part._replace(values=own[name].view(-1)) for part, own in self._parts()]
             for name, prefix in _STATES.items()
@@ -274,7 +262,6 @@ class UpstreamRun:
 
     def _parts(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
         """This rank's StateRange of each master, and the states there; moments after a step only."""
-        each: Any
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for each in self._optimizer.chained_optimizers:
             if not isinstance(each, DistributedOptimizer):
