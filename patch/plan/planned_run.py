@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,12 +121,20 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], facts: MachineFacts
 
 
 def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> RunConfig:
-    """The run on the machine's devices, if a file of another machine says how many there are."""
-    is_given = any(text.startswith("--nproc-per-node") for text in argv)
-    if is_given or not machine.is_gpu or run.parallel.nproc_per_node == machine.devices_per_node:
+    """The run on the machine's devices, if a file of another machine says how many there are.
+
+    Without GPUs on as many processes as make up whole replicas: a flag may have changed the file's layout.
+    """
+    parallel, number = run.parallel, machine.devices_per_node
+    if not machine.is_gpu:
+        sizes = [parallel.tensor_model_parallel_size, parallel.context_parallel_size]
+        of_experts = [run.etp_size, run.experts.expert_model_parallel_size] if run.model.num_experts else [1]
+        whole = math.lcm(math.prod(sizes), math.prod(of_experts)) * parallel.pipeline_model_parallel_size
+        whole //= math.gcd(whole, parallel.nnodes)
+        number = -(-parallel.nproc_per_node // whole) * whole
+    if any(text.startswith("--nproc-per-node") for text in argv):
         return run
-    parallel = dataclasses.replace(run.parallel, nproc_per_node=machine.devices_per_node)
-    return dataclasses.replace(run, parallel=parallel)
+    return dataclasses.replace(run, parallel=dataclasses.replace(parallel, nproc_per_node=number))
 
 
 def machine_named(name: str, here: MachineFacts, processes: int) -> Machine:

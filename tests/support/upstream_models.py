@@ -1,29 +1,13 @@
-"""Upstream's GPTModel of a run's configuration, and what may be asked of a model without its values."""
+"""What may be asked of a model, ours or upstream's, without its values."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.config.schema import RunConfig
-from patch.model.configuration import transformer_config
-
-ACCOUNTED = {
-    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
-}  # fmt: skip
-"""Embedding and loss are stages of their own."""
 MARKS = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce",
     "is_embedding_or_output_parameter", "shared", "shared_embedding",
@@ -44,70 +28,6 @@ def te_constructors() -> Iterator[None]:
     """
     with mock.patch("torch.cuda.is_available", lambda: True):
         yield
-
-
-class Upstream(GPTModel):
-    """Upstream's model but for one step: it copies a tied embedding to the last stage on a GPU."""
-
-    def _is_in_embd_group(self) -> bool:
-        return False
-
-
-def upstream_stage(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    vp_stage: int,
-    layer: ModuleSpec,
-    norm: type = WrappedTorchNorm,
-) -> Upstream:
-    """Upstream's model of a layer, initialised by itself, which is where it sets its marks."""
-    upstream = dataclasses.replace(
-        transformer_config(config.model, groups, config.execution, cuda=False), perform_initialization=True,
-        init_method_std=config.model.init_method_std, init_method=None, output_layer_init_method=None,
-        embedding_init_method=None, embedding_init_method_std=None,
-    )  # fmt: skip
-    _let_upstream_cut(upstream, config)
-    stage = vp_stage * groups.pp.size() + groups.pp.rank()
-    num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())
-    return Upstream(
-        config=upstream,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * num_layers,
-            layer_norm=norm,  # without it, Transformer Engine's where that is installed
-        ),
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.model.max_position_embeddings,
-        pre_process=stage == 0,
-        post_process=stage == config.virtual_pipeline_size * groups.pp.size() - 1,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        rotary_base=config.model.rotary_base,
-        rope_scaling=config.model.use_rope_scaling,
-        pg_collection=groups,
-        vp_stage=vp_stage,
-    )
-
-
-def local_upstream(config: RunConfig, groups: ProcessGroupCollection, vp_stage: int) -> Upstream:
-    """Upstream's model of its own modules."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm)
-    return upstream_stage(config, groups, vp_stage, layer)
-
-
-def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
-    """Give upstream its own flags for what it cuts by itself; interleaved layouts need its global state."""
-    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(
-        upstream.virtual_pipeline_model_parallel_size
-    )
-    if parallel.pipeline_model_parallel_layout is not None:
-        upstream.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
-            parallel.pipeline_model_parallel_layout, pp_size
-        )
-    elif parallel.account_for_loss_in_pipeline_split:
-        upstream.pipeline_model_parallel_layout = None
-        for field in ACCOUNTED:
-            setattr(upstream, field, True)
 
 
 def described(model: GPTModel) -> dict[str, dict]:

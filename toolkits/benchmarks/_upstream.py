@@ -11,67 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import optimizer
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
     param_and_grad_buffer,
 )
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import (
-    local_multi_tensor_applier,
-    local_multi_tensor_l2_norm,
-    local_multi_tensor_scale,
-)
 
-from patch.compat.cpu import replace_torch
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import SameBatches
+from toolkits.prove.upstream import optimizer_config
 
-# Modules that DDP and its optimizer need on a CPU in addition to patch.compat; training runs do not use them.
-_CUDA_MODULES = (
-    "megatron.core.distributed.param_and_grad_buffer",
-    "megatron.core.distributed.distributed_data_parallel",
-    "megatron.core.optimizer.optimizer",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.optimizer.clip_grads",
-)
 _REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
-
-
-def prepare_cpu() -> None:
-    """Let upstream's DDP and optimizer run without CUDA in this process; call it after patch.compat.apply."""
-    for module in _CUDA_MODULES:
-        replace_torch(module)
-    _use_torch_instead_of_transformer_engine()
-    get_type = torch.Tensor.type
-
-    def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Upstream compares type names with "torch.cuda.FloatTensor" (distrib_optimizer.py:361, 420, 582)."""
-        result = get_type(tensor, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
-
-    vars(torch)["Tensor"].type = type_as_on_cuda
-
-
-def _use_torch_instead_of_transformer_engine() -> None:
-    """Upstream's own choice where it is not installed; its Adam, norm and scaling need CUDA."""
-    vars(optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
-    for module in (clip_grads, optimizer.optimizer):
-        vars(module).update(
-            multi_tensor_applier=local_multi_tensor_applier,
-            l2_norm_impl=local_multi_tensor_l2_norm,
-            multi_tensor_scale_impl=local_multi_tensor_scale,
-        )
 
 
 class UpstreamTrainer:
@@ -110,7 +69,7 @@ class UpstreamTrainer:
         self.model = DistributedDataParallel(model.config, settings, model)
         self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
         self._optimizer = get_megatron_optimizer(
-            _optimizer_config(config, offload), [self.model], use_gloo_process_groups=False
+            _settings(config, offload), [self.model], use_gloo_process_groups=False
         )
         if not offload:  # with offload upstream sets it itself
             for group in self._optimizer.param_groups:
@@ -146,19 +105,15 @@ class UpstreamTrainer:
             self.model.enable_forward_pre_hook()
 
 
-def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
-    same = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-    return OptimizerConfig(
-        optimizer="adam",
-        bf16=config.training.precision == "bf16",
-        params_dtype=torch.bfloat16 if config.training.precision == "bf16" else torch.float32,
+def _settings(config: RunConfig, offload: float) -> OptimizerConfig:
+    return optimizer_config(
+        config,
         use_distributed_optimizer=True,
         # With it no fp32 masters stay on the GPU; without Transformer Engine upstream does not support it.
         use_precision_aware_optimizer=offload > 0 and find_spec("transformer_engine") is not None,
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=True,
-        **{name: getattr(config.optimizer, name) for name in same},
     )
 
 

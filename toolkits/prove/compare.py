@@ -92,7 +92,7 @@ def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparis
 
     Args:
         layout: the run in its layout.
-        one: that of one process.
+        one: that of one process, or upstream's.
         steps: counted from 1.
     """
     ours, theirs, bounds = _Folder(layout), _Folder(one), _bounds(layout)
@@ -115,8 +115,8 @@ def _bounds(run: RunConfig) -> Bounds:
 def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator[_Found]:
     """What a step computes, in this order."""
     layout, evidence = ours.run, ours.evidence[str(step)]
-    shares = layout.world_size // layout.num_weight_copies
-    expected = [shares * number for number in theirs.evidence[str(step)]["tokens"]]
+    shares, of_theirs = (run.world_size // run.num_weight_copies for run in (layout, theirs.run))
+    expected = [shares * number // of_theirs for number in theirs.evidence[str(step)]["tokens"]]
     wrong = [f"{evidence['tokens']} of {expected}"] if evidence["tokens"] != expected else []
     yield _equal("tokens", f"tokens of step {step} (number, with a loss, hash)", wrong)
     loss = _number(ours, theirs, "loss", step, bounds.number)
@@ -160,9 +160,9 @@ class _Folder:
         adapter = self.run.adapter if self.run.adapter.lora_rank else None
         prefix = f"{state}." if state else "" if adapter else None
         folder = self._folder / (GRADIENTS if state == GRADIENT else CHECKPOINT_FOLDER) / iteration_name(step)
-        found = StoredWeights(folder, self.run.model, prefix, adapter).tensors()
-        kept_as = PRECISIONS[self.run.training.precision].kept_as
-        if state or kept_as == "fp32":
+        stored = StoredWeights(folder, self.run.model, prefix, adapter)
+        found, kept_as = stored.tensors(), PRECISIONS[self.run.training.precision].kept_as
+        if state or {*stored.dtypes.values()} == {torch.float32}:  # upstream's side has masters alone
             return found
         if kept_as == "fp16":
             return self.tensors(step, "optimizer.state.master")
@@ -189,7 +189,7 @@ def _number(ours: _Folder, theirs: _Folder, kind: str, step: int, bound: float) 
     key = {"evaluation": "valid_loss", "gradient norm": "grad_norm"}.get(kind, kind)
     a, b = ours.record(step, key), theirs.record(step, key)
     distance = abs(a - b) / max(abs(b), 1e-12)
-    detail = f"{a:.7g}, one process {b:.7g}"
+    detail = f"{a:.7g}, other side {b:.7g}"
     difference = Difference(f"{kind} of step {step}", distance, bound, detail)
     return _Found(kind, distance, bound, None if distance <= bound else difference)
 
@@ -276,4 +276,4 @@ def _factor(a: torch.Tensor, b: torch.Tensor) -> str:
     """By which number the tensor is too large, if that explains the difference."""
     factor = float((a * b).sum() / max(float((b * b).sum()), 1e-30))
     is_scaled = float((a - factor * b).norm()) < 0.02 * float((a - b).norm())
-    return f"it is {factor:.4g} times that of one process" if is_scaled else ""
+    return f"it is {factor:.4g} times that of the other side" if is_scaled else ""

@@ -82,9 +82,7 @@ class Shrunk(NamedTuple):
     """What has become smaller or is another, in words."""
 
 
-def shrink(
-    run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is_for_gpus: bool
-) -> Shrunk:
+def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is_for_gpus: bool) -> Shrunk:
     """Make a resolved run small.
 
     Args:
@@ -111,25 +109,29 @@ def shrink(
             **_parallel(run, sizes), **_rest(run, sizes, folder / "made", machine), **of_device,
         }  # fmt: skip
         small = assemble({name: value_of(run, name) for name in FIELDS} | values)
-        layout = _placed(small, folder, "layout")
+        layout = placed(small, folder, "layout")
         try:
             for rule in RULES:
                 rule(layout, machine)
         except ConfigError as error:
             refusals.append(error)
             continue
-        told = [
-            f"{field.flag} {before} -> {now}"
-            for field in FIELDS.values()
-            if field.section not in ("data", "checkpoint")
-            and (before := scalar_of(run, field.name)) != (now := scalar_of(layout, field.name))
-        ]
-        folded = [f"processes {run.world_size} -> {layout.world_size}", *told]
-        return Shrunk(layout, _placed(_alone(layout), folder, "one"), folded)
+        folded = [f"processes {run.world_size} -> {layout.world_size}", *changes(run, layout)]
+        return Shrunk(layout, placed(alone(layout), folder, "one"), folded)
     raise refusals[0]
 
 
-def _placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
+def changes(run: RunConfig, other: RunConfig) -> list[str]:
+    """The flags of a run that have another value in the other one, with both values."""
+    return [
+        f"{field.flag} {before} -> {now}"
+        for field in FIELDS.values()
+        if field.section not in ("data", "checkpoint")
+        and (before := scalar_of(run, field.name)) != (now := scalar_of(other, field.name))
+    ]
+
+
+def placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
     """The run with a folder and a cache of its own, which saves after each step."""
     saves = CheckpointConfig(
         output_path=str(folder / name), save_interval=1, async_save=run.checkpoint.async_save,
@@ -138,7 +140,7 @@ def _placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
     return replace(run, checkpoint=saves, data=replace(run.data, cache_dir=str(folder / f"{name}-cache")))
 
 
-def _alone(layout: RunConfig) -> RunConfig:
+def alone(layout: RunConfig) -> RunConfig:
     """One process without a layout, where nothing is recomputed, offloaded or shared.
 
     The whole batch at once; micro by micro where a loss is a mean over a micro-batch.

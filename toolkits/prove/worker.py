@@ -23,13 +23,14 @@ from toolkits.train.__main__ import main  # noqa: E402
 GRADIENTS, EVIDENCE = "gradients", "evidence.json"
 
 
-class _Reader:
+class TokenCounter:
     """A run's reader; tokens, those with a loss, and the sum of their hashes are noted by step."""
 
     def __init__(self, reader: Any) -> None:
         self._reader, self.seen = reader, dict[int, list[int]]()
 
     def step(self, iteration: int) -> list[Any]:
+        """The reader's micro-batches."""
         batches, seen = self._reader.step(iteration), [0, 0, 0]
         for batch in batches:
             learned = batch.loss_mask.ne(0)
@@ -55,7 +56,7 @@ def evidence(run: Any) -> Any:
     from patch.training.hooks import TrainerHook
 
     output, steps = Path(run.config.checkpoint.output_path), dict[int, Any]()
-    reader = run.data.train_reader = _Reader(run.data.train_reader)
+    reader = run.data.train_reader = TokenCounter(run.data.train_reader)
 
     def checksum(shard: Any) -> int:
         return zlib.crc32(shard.data.detach().cpu().contiguous().view(torch.uint8).numpy())

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from hf_families import MIXTURES, SHAPE
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -28,10 +27,8 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType, LayerType
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import build_module
@@ -55,7 +52,7 @@ from patch.model import build_llama_model, initialize_weights
 from patch.model.experts import Router
 from patch.model.rotary import inverse_frequencies
 from patch.optimizer import ParamGroup
-from toolkits.benchmarks._upstream import prepare_cpu
+from toolkits.prove.upstream import prepare_cpu
 
 _EXPERTS = {"num_experts": 2, "moe_router_topk": 1, "expert_tensor_parallel_size": 1}
 _DEEPSEEK = {"model_type": "deepseek_v2", **SHAPE, **MIXTURES["deepseek-v2-lite"][1]}
@@ -352,9 +349,6 @@ def measured(rank: int, world_size: int, is_ours: bool) -> list[float | str]:
     else:  # what upstream needs to run on this machine, nothing that mends a number
         cpu.apply()
         prepare_cpu()
-        cpu.replace_torch("megatron.core.transformer.dot_product_attention")
-        vars(moe_utils).setdefault("te_general_gemm", None)
-        multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
     found: list[float | str] = []
     for row in ROWS:
         try:

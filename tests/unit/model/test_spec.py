@@ -7,12 +7,13 @@ import pytest
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import CPU
-from upstream_models import ACCOUNTED, described, local_upstream
+from upstream_models import described
 
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.model import SOURCES, build_llama_model
+from toolkits.prove.upstream import ACCOUNTED, upstream_stage
 
 TIED = {"untie_embeddings_and_output_weights": False}
 QWEN = {"add_qkv_bias": True, "qk_layernorm": True}
@@ -25,7 +26,7 @@ RUNS: dict[int, dict[str, RunConfig]] = {
         "uneven-pp": small_run(pp=2, num_layers=5),
         "tied-vpp": small_run(pp=2, stage=1, **TIED),
         "vpp-by-hand": small_run(pp=2, pipeline_model_parallel_layout="E|ttt|t|L"),
-        "vpp-accounted": small_run(pp=2, stage=1, **ACCOUNTED, **TIED),
+        "vpp-accounted": small_run(pp=2, stage=1, **dict.fromkeys(ACCOUNTED, True), **TIED),
         "dp": small_run(dp=2),
     },
     3: {"uneven-pp": small_run(pp=3, num_layers=5)},
@@ -43,7 +44,7 @@ def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
             build_llama_model(config.model, groups, CPU.device, config.execution, aligned=form)
             for form in (frozenset(), frozenset(SOURCES))
         )
-        theirs = [local_upstream(config, groups, stage) for stage in range(config.virtual_pipeline_size)]
+        theirs = [upstream_stage(config, groups, stage) for stage in range(config.virtual_pipeline_size)]
         built = {"fast": fast, "aligned": aligned, "upstream": theirs}
         found[name] = {form: [described(stage) for stage in stages] for form, stages in built.items()}
         new_job()

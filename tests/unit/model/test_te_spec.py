@@ -14,7 +14,7 @@ from distributed_runner import new_job, run_distributed
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
 from training_runs import CPU
-from upstream_models import described, te_constructors, upstream_stage
+from upstream_models import described, te_constructors
 
 from patch import compat
 from patch.checkpoint import save_checkpoint
@@ -25,6 +25,7 @@ from patch.convert.live_weights import mapped_parameters
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights, sharded_weights
 from patch.optimizer.param_groups import default_param_groups
+from toolkits.prove.upstream import upstream_stage
 
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
 
@@ -48,9 +49,11 @@ def _engine(config: RunConfig, groups: Any) -> list:
 def _upstream(config: RunConfig, groups: Any, vp_stage: int) -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
-    return upstream_stage(config, groups, vp_stage, layer, TENorm)
+    number = config.stage_layers[vp_stage * groups.pp.size() + groups.pp.rank()]
+    return upstream_stage(config, groups, vp_stage, TransformerBlockSubmodules([layer] * number, TENorm))
 
 
 def _by_key(stages: list, config: RunConfig, tp_size: int) -> dict[tuple[str, int], tuple]:

@@ -11,10 +11,10 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from small_runs import small_run
 from training_runs import build_stages
-from upstream_models import local_upstream
 
 from patch.model import initialize_weights, sharded_weights
 from patch.plan.parameters import parameters_per_rank
+from toolkits.prove.upstream import upstream_stage
 
 VOCAB = 90
 """Padded to 96 rows."""
@@ -79,7 +79,7 @@ def _upstream_stds() -> dict[str, tuple[float, float]]:
     config = small_run(**SHAPE | RUNS["untied"], num_layers=2)
     groups, (ours,) = build_stages(config)
     initialize_weights([ours], config.model, config.training.seed)
-    weights = dict(local_upstream(config, groups, 0).named_parameters())
+    weights = dict(upstream_stage(config, groups, 0).named_parameters())
     stds = {}
     for name, weight in ours.named_parameters():
         rows = VOCAB if name in VOCABULARY else len(weight)

@@ -68,7 +68,7 @@ def run_waiting(world_size: int) -> dict[str, dict[str, Any]]:
 
     from patch.distributed.groups import initialize
     from toolkits.benchmarks._contenders import OurTrainer
-    from toolkits.benchmarks._upstream import prepare_cpu
+    from toolkits.prove.upstream import prepare_cpu
 
     prepare_cpu()
     overlap._WAIT_S = WAIT_S

@@ -11,11 +11,11 @@ from megatron.core import dist_checkpointing
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import build_seeded_run, digests, messages_from, save, seeded_batches
-from upstream_models import local_upstream
 
 from patch.distributed.groups import shutdown
 from patch.training.run_state import Progress, find_progress, load_weights, resume, state_to_save
 from patch.training.step import train_step
+from toolkits.prove.upstream import upstream_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -121,7 +121,7 @@ def run_upstream(folder: Path) -> bool:
         train_step(run, 0)
     save(folder, Progress(1, 8), run.stages, run.optimizer)
     (model,) = run.stages
-    upstream = local_upstream(run.config, run.groups, 0)
+    upstream = upstream_stage(run.config, run.groups, 0)
     loaded = dist_checkpointing.load(upstream.sharded_state_dict(), str(folder / "iter_0000001"))
     upstream.load_state_dict({name: value for name, value in loaded.items() if "." in name}, strict=True)
     weights = dict(model.named_parameters())
