@@ -117,9 +117,9 @@ def _read_from_folder(task: dict[str, Any], folder: Path, file: Path) -> None:
     path, name = task["dataset_path"], task.pop("dataset_name", None) or ""
     files = dict[str, list[str]]()
     for split in {value for key, value in task.items() if key.endswith("_split") and value}:
-        forms = f"{split}/{name}.* {split}/{name}_{split}.* {name}/{split}-* {name}/{split}.*".split()
-        found = [each for form in forms for each in sorted((folder / path).glob(form))]
-        found = [each.resolve() for each in found if each.suffix in _READERS]
+        forms = f"{path}/{split}/{name}.* {path}/{split}/{name}_{split}.* {path}/{name}/{split}[-.]*".split()
+        found = [each.resolve() for form in forms for each in sorted(folder.glob(form.lstrip("/")))]
+        found = [each for each in found if each.suffix in _READERS and each.is_relative_to(folder.resolve())]
         if not found:
             expected = f"one of {', '.join(_FORMATS)}, or files there: {' or '.join(forms)}"
             raise _refusal(file, f"dataset_path {path} without {split} in {folder / path}", expected)
