@@ -23,7 +23,8 @@ def run_and_leave_traces(rank: int, world_size: int) -> tuple[object, ...]:
     found = (
         mappings._reduce.__module__, parallel_state.is_initialized(), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), torch.initial_seed(), "TRACE" in os.environ,
-        len(logging.getLogger("patch").handlers), len(warnings.filters), "patch.training.step" in sys.modules,
+        len(logging.getLogger("patch").handlers), len(warnings.filters),
+        {"patch.training.step", "torch._inductor.compile_fx"} <= sys.modules.keys(),
     )  # fmt: skip
     compat.apply(cuda=False)
     parallel_state.initialize_model_parallel()
