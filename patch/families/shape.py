@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from patch.flag_field import flag
 
@@ -241,6 +241,16 @@ class Traits:
             (self.normalization, self.activation, self.add_bias_linear)
             == ("LayerNorm", "gelu_pytorch_tanh", True)
         )
+
+
+def preset(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int | None = None, **own: Any
+) -> dict[str, Any]:
+    """ModelConfig's fields of a public model; by default without GQA, and heads as wide together as it is."""
+    return {
+        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "num_query_groups": groups or heads, "kv_channels": hidden // heads, **own,
+    }  # fmt: skip
 
 
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
