@@ -31,7 +31,6 @@ from patch.convert.weight_table import Table, adapter_table, parameter_table, ta
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.families.weights import TIED_OUTPUT
 from patch.logger import get_logger
 from patch.model.four_bit_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 Receivers = Literal["all", "first", "stage"]
 """Which ranks receive the tensors of `iter_hf_weights`."""
+_STAGE: Any = {"receivers": "stage", "device": torch.device("cpu")}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -359,15 +359,13 @@ def export_hf(
     """
     folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
     is_first, is_writer = dist.get_rank() == 0, groups.dp_cp.rank() == 0
-    experts, table = ExpertRanks.of(groups, model), weights_table(model)
-    partial = partial_folder(folder)
+    experts, table, partial = ExpertRanks.of(groups, model), weights_table(model), partial_folder(folder)
     with ExitStack() as stack:
         with all_or_none():
-            tied = not model.untie_embeddings_and_output_weights
             dtypes = {
                 tensor: mapped.dtype
                 for mapped in mapped_parameters(stages, model, groups.tp.size(), experts)
-                if not (tied and mapped.name == TIED_OUTPUT)  # a copy of the embedding, on the last stage
+                if mapped.name in table  # not a tied output layer, the last stage's copy of the embedding
                 for expert in range(mapped.mapping.num_experts)  # also those of other ranks
                 for tensor in table[mapped.name].at(mapped.layer, expert).hf
             }
@@ -376,13 +374,11 @@ def export_hf(
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if is_writer or experts.size > 1:
-                how: Any = {"receivers": "stage", "device": torch.device("cpu")}
-                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **how)) if adapter else {}
-                weights = iter_hf_weights(stages, model, groups, **how)
-                has_all = is_writer and groups.tp.rank() == 0
+                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **_STAGE)) if adapter else {}
+                weights = iter_hf_weights(stages, model, groups, **_STAGE)
                 scale = adapter.scale if adapter else 1.0
                 write_received(
-                    weights, partial, dtypes if has_all else {}, layout,
+                    weights, partial, dtypes if is_writer and groups.tp.rank() == 0 else {}, layout,
                     lambda name, tensor: HFBlock(name, 0, 0, merged(name, tensor, own.get, scale)),
                 )  # fmt: skip
         with all_or_none():
