@@ -374,8 +374,8 @@ def export_hf(
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if is_writer or experts.size > 1:
-                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **_STAGE)) if adapter else {}
-                weights = iter_hf_weights(stages, model, groups, **_STAGE)
+                factors = iter_hf_weights(stages, model, groups, adapter=adapter, **_STAGE) if adapter else ()
+                own, weights = dict(factors), iter_hf_weights(stages, model, groups, **_STAGE)
                 scale = adapter.scale if adapter else 1.0
                 write_received(
                     weights, partial, dtypes if is_writer and groups.tp.rank() == 0 else {}, layout,
