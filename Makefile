@@ -32,8 +32,8 @@ help:  ## this list
 quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
 
-test: .venv/tests-installed  ## the tests of a change, but those that are long: minutes on two cores
-	$(PYTEST) -m "not long"
+test: .venv/tests-installed  ## the tests of a change, but those that are long and those of `checks`: minutes on two cores
+	$(PYTEST) -m "not long" --ignore tests/architecture
 
 test-all: .venv/tests-installed  ## all tests of this machine, as CI; GPU tests skip themselves without one
 	$(PYTEST)

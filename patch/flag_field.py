@@ -46,9 +46,14 @@ def flag(
 
     Args:
         help: the text in `--help`.
-        default: the value when nothing else sets the field.
-        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields.
+        default: the value when nothing else sets the field; None where None has a word.
+        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields. As
+            a number it is the least one.
         bounds: the fields of `Bounds`.
     """
+    if none is not None and default is dataclasses.MISSING:
+        default = None
+    if none == 0 and "above" not in bounds:
+        bounds["at_least"] = 0
     metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
     return dataclasses.field(default=default, metadata=metadata)

@@ -23,22 +23,21 @@ class DataConfig:
         "raw: a file, folder or glob of JSON, JSONL, CSV, .gz, .zst, parquet or Arrow; idxmap: path prefix "
         "of .bin/.idx; several: 'WEIGHT PATH WEIGHT PATH ...' or 'PATH PATH ...'"
     )
-    valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", None, none="none")
+    valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", none="none")
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
     tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
     tokenizer_name_or_path: str | None = flag(
-        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", None, none="none"
+        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", none="none"
     )
     columns: str | None = flag(
         "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
-        None,
         none="none",
     )
     alpaca_input_join: InputJoin = flag(
         "between alpaca's instruction and input: newline, or empty as Pai-Megatron-Patch has it", "newline"
     )
     chat_template: str | None = flag(
-        "chatml, llama3, alpaca, plain, or a .jinja file; none: the tokenizer's own", None, none="none"
+        "chatml, llama3, alpaca, plain, or a .jinja file; none: the tokenizer's own", none="none"
     )
     train_on: TrainOn = flag("turns of the assistant that are learned", "all")
     allow_special_tokens: bool = flag(
@@ -53,17 +52,13 @@ class DataConfig:
     packing: bool = flag("several raw samples in one sequence of --max-padding-length tokens", False)
     cache_dir: str | None = flag(
         "folder of tokenized sets, shared by runs; default: llama-megatron-patch in the user's cache folder",
-        None,
         none="default",
     )
-    data_workers: int | None = flag(
-        "processes that tokenize on each machine; 0: one for each core", None, none=0, at_least=0
-    )
+    data_workers: int | None = flag("processes that tokenize on each machine; 0: one for each core", none=0)
     data_prefetch: int = flag("steps whose batches are read ahead in the background; 0: none", 2, at_least=0)
     split: str | None = flag(
         "idxmap: shares of each set's documents for training, validation and neither, such as 99,1,0; none: "
         "all of them for training",
-        None,
         none="none",
     )
     reset_position_ids: bool = flag(
@@ -71,28 +66,22 @@ class DataConfig:
     )
     reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
     eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
-    eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
-    eval_iters: int | None = flag(
-        "most global batches of one evaluation of a set; 0: the whole set", None, none=0, at_least=0
-    )
+    eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0)
+    eval_iters: int | None = flag("most global batches of one evaluation of a set; 0: the whole set", none=0)
     eval_tasks: str | None = flag(
         "tasks of lm-evaluation-harness that score the model before the first step and after the last one: "
         "names, a,b,c; none",
-        None,
         none="none",
     )
     eval_tasks_path: str | None = flag(
         "folder of the tasks' YAML files, which run no code; none: lm-eval's own, data from Hugging Face's "
         "cache",
-        None,
         none="none",
     )
     eval_tasks_interval: int | None = flag(
-        "steps between scores of --eval-tasks; 0: only at the beginning and the end", None, none=0, at_least=0
+        "steps between scores of --eval-tasks; 0: only at the beginning and the end", none=0
     )
-    eval_tasks_limit: int | None = flag(
-        "the first N questions of each task; 0: all", None, none=0, at_least=0
-    )
+    eval_tasks_limit: int | None = flag("the first N questions of each task; 0: all", none=0)
     eval_tasks_allow_code: bool = flag(
         "the tasks' folder is trusted: its Python functions run, and its keys are not looked at", False
     )
@@ -118,13 +107,11 @@ class CheckpointConfig:
 
     load: str | None = flag(
         "a Hugging Face folder or org/name, a checkpoint of ours (folder or URL), or none: random weights",
-        None,
         none="none",
     )
     output_path: str = flag("the run's folder; the same command again resumes from it")
     save: str | None = flag(
         "the store of the run's checkpoints, such as s3://bucket/run; none: checkpoint/ in the run's folder",
-        None,
         none="none",
     )
     save_retry_seconds: float = flag(
@@ -146,13 +133,11 @@ class CheckpointConfig:
         False,
     )
     save_retain_last: int | None = flag(
-        "checkpoints before the last N are removed, except the best; 0: all stay", None, none=0, at_least=0
+        "checkpoints before the last N are removed, except the best; 0: all stay", none=0
     )
     save_retain_every: int | None = flag(
         "checkpoints of every N-th step stay; the others go, except the last and the best; 0: all stay",
-        None,
         none=0,
-        at_least=0,
     )
     metric_for_best_model: str | None = flag(
         "TASK/METRIC of --eval-tasks by which a checkpoint is the best; valid_loss: the validation loss",
@@ -164,27 +149,22 @@ class CheckpointConfig:
     )
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
     push_to_hub: str | None = flag(
-        "ORG/NAME: the exported model (--export-hf) is uploaded to this repository of the hub",
-        None,
-        none="none",
+        "ORG/NAME: the exported model (--export-hf) is uploaded to this repository of the hub", none="none"
     )
     push_to_hub_as: PushAs = flag(
         "a new repository, private or public, or an update of one that is there", "private"
     )
     stop_file: str | None = flag(
         "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
-        None,
         none="default",
     )
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
     profile: str | None = flag(
         "START:END: a trace of these steps of each rank in log/traces, for llama-patch timeline and Perfetto",
-        None,
         none="none",
     )
     report_to: str | None = flag(
         "services that get the metrics: some of wandb, mlflow, swanlab, trackio, separated by commas",
-        None,
         none="none",
     )
 

@@ -23,7 +23,7 @@ class ExpertsConfig:
 
     expert_model_parallel_size: int = flag("processes that share the experts of a layer (EP)", 1, at_least=1)
     expert_tensor_parallel_size: int | None = flag(
-        "processes that share each expert (ETP); 0: as many as other layers (TP)", None, none=0, at_least=0
+        "processes that share each expert (ETP); 0: as many as other layers (TP)", none=0
     )
     moe_token_dispatcher_type: TokenDispatcher = flag(
         "how tokens reach experts of other processes: each where it is needed (alltoall), or all to all of "
@@ -42,9 +42,7 @@ class ExpertsConfig:
     moe_expert_capacity_factor: float | None = flag(
         "an expert takes at most so many times its even share of a process's tokens, the likeliest first; "
         "0: all, no token is dropped",
-        None,
         none=0,
-        at_least=0,
     )
 
     def etp_size(self, tp_size: int) -> int:

@@ -15,10 +15,10 @@ class OptimizerConfig:
     lr: float = flag("highest learning rate", above=0)
     min_lr: float = flag("learning rate at the end of the cosine", 0.0, at_least=0)
     decoupled_lr: float | None = flag(
-        "highest learning rate of embedding and output layer; none: as --lr", None, none="none", above=0
+        "highest learning rate of embedding and output layer; none: as --lr", none="none", above=0
     )
     decoupled_min_lr: float | None = flag(
-        "their learning rate at the end of the cosine; none: as --min-lr", None, none="none", at_least=0
+        "their learning rate at the end of the cosine; none: as --min-lr", none="none", at_least=0
     )
     lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0, at_least=0)
     weight_decay: float = flag("weight decay; never on norms and biases", 0.1, at_least=0)
@@ -33,7 +33,7 @@ class OptimizerConfig:
         "fp16: overflows until the scale is halved, counted since it last doubled", 1, at_least=1
     )
     loss_scale: float | None = flag(
-        "fp16: a constant scale of the loss; 0: one that follows overflows", None, none=0, above=0
+        "fp16: a constant scale of the loss; 0: one that follows overflows", none=0, above=0
     )
     reduce_bucket_size: int = flag(
         "elements of a bucket, the unit in which gradients are reduced and weights gathered",
@@ -50,13 +50,11 @@ class OptimizerConfig:
     gradient_accumulation_fusion: bool | None = flag(
         "linear layers' backward adds the weights' gradients to the main gradients itself, without rounding "
         "each micro-batch's to the weights' type; auto, the default: on GPUs",
-        None,
         none="auto",
     )
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
     optimizer_offload_policy: OffloadPolicy | None = flag(
         "optimizer states in host memory: false (none), static (a fraction) or auto (what does not fit)",
-        None,
         none="false",
     )
     optimizer_offload_fraction: float = flag(
@@ -66,11 +64,8 @@ class OptimizerConfig:
         "auto: bytes of the GPU kept free in addition to the largest peak seen", 2 * 2**30, at_least=0
     )
     optimizer_offload_chunk_size: int | None = flag(
-        "elements of a chunk, the unit in which states are placed and moved; 0: searched",
-        None,
-        none=0,
-        at_least=0,
+        "elements of a chunk, the unit in which states are placed and moved; 0: searched", none=0
     )
     simulated_device_memory: int | None = flag(
-        "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
+        "without a GPU: bytes of each process's simulated GPU; 0: no limit", none=0
     )

@@ -54,10 +54,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1, at_least=1)
     pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1, at_least=1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "PP: each process has several interleaved stages of this many layers (VPP); 0: one stage",
-        None,
-        none=0,
-        at_least=0,
+        "PP: each process has several interleaved stages of this many layers (VPP); 0: one stage", none=0
     )
     account_for_embedding_in_pipeline_split: bool = flag(
         "PP: the embedding counts as a layer of the first stage", False
@@ -67,7 +64,6 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = flag(
         "PP: the stages by hand, such as Et*3|t*4|t*4L: E embedding, t layer, L loss; PP x N: N stages each",
-        None,
         none="none",
     )
     overlap_p2p_communication: bool = flag(
@@ -78,10 +74,7 @@ class ParallelConfig:
         "interleaved PP: also while the pipeline fills and empties", False
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        "interleaved PP: micro-batches that pass a stage in a row, PP or more; 0: as few as fit",
-        None,
-        none=0,
-        at_least=0,
+        "interleaved PP: micro-batches that pass a stage in a row, PP or more; 0: as few as fit", none=0
     )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
     rank_order: str = flag(
@@ -92,14 +85,11 @@ class ParallelConfig:
     cp_comm_type: ContextCommunication | None = flag(
         "CP: keys and values travel around a ring (p2p), or ranks exchange heads for whole sequences (a2a); "
         "auto: by the bytes sent",
-        None,
         none="auto",
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     tp_comm_overlap: bool | None = flag(
-        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs",
-        None,
-        none="auto",
+        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs", none="auto"
     )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
@@ -108,7 +98,6 @@ class ParallelConfig:
     data_parallel_sharding: Sharding | None = flag(
         "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2) or auto; default: as the two "
         "flags above say",
-        None,
         none="default",
     )
     num_distributed_optimizer_instances: int = flag(
@@ -125,22 +114,17 @@ class ParallelConfig:
         at_least=0,
     )
     min_nodes: int | None = flag(
-        "with --max-restarts: the run also goes on with as few machines; 0: with all of --nnodes only",
-        None,
-        none=0,
-        at_least=0,
+        "with --max-restarts: the run also goes on with as few machines; 0: with all of --nnodes only", none=0
     )
     log_dir: str | None = flag(
-        "the launcher writes what each process shows into a file there too; default: none", None, none="none"
+        "the launcher writes what each process shows into a file there too; default: none", none="none"
     )
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
     hang_timeout: float | None = flag(
         "seconds that a rank may make no progress in a step before the run ends; 0: 20 steps, at least 300 s",
-        None,
         none=0,
-        at_least=0,
     )
 
     @property
@@ -190,10 +174,7 @@ class TrainingConfig:
         "optimizer steps of the whole run; 0: as many as --train-epochs needs", at_least=0
     )
     train_epochs: float | None = flag(
-        "passes over the training set, which decide the steps of the run; 0: --train-iters counts",
-        None,
-        none=0,
-        at_least=0,
+        "passes over the training set, which decide the steps of the run; 0: --train-iters counts", none=0
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
     objective: str = flag(
@@ -211,13 +192,12 @@ class TrainingConfig:
         "bf16",
     )
     fp8_format: Fp8Format | None = flag(
-        "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", None, none="default"
+        "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", none="default"
     )
     fp8_recipe: Fp8Scaling | None = flag(
         "fp8: scales for whole tensors; rowwise: for each row of what a product sums over (our own layers); "
         "delayed: from the step before (Transformer Engine's layers); default: tensorwise (refused yet: "
         "mxfp8, blockwise)",
-        None,
         none="default",
     )
     first_last_layers_bf16: bool = flag("fp8: the model's first and last layers stay in bf16", False)
@@ -237,7 +217,6 @@ class TrainingConfig:
     recompute_granularity: RecomputeChoice | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
         "auto (also --cpu-offloading: what fits the device at the least cost)",
-        None,
         none="none",
     )
     recompute_method: RecomputeMethod = flag(
@@ -253,9 +232,7 @@ class TrainingConfig:
     )
     cpu_offloading_num_layers: int | None = flag(
         "--cpu-offloading: so many layers; 0: all but the recomputed ones and the last one of each stage",
-        None,
         none=0,
-        at_least=0,
     )
     on_non_finite: OnNonFinite = flag(
         "after a step whose loss or gradient is not finite: stop, or skip its update (at most 9 in a row)",
@@ -265,13 +242,9 @@ class TrainingConfig:
         "warn of a loss or gradient norm so many standard deviations above those of 100 steps; 0: never",
         10.0,
         none=0,
-        at_least=0,
     )
     exit_duration_in_mins: float | None = flag(
-        "so many minutes after the start a checkpoint is saved and the run ends with 75; 0: no limit",
-        None,
-        none=0,
-        at_least=0,
+        "so many minutes after the start a checkpoint is saved and the run ends with 75; 0: no limit", none=0
     )
     seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)

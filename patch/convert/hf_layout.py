@@ -3,6 +3,7 @@
     known_layout     the layout of an existing folder
     divide           otherwise: files of up to 5 GiB, tensors in the given order
     name_files       the file names that transformers uses
+    write_like       writes tensors with the first of these, or the others
     remember_layout  saves the layout in a converted checkpoint, so that converting back makes the same files
 
 A layout is a dict: tensor name -> file name.
@@ -11,12 +12,19 @@ A layout is a dict: tensor name -> file name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
+from patch.convert.hf_config_files import write_index
 from patch.convert.hf_reader import HFFolder, read_index, whole_names
+from patch.convert.mappings import HFBlock, HFTensor
+from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.target_folder import writing
 from patch.errors import ConversionError
 from patch.families import stacked_part
+from patch.progress import progress
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from patch.storage.places import copy_of
 
@@ -82,6 +90,36 @@ def name_files(files: Sequence[Sequence[str]]) -> dict[str, str]:
         for number, names in enumerate(files, 1)
         for name in names
     }
+
+
+def write_like(
+    source: Path | None,
+    folder: Path,
+    dtypes: Mapping[HFTensor, torch.dtype],
+    blocks: Iterable[HFBlock],
+    title: str,
+) -> None:
+    """Write the weights of a model, with the files of another folder and their index.
+
+    Args:
+        source: the folder with the files; without safetensors, or None: they are named as transformers does.
+        folder: an existing folder to write to.
+        dtypes: the type of each tensor.
+        blocks: all values.
+        title: of the progress that is shown.
+    Raises:
+        ConversionError: a file cannot be written, or values are missing.
+    """
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
+    layout, total = known_layout(source, list(sizes)) or name_files(divide(sizes)), sum(sizes.values())
+    with SafetensorsWriter(folder, dtypes, layout) as files, progress(title, total) as advance:
+        for block in blocks:
+            files.write(block)
+            advance(block.values.nbytes)
+        files.check_complete()
+    if set(layout.values()) != {SAFE_WEIGHTS_NAME}:
+        with writing(folder):
+            write_index(folder, layout, total, source)
 
 
 def remember_layout(source: HFFolder, checkpoint: Path) -> None:

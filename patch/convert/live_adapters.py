@@ -9,11 +9,8 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,10 +18,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
-from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters
+from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters, write_received
 from patch.convert.mappings import HFBlock, HFTensor, TPShard
 from patch.convert.merge import open_adapter
-from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.convert.weight_table import hf_tensors
 from patch.distributed.collectives import all_or_none
@@ -98,8 +94,13 @@ def export_adapter(
                 weights = iter_hf_weights(
                     stages, model, groups, receivers="first", device=cpu, adapter=adapter
                 )
-                tensors = hf_tensors(model, adapter) if is_first else []
-                _write_weights(weights, partial_folder(folder), tensors)
+                named = [(PEFT_PREFIX + name, shape) for name, shape in hf_tensors(model, adapter)]
+                dtypes = {HFTensor(*each): stages[0].config.params_dtype for each in named}
+                write_received(
+                    weights, partial_folder(folder), dtypes if is_first else {},
+                    {name: ADAPTER_WEIGHTS_NAME for name, _ in named},
+                    lambda name, values: HFBlock(PEFT_PREFIX + name, 0, 0, values),
+                )  # fmt: skip
         with all_or_none():
             if is_first:
                 described = json.dumps(write_adapter(model, adapter, base), indent=2)
@@ -112,24 +113,3 @@ def export_adapter(
             "PEFT on transformers 5 loads only a part of %s, as this model has MLPs beside its experts: use "
             "the merged model there (--export-hf, llama-patch merge), or transformers 4", folder,
         )  # fmt: skip
-
-
-def _write_weights(
-    weights: Iterator[tuple[str, torch.Tensor]], partial: Path, tensors: Sequence[HFTensor]
-) -> None:
-    """Write the tensors that this rank receives, all of the first one's type; `tensors` is empty elsewhere.
-
-    After a failed write the iteration still runs to its end, because other ranks wait for this rank's shards.
-    """
-    try:
-        if tensors:
-            first = next(weights)
-            named = [HFTensor(PEFT_PREFIX + name, shape) for name, shape in tensors]
-            dtypes = dict.fromkeys(named, first[1].dtype)
-            layout = {tensor.name: ADAPTER_WEIGHTS_NAME for tensor in named}
-            with SafetensorsWriter(partial, dtypes, layout) as files:
-                for name, values in chain([first], weights):
-                    files.write(HFBlock(PEFT_PREFIX + name, 0, 0, values))
-                files.check_complete()
-    finally:
-        deque(weights, maxlen=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -24,14 +24,13 @@ from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_layout import FILE_BYTES, divide, name_files
 from patch.convert.hf_reader import open_checked
 from patch.convert.mappings import HFBlock, HFTensor, TPShard, WeightMapping
-from patch.convert.merge import FactorOf, merged
+from patch.convert.merge import merged
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.convert.weight_table import Table, adapter_table, parameter_table, table_name, weights_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.families.weights import TIED_OUTPUT
 from patch.logger import get_logger
 from patch.model.four_bit_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 Receivers = Literal["all", "first", "stage"]
 """Which ranks receive the tensors of `iter_hf_weights`."""
+_STAGE: Any = {"receivers": "stage", "device": torch.device("cpu")}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -359,15 +359,13 @@ def export_hf(
     """
     folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
     is_first, is_writer = dist.get_rank() == 0, groups.dp_cp.rank() == 0
-    experts, table = ExpertRanks.of(groups, model), weights_table(model)
-    partial = partial_folder(folder)
+    experts, table, partial = ExpertRanks.of(groups, model), weights_table(model), partial_folder(folder)
     with ExitStack() as stack:
         with all_or_none():
-            tied = not model.untie_embeddings_and_output_weights
             dtypes = {
                 tensor: mapped.dtype
                 for mapped in mapped_parameters(stages, model, groups.tp.size(), experts)
-                if not (tied and mapped.name == TIED_OUTPUT)  # a copy of the embedding, on the last stage
+                if mapped.name in table  # not a tied output layer, the last stage's copy of the embedding
                 for expert in range(mapped.mapping.num_experts)  # also those of other ranks
                 for tensor in table[mapped.name].at(mapped.layer, expert).hf
             }
@@ -376,11 +374,13 @@ def export_hf(
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if is_writer or experts.size > 1:
-                how: Any = {"receivers": "stage", "device": torch.device("cpu")}
-                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **how)) if adapter else {}
-                weights = iter_hf_weights(stages, model, groups, **how)
-                has_all = is_writer and groups.tp.rank() == 0
-                _write_weights(weights, partial, dtypes if has_all else {}, layout, own.get, adapter)
+                factors = iter_hf_weights(stages, model, groups, adapter=adapter, **_STAGE) if adapter else ()
+                own, weights = dict(factors), iter_hf_weights(stages, model, groups, **_STAGE)
+                scale = adapter.scale if adapter else 1.0
+                write_received(
+                    weights, partial, dtypes if is_writer and groups.tp.rank() == 0 else {}, layout,
+                    lambda name, tensor: HFBlock(name, 0, 0, merged(name, tensor, own.get, scale)),
+                )  # fmt: skip
         with all_or_none():
             if is_first:
                 with writing(partial):
@@ -411,13 +411,12 @@ def _lay_out(
     return layout, sum(sum(rank_sizes.values()) for rank_sizes in sizes)
 
 
-def _write_weights(
+def write_received(
     weights: Iterator[tuple[str, torch.Tensor]],
     partial: Path,
     dtypes: dict[HFTensor, torch.dtype],
-    layout: dict[str, str],
-    factor_of: FactorOf,
-    adapter: AdapterConfig | None,
+    layout: Mapping[str, str],
+    block_of: Callable[[str, torch.Tensor], HFBlock],
 ) -> None:
     """Write the tensors that this rank receives.
 
@@ -426,16 +425,14 @@ def _write_weights(
     Args:
         weights: the iterator of `iter_hf_weights`.
         partial: the folder to write to.
-        dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that writes none.
+        dtypes: types of the tensors that this rank writes; empty on a rank that writes none.
         layout: file name by tensor name.
-        factor_of: the factors of adapters, for `merged`.
-        adapter: what they are.
+        block_of: what is written of a tensor.
     """
-    scale = adapter.scale if adapter else 1.0
     try:
         with SafetensorsWriter(partial, dtypes, layout) as files:
-            for name, tensor in weights if dtypes else ():
-                files.write(HFBlock(name, 0, 0, merged(name, tensor, factor_of, scale)))
+            for received in weights if dtypes else ():
+                files.write(block_of(*received))
             files.check_complete()
     finally:
         deque(weights, maxlen=0)

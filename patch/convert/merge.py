@@ -12,18 +12,16 @@ from pathlib import Path
 import torch
 
 from patch.config.schema import ModelConfig
-from patch.convert.hf_config_files import copy_descriptions, model_of, write_index
-from patch.convert.hf_layout import divide, known_layout, name_files
+from patch.convert.hf_config_files import copy_descriptions, model_of
+from patch.convert.hf_layout import write_like
 from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import HFBlock, HFTensor
-from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import hf_tensors
 from patch.errors import ConfigError, ConversionError
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig
 from patch.logger import get_logger
 from patch.preflight.stored_shape import adapter_at
-from patch.progress import progress
 from patch.storage.places import StrPath, local_path
 
 _logger = get_logger(__name__)
@@ -103,23 +101,14 @@ def merge_adapter(
         return factors[PEFT_PREFIX + name][:] if PEFT_PREFIX + name in known else None
 
     dtypes = {tensor: source.dtype_of(tensor.name) for tensor in hf_tensors(model)}
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
-    layout = known_layout(base, list(sizes)) or name_files(divide(sizes))
+    blocks = (
+        HFBlock(name, 0, 0, merged(name, source[name][:], factor_of, config.scale)) for name, _ in dtypes
+    )
     with staging(target, [base, adapter], overwrite=overwrite) as partial:
-        with (
-            progress(f"{base.name} with {adapter.name}", sum(sizes.values())) as advance,
-            SafetensorsWriter(partial, dtypes, layout) as files,
-        ):
-            for name in sizes:
-                weight = merged(name, source[name][:], factor_of, config.scale)
-                files.write(HFBlock(name, 0, 0, weight))
-                advance(weight.nbytes)
-            files.check_complete()
+        write_like(base, partial, dtypes, blocks, f"{base.name} with {adapter.name}")
         with writing(partial):
             copy_descriptions(base, partial)
             if isinstance(chat_template, str):  # several ones by name are the base's
                 (partial / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-            if len(set(layout.values())) > 1:
-                write_index(partial, layout, sum(sizes.values()), base)
         publish(target)
     _logger.info("Hugging Face folder written: %s", target)

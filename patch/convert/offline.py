@@ -28,12 +28,10 @@ from patch.convert.hf_config_files import (
     model_of,
     write_config,
     write_descriptions,
-    write_index,
 )
-from patch.convert.hf_layout import divide, known_layout, name_files, remember_layout
+from patch.convert.hf_layout import remember_layout, write_like
 from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import TPShard, WeightMapping
-from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import Place, checkpoint_place, hf_tensors, weights_table
@@ -42,7 +40,7 @@ from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 from patch.preflight.stored_shape import has_hf_config, run_behind
 from patch.progress import progress
-from patch.storage.names import RELEASE, SAFE_WEIGHTS_NAME, TRACKER, is_complete, is_released
+from patch.storage.names import RELEASE, TRACKER, is_complete, is_released
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 from patch.storage.remote import RemotePath
 
@@ -219,9 +217,11 @@ def mcore_to_hf(
         try:
             weights = StoredWeights(folder, described.model)
             with staging(target, sources, overwrite=overwrite) as partial:
-                _write_weights(weights, partial, described)
+                stored, title = weights.dtypes, f"{folder.name} to Hugging Face"
+                dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
                 with writing(partial):
-                    _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
+                    write_like(described.folder, partial, dtypes, weights.blocks(), title)
+                    _write_descriptions(partial, described, next(iter(stored.values())))
                 verified.result()
                 publish(target)
         except Exception:
@@ -267,25 +267,6 @@ def tokenizer_of(run: RunConfig) -> PreTrainedTokenizerBase:
             f"the run's own {error}; or give the Hugging Face folder it began with as --hf-config"
         ) from error
     return tokenizer
-
-
-def _write_weights(weights: StoredWeights, partial: Path, described: _Description) -> None:
-    """Write the weights, and the index of several files; the layout is that of `described.folder`."""
-    stored = weights.dtypes
-    dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
-    layout = known_layout(described.folder, list(sizes)) or name_files(divide(sizes))
-    with (
-        writing(partial),
-        SafetensorsWriter(partial, dtypes, layout) as files,
-        progress(f"{weights.folder.name} to Hugging Face", sum(sizes.values())) as advance,
-    ):
-        for block in weights.blocks():
-            files.write(block)
-            advance(block.values.nbytes)
-        files.check_complete()
-        if set(layout.values()) != {SAFE_WEIGHTS_NAME}:
-            write_index(partial, layout, sum(sizes.values()), described.folder)
 
 
 def _write_descriptions(partial: Path, described: _Description, dtype: torch.dtype) -> None:

@@ -37,13 +37,11 @@ class AdapterConfig:
 
     lora_rank: int | None = flag(
         "train adapters of this rank beside the weights, which stay as they are; 0: train all weights",
-        None,
         none=0,
-        at_least=0,
         at_most=MOST_RANK,
     )
     lora_alpha: float | None = flag(
-        "what an adapter gives is multiplied by alpha / rank; 0: alpha is the rank", None, none=0, at_least=0
+        "what an adapter gives is multiplied by alpha / rank; 0: alpha is the rank", none=0
     )
     lora_dropout: float = flag(
         "share of the values that an adapter takes which become zero", 0.0, at_least=0, below=1
@@ -57,12 +55,10 @@ class AdapterConfig:
     lora_load: str | None = flag(
         "start from the adapters in this folder of PEFT, which also gives rank, alpha and targets; none: new "
         "ones",
-        None,
         none="none",
     )
     quantize_base: Literal["nf4"] | None = flag(
         "keep the matrices beside adapters in 4 bits: nf4 as bitsandbytes makes it, in blocks of 64 (QLoRA)",
-        None,
         none="none",
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from patch.families.config_json import ConfigReader
 from patch.families.family import Family
-from patch.families.shape import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, ModelConfig, Traits
+from patch.families.shape import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, ModelConfig, Traits, preset
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT, Kind, Part, WeightRow
 
 _KEYS = {
@@ -112,12 +112,10 @@ def _rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
 
 
 def _preset(num_layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return {
-        "num_layers": num_layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden,
-        "num_attention_heads": heads, "num_query_groups": heads, "kv_channels": hidden // heads,
-        "vocab_size": 250_880, "max_position_embeddings": ALIBI_POSITIONS, "norm_epsilon": 1e-5,
-        "rotary_base": UNUSED_ROTARY_BASE,
-    }  # fmt: skip
+    return preset(
+        num_layers, hidden, 4 * hidden, heads, vocab_size=250_880, norm_epsilon=1e-5,
+        max_position_embeddings=ALIBI_POSITIONS, rotary_base=UNUSED_ROTARY_BASE,
+    )  # fmt: skip
 
 
 BLOOM = _Bloom(

@@ -12,7 +12,7 @@ from typing import Any
 from patch.families.config_json import ConfigReader
 from patch.families.experts import ExpertsFamily, rows_named
 from patch.families.layers import expert_layers
-from patch.families.shape import ModelConfig, Traits
+from patch.families.shape import ModelConfig, Traits, preset
 
 _LATENT_KEYS = {
     "kv_lora_rank": "kv_lora_rank",
@@ -123,17 +123,15 @@ def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | 
 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, experts: int, width: int, **own: Any) -> Any:
-    return {
-        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
-        "num_query_groups": heads, "kv_channels": 192, "vocab_size": 102400, "norm_epsilon": 1e-6,
-        "max_position_embeddings": 163840, "rotary_base": 1e4, "untie_embeddings_and_output_weights": True,
-        "use_rope_scaling": True, "rope_scaling_type": "yarn", "rope_scaling_factor": 40.0,
-        "rope_original_max_position": 4096, "mscale": 0.707, "mscale_all_dim": 0.707,
-        "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
-        "num_experts": experts, "moe_router_topk": 6, "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": 2 * width, "moe_layer_freq": f"[0]*1+[1]*{layers - 1}",
-        "moe_router_pre_softmax": True, **own,
-    }  # fmt: skip
+    return preset(
+        layers, hidden, ffn, heads, kv_channels=192, vocab_size=102400, norm_epsilon=1e-6,
+        max_position_embeddings=163840, rotary_base=1e4, untie_embeddings_and_output_weights=True,
+        use_rope_scaling=True, rope_scaling_type="yarn", rope_scaling_factor=40.0,
+        rope_original_max_position=4096, mscale=0.707, mscale_all_dim=0.707, kv_lora_rank=512,
+        qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, num_experts=experts, moe_router_topk=6,
+        moe_ffn_hidden_size=width, moe_shared_expert_intermediate_size=2 * width,
+        moe_layer_freq=f"[0]*1+[1]*{layers - 1}", moe_router_pre_softmax=True, **own,
+    )  # fmt: skip
 
 
 DEEPSEEK_V2 = _DeepSeek(

@@ -12,17 +12,7 @@ from typing import Any
 
 from patch.families.config_json import ConfigReader
 from patch.families.family import Family
-from patch.families.shape import ModelConfig, Traits
-
-_FIELDS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-
-
-def _shape(size: Sequence[int], vocab_size: int, max_position: int, norm_epsilon: float) -> dict[str, Any]:
-    _, hidden, _, heads, _ = size
-    return dict(zip(_FIELDS, size, strict=True)) | {
-        "kv_channels": hidden // heads, "vocab_size": vocab_size, "max_position_embeddings": max_position,
-        "norm_epsilon": norm_epsilon,
-    }  # fmt: skip
+from patch.families.shape import ModelConfig, Traits, preset
 
 
 def _llama3(size: Sequence[int], factor: float, tied: bool) -> dict[str, Any]:
@@ -31,7 +21,7 @@ def _llama3(size: Sequence[int], factor: float, tied: bool) -> dict[str, Any]:
     The other fields of the scaling have ModelConfig's defaults, which are LLaMA 3.1's.
     """
     return {
-        **_shape(size, vocab_size=128256, max_position=131072, norm_epsilon=1e-5),
+        **preset(*size, vocab_size=128256, max_position_embeddings=131072, norm_epsilon=1e-5),
         "rotary_base": 500000.0,
         "use_rope_scaling": True,
         "rope_scaling_factor": factor,
@@ -40,11 +30,10 @@ def _llama3(size: Sequence[int], factor: float, tied: bool) -> dict[str, Any]:
 
 
 def _llama12(size: Sequence[int], max_position: int, norm_epsilon: float) -> dict[str, Any]:
-    return {
-        **_shape(size, vocab_size=32000, max_position=max_position, norm_epsilon=norm_epsilon),
-        "rotary_base": 10000.0,
-        "untie_embeddings_and_output_weights": True,
-    }
+    return preset(
+        *size, vocab_size=32000, max_position_embeddings=max_position, norm_epsilon=norm_epsilon,
+        rotary_base=10000.0, untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
 
 
 _PRESETS: dict[str, dict[str, Any]] = {

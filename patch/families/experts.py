@@ -16,7 +16,7 @@ from patch.families.config_json import ConfigReader
 from patch.families.dense import MISTRAL
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_text
-from patch.families.shape import MOST_EXPERTS, ModelConfig, Traits
+from patch.families.shape import MOST_EXPERTS, ModelConfig, Traits, preset
 from patch.families.weights import WeightRow, dense_rows
 
 _NUMBER_OF_5 = "num_local_experts"
@@ -164,12 +164,9 @@ def stacked_part(name: str) -> StackedPart | None:
     return StackedPart(other, None, 0) if other != name else None
 
 
-def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, **own: Any) -> dict[str, Any]:
-    return {
-        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
-        "num_query_groups": groups, "kv_channels": 128, "vocab_size": 151936, "norm_epsilon": 1e-6,
-        "rotary_base": 1e6, "untie_embeddings_and_output_weights": True, **own,
-    }  # fmt: skip
+def _shape(*size: int, **own: Any) -> dict[str, Any]:
+    of_all = {"kv_channels": 128, "vocab_size": 151936, "norm_epsilon": 1e-6, "rotary_base": 1e6}
+    return preset(*size, **{**of_all, "untie_embeddings_and_output_weights": True, **own})
 
 
 def _qwen2(*size: int, shared: int, **own: Any) -> dict[str, Any]:

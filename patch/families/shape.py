@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from patch.flag_field import flag
 
@@ -46,7 +46,6 @@ class ModelConfig:
     model_type: str | None = flag(
         "its family, as config.json names it; auto: that of the preset, of --load's model, or the first that "
         "computes the shape",
-        None,
         none="auto",
     )
     num_layers: int = flag("transformer layers", at_least=1, at_most=MOST_LAYERS)
@@ -84,68 +83,49 @@ class ModelConfig:
     )
     yarn_correction_range_round_to_int: bool = flag("YaRN: the two borders are whole channels", True)
     yarn_attention_factor: float | None = flag(
-        "YaRN: factor of RoPE's cosines and sines; 0: 0.1 ln(factor) + 1", None, none=0, at_least=0
+        "YaRN: factor of RoPE's cosines and sines; 0: 0.1 ln(factor) + 1", none=0
     )
     mscale: float | None = flag(
         "YaRN: cosines and sines get (0.1 mscale ln(factor) + 1) over the same of --mscale-all-dim; 0: none",
-        None,
         none=0,
-        at_least=0,
     )
     mscale_all_dim: float | None = flag(
-        "YaRN, latent attention: scores get (0.1 mscale-all-dim ln(factor) + 1) squared; 0: none",
-        None,
-        none=0,
-        at_least=0,
+        "YaRN, latent attention: scores get (0.1 mscale-all-dim ln(factor) + 1) squared; 0: none", none=0
     )
     norm_epsilon: float = flag("epsilon inside the norms", 1e-5, above=0)
     add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
     qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
     window_size: Window = flag(
         "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
-        None,
         none="none",
     )
     kv_lora_rank: int | None = flag(
-        "multi-latent attention (DeepSeek): width of what keys and values are made from; 0: others",
-        None,
-        none=0,
-        at_least=0,
+        "multi-latent attention (DeepSeek): width of what keys and values are made from; 0: others", none=0
     )
     q_lora_rank: int | None = flag(
-        "latent attention: width of what queries are made from; 0: the hidden width", None, none=0, at_least=0
+        "latent attention: width of what queries are made from; 0: the hidden width", none=0
     )
     qk_head_dim: int | None = flag(
-        "latent attention: channels of a query's and key's head without RoPE", None, none=0, at_least=0
+        "latent attention: channels of a query's and key's head without RoPE", none=0
     )
     qk_pos_emb_head_dim: int | None = flag(
         "latent attention: channels of a query's head with RoPE; a key's are those of all heads",
-        None,
         none=0,
-        at_least=0,
         multiple_of=2,
     )
-    v_head_dim: int | None = flag(
-        "latent attention: channels of a value's head", None, none=0, at_least=0, multiple_of=2
-    )
+    v_head_dim: int | None = flag("latent attention: channels of a value's head", none=0, multiple_of=2)
     num_experts: int | None = flag(
-        "experts of a layer, in place of its MLP; 0: no layer has experts",
-        None,
-        none=0,
-        at_least=0,
-        at_most=MOST_EXPERTS,
+        "experts of a layer, in place of its MLP; 0: no layer has experts", none=0, at_most=MOST_EXPERTS
     )
     moe_router_topk: int = flag("experts that a token visits", 2, at_least=1)
-    moe_ffn_hidden_size: int | None = flag(
-        "width of an expert; 0: --ffn-hidden-size", None, none=0, at_least=0
-    )
+    moe_ffn_hidden_size: int | None = flag("width of an expert; 0: --ffn-hidden-size", none=0)
     moe_layer_freq: str = flag(
         "which layers have experts: 1 all, N every Nth from the first on, or such as [0]*1+[1]*26: the first "
         "has none",
         "1",
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        "width of all experts together that every token visits; 0: there are none", None, none=0, at_least=0
+        "width of all experts together that every token visits; 0: there are none", none=0
     )
     moe_shared_expert_gate: bool = flag("their result is multiplied by a sigmoid of the token", False)
     moe_router_score_function: RouterScore = flag("what the router makes of its logits", "softmax")
@@ -153,15 +133,12 @@ class ModelConfig:
         "softmax over all experts, not over those that a token visits: their weights do not sum to one", False
     )
     moe_router_topk_scaling_factor: float | None = flag(
-        "factor of the weights of a token's experts; 0: none", None, none=0, at_least=0
+        "factor of the weights of a token's experts; 0: none", none=0
     )
     moe_router_num_groups: int | None = flag(
-        "experts are in so many groups, of which a token visits some; 0: they are not",
-        None,
-        none=0,
-        at_least=0,
+        "experts are in so many groups, of which a token visits some; 0: they are not", none=0
     )
-    moe_router_group_topk: int | None = flag("groups that a token visits; 0: all", None, none=0, at_least=0)
+    moe_router_group_topk: int | None = flag("groups that a token visits; 0: all", none=0)
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
     init_method_xavier_uniform: bool = flag(
@@ -170,7 +147,6 @@ class ModelConfig:
     )
     transformer_impl: TransformerImpl | None = flag(
         "layers of transformer_engine, or local: our own; auto: the former if it is installed and possible",
-        None,
         none="auto",
     )
     attention_backend: AttentionBackend = flag(
@@ -180,7 +156,6 @@ class ModelConfig:
     )
     precision_align: HfAttention | None = flag(
         "Hugging Face's order of operations, with this attention of transformers; none: the fastest kernels",
-        None,
         none="none",
     )
 
@@ -259,7 +234,6 @@ class Traits:
         """Whether Transformer Engine's layers are built for them."""
         return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
 
-
     @property
     def is_bloom_like(self) -> bool:
         """Whether they have BLOOM's operations in BLOOM's order."""
@@ -267,6 +241,16 @@ class Traits:
             (self.normalization, self.activation, self.add_bias_linear)
             == ("LayerNorm", "gelu_pytorch_tanh", True)
         )
+
+
+def preset(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int | None = None, **own: Any
+) -> dict[str, Any]:
+    """ModelConfig's fields of a public model; by default without GQA, and heads as wide together as it is."""
+    return {
+        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "num_query_groups": groups or heads, "kv_channels": hidden // heads, **own,
+    }  # fmt: skip
 
 
 SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {

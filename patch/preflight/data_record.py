@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, get_args
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import parse_data, set_files
 from patch.config.schema import RunConfig
-from patch.errors import CheckpointError, ConfigError
-from patch.storage.atomic import write_atomically
+from patch.errors import ConfigError
+from patch.storage.atomic import write_record
 from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
 from patch.storage.places import AnyPath
 from patch.storage.text_files import read_json
@@ -98,15 +98,7 @@ class DataRecord:
         Raises:
             CheckpointError: it cannot be written.
         """
-        path = output / DATA_RECORD_FILE
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
-                field="output_path",
-            ) from error
+        write_record(output / DATA_RECORD_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def changes_of_origin(before: SetRecord, now: SetRecord) -> list[str]:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
@@ -39,6 +40,22 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
         publish_file(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_record(path: Path, content: str | bytes) -> None:
+    """Write or replace a file of a run's folder atomically; its folder is created.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
+            field="output_path",
+        ) from error
 
 
 def publish_file(draft: Path, path: Path) -> None:

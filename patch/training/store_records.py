@@ -15,7 +15,7 @@ from patch.device import start_thread
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.preflight.checkpoint_places import checkpoint_root, record_home
-from patch.storage.atomic import write_atomically
+from patch.storage.atomic import write_atomically, write_record
 from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE, REFERENCE_FILE
 from patch.storage.remote import RemotePath
 from patch.training.hooks import TrainerHook
@@ -86,12 +86,7 @@ def _take(source: RemotePath, target: Path) -> None:
         return
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error.strerror}", field="save") from error
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, content)
-    except OSError as error:
-        message = f"{target} cannot be written: {error.strerror}"
-        raise CheckpointError(message, field="output_path") from error
+    write_record(target, content)
 
 
 class StoreMetrics(TrainerHook):

@@ -33,7 +33,7 @@ from patch.optimizer.kernels import try_kernel
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.resume_guard import check_tokens, remember_data
 from patch.preflight.stored_shape import has_hf_config
-from patch.storage.atomic import write_atomically
+from patch.storage.atomic import write_record
 from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
@@ -201,14 +201,7 @@ def _compare_data(this_run: Run) -> None:
 
 def _write_records(config: RunConfig) -> None:
     """Write config.yaml into the run's folder, and send the records to its store."""
-    path = Path(config.checkpoint.output_path) / CONFIG_FILE
-    try:
-        write_atomically(path, to_yaml(config))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
-            field="output_path",
-        ) from error
+    write_record(Path(config.checkpoint.output_path) / CONFIG_FILE, to_yaml(config))
     send_records(config)
 
 

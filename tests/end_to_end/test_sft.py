@@ -180,6 +180,7 @@ def test_resume_after_sigterm_to_one_of_two_machines_repeats_the_run_with_states
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
 
 
+@pytest.mark.long
 def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +236,7 @@ def test_preferences_are_learned_from_the_first_weights_on(office: Office, tmp_p
     changes = {"GLOBAL_BATCH_SIZE": 4, "TRAIN_TOKENS_OR_ITERS": 6, "LR": "1e-3"}
     paths = {"DATASET_PATH": rows, "VALID_DATASET_PATH": rows}
     line = command(**office.positions(tmp_path / "run") | paths | changes)
-    result = call([*line, "--objective", "dpo", "--packing", "--dpo-beta", "0.5"])
+    result = call_workers(2, [*line, "--objective", "dpo", "--packing", "--dpo-beta", "0.5"])
     assert result.returncode == 0, result.stderr
     first, *_, last = training_records(tmp_path / "run")
     assert first["loss"] == pytest.approx(math.log(2)) and first["rewards/margins"] == 0

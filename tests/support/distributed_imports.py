@@ -8,4 +8,5 @@ with quick_start():
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    import patch.training  # noqa: F401
+    import patch.training.preference  # noqa: F401
+    import patch.training.worker  # noqa: F401

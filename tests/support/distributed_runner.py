@@ -35,7 +35,8 @@ _jobs = itertools.count()
 def _forking() -> Any:
     """The context whose processes come from the server, which starts here with one thread."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["distributed_imports"])
+    # The compiler of one function of megatron-core's experts takes a second, in each process anew.
+    context.set_forkserver_preload(["distributed_imports", "torch._inductor.compile_fx"])
     own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ def run_and_leave_traces(rank: int, world_size: int) -> tuple[object, ...]:
         mappings._reduce.__module__, parallel_state.is_initialized(), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), torch.initial_seed(), "TRACE" in os.environ,
         len(logging.getLogger("patch").handlers), len(warnings.filters),
+        {"patch.training.step", "torch._inductor.compile_fx"} <= sys.modules.keys(),
     )  # fmt: skip
     compat.apply(cuda=False)
     parallel_state.initialize_model_parallel()
@@ -38,6 +40,7 @@ def test_a_body_finds_nothing_of_the_one_before() -> None:
     first, second = (run_distributed(run_and_leave_traces, 1) for _ in range(2))
     assert first == second
     assert first[0][0] == "megatron.core.tensor_parallel.mappings"
+    assert first[0][-1], "the server that processes are forked from has what bodies import"
 
 
 def fail_on_rank_1(rank: int, world_size: int, pid_file: Path) -> None:

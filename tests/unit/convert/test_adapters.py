@@ -129,6 +129,12 @@ def test_merge_rounds_once_and_keeps_the_layout(tmp_path: Path) -> None:
     assert _equal(_tensors(tmp_path / "out"), {k: v.bfloat16() for k, v in exact.named_parameters()})
     index = "model.safetensors.index.json"
     assert (tmp_path / "out" / index).read_bytes() == (tmp_path / "hf" / index).read_bytes()
+    (whole / "model.safetensors").rename(whole / "model-00001-of-00001.safetensors")
+    (whole / index).write_text(
+        json.dumps({"weight_map": dict.fromkeys(base, "model-00001-of-00001.safetensors")})
+    )
+    merge_adapter(whole, tmp_path / "adapter", tmp_path / "numbered")
+    assert (tmp_path / "numbered" / index).is_file(), "transformers finds a file of this name by it alone"
 
 
 def _with_adapters(stages: list[Any], groups: Any, model: Any, adapter: AdapterConfig) -> None:

@@ -212,6 +212,7 @@ def load_until(moment: int, path: Path, cache: Path) -> None:
     load(path, cache, num_workers=2)
 
 
+@pytest.mark.long
 def test_process_that_is_killed_at_any_moment_leaves_nothing_that_misleads(
     rows: Path, plain: SftSource, tmp_path: Path
 ) -> None:

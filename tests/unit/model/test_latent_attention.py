@@ -90,24 +90,18 @@ def of_folder(theirs: Any) -> dict[str, torch.Tensor]:
 SP2 = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP without SP": {"tp": 2, "num_experts": None, "precision": "fp32"},
-    "SP": SP2,
     "EP over DP, ZeRO-2, selective": {
-        "dp": 2,
-        "expert_model_parallel_size": 2,
-        "data_parallel_sharding": "gradients",
+        "dp": 2, "expert_model_parallel_size": 2, "data_parallel_sharding": "gradients",
         "recompute_granularity": "selective",
     },
     "EP over SP, ETP 1, full": {
-        **SP2,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
+        **SP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
         "recompute_granularity": "full",
     },
     "CP ring": {"cp": 2, "cp_comm_type": "p2p"},
-    "CP all-to-all": {"cp": 2, "cp_comm_type": "a2a"},
+    "CP all-to-all, offloaded": {"cp": 2, "cp_comm_type": "a2a", "cpu_offloading": True},
     "PP": {"pp": 2},
-    "offloaded": {"dp": 2, "cpu_offloading": True},
-}
+}  # fmt: skip
 """Name -> the layout; without experts for the one in which they need SP."""
 
 

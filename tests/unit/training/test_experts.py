@@ -46,26 +46,21 @@ ETP1 = {"expert_tensor_parallel_size": 1}
 FULL = {"recompute_granularity": "full"}
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "EP=1, ZeRO-1": {"dp": 2, "data_parallel_sharding": "optimizer"},
-    "EP=2, ZeRO-2, selective": {
-        "dp": 2, "data_parallel_sharding": "gradients", "reduce_bucket_size": 9000,
-        "recompute_granularity": "selective", **EP2,
+    "EP=2 over TP=2, ETP=1, fused, selective": {
+        **SP2, **EP2, **ETP1, "gradient_accumulation_fusion": True, "recompute_granularity": "selective"
     },
-    "EP=2, allgather, ZeRO-1, half offloaded": {
-        "dp": 2, "data_parallel_sharding": "optimizer", **EP2, **ALLGATHER, **HALF
-    },
-    "EP=2 over TP=2, ETP=1": {**SP2, **EP2, **ETP1},
-    "ETP=2": {**SP2, "gradient_accumulation_fusion": True},
     "EP=2 x ETP=2 over TP x DP, ZeRO-2, half offloaded": {
-        "dp": 2, "data_parallel_sharding": "gradients", **SP2, **EP2, **ALLGATHER, **HALF
+        "dp": 2, "data_parallel_sharding": "gradients", "reduce_bucket_size": 9000, **SP2, **EP2, **ALLGATHER,
+        **HALF,
     },
-    "EP=4 over CP x DP, full": {
-        "cp": 2, "cp_comm_type": "p2p", "dp": 2, "expert_model_parallel_size": 4, **FULL
+    "EP=4 over CP x DP, ZeRO-1, full": {
+        "cp": 2, "cp_comm_type": "p2p", "dp": 2, "expert_model_parallel_size": 4, **FULL,
+        "data_parallel_sharding": "optimizer",
     },
     "EP=2, PP=2 interleaved": {"pp": 2, "stage": 1, "dp": 2, **EP2},
-    "EP=2, PP=2, block": {"pp": 2, "dp": 2, "recompute_method": "block", **FULL, **EP2},
     "EP=2, activations offloaded": {"dp": 2, "cpu_offloading": True, **EP2},
 }  # fmt: skip
+"""Any two values are together in tests/covered_layouts.md; each is here once."""
 
 
 HARD = {"num_layers": 1, "moe_layer_freq": "1", "max_padding_length": 4, "micro_batch_size": 1}
@@ -163,11 +158,10 @@ def test_losses_of_tokens_and_rows_do_not_depend_on_how_a_batch_is_divided() -> 
 
 CHAIN: dict[str, dict[str, Any]] = {
     "one": {},
-    "EP=2 x DP, ZeRO-2, half offloaded": {"dp": 2, "data_parallel_sharding": "gradients", **EP2, **HALF},
-    "EP=2 x TP, ETP=1": {**SP2, **EP2, **ETP1},
     "EP=2 x ETP=2 x PP, ZeRO-1": {
         "pp": 2, "dp": 2, "data_parallel_sharding": "optimizer", "expert_model_parallel_size": 2
     },
+    "EP=2 x TP, ETP=1, half offloaded": {**SP2, **EP2, **ETP1, **HALF},
     "ETP=2": SP2,
     "one again": {},
 }  # fmt: skip
