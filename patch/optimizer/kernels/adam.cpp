@@ -44,15 +44,25 @@ struct Scalars {
     int32_t is_decoupled;
 };
 
-// Inputs and outputs may be the same memory (an update in place).
+// Which random numbers elements get, if a moment is bf16: `Draw` of narrow.py.
+struct Draw {
+    int64_t first, row, stride, skip;
+    uint32_t keys[2];
+};
+
+// Inputs and outputs may be the same memory (an update in place). Index 0 is exp_avg, 1 is exp_avg_sq.
 struct UpdateItem {
     const void *grad;
     const void *master_in;  // float; with a split master int16, its low bits
-    const float *exp_avg_in, *exp_avg_sq_in;
+    const void *moments_in[2];  // of the types of `kinds`
     const uint16_t *param_in;  // bf16; read only if the master is split
     void *master_out;
-    float *exp_avg_out, *exp_avg_sq_out;
+    void *moments_out[2];
     uint16_t *param_out;  // bf16, or null
+    const float *scales_in[2];  // of moments of 8 bits
+    float *scales_out[2];
+    int32_t kinds[2];
+    Draw draw;
     int64_t numel;
     int32_t has_bf16_grad, is_split;
     Scalars scalars;  // of the item's parameter group
@@ -69,9 +79,11 @@ struct SquaresItem {
 namespace {
 
 constexpr int64_t kTile = 1 << 16;  // elements that a thread updates at a time
-constexpr int64_t kBlock = 256;     // elements of results that are stored past the caches at a time
+constexpr int64_t kBlock = 256;     // elements that are updated at a time where results are not states as they lie
+constexpr int64_t kScaled = 64;     // elements that share a scale of 8 bits: MOMENT_BLOCK
 
 enum Form { kMaster, kMasterAndParam, kSplit };
+enum Kind { kFloat, kBf16, kEightBits };  // of a moment: KINDS of narrow.py
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -95,6 +107,10 @@ inline float join_split(uint16_t param, int16_t low) {
     return as_float((static_cast<uint32_t>(param) << 16) + static_cast<uint32_t>(low));
 }
 
+struct Moments {
+    const float *exp_avg, *exp_avg_sq;
+};
+
 struct Results {
     void *master;
     float *exp_avg, *exp_avg_sq;
@@ -106,22 +122,29 @@ Results results_from(const UpdateItem &item, int64_t begin) {
     const int64_t master_bytes = form == kSplit ? sizeof(int16_t) : sizeof(float);
     return {
         static_cast<char *>(item.master_out) + begin * master_bytes,
-        item.exp_avg_out + begin,
-        item.exp_avg_sq_out + begin,
+        static_cast<float *>(item.moments_out[0]) + begin,
+        static_cast<float *>(item.moments_out[1]) + begin,
         form == kMaster ? nullptr : item.param_out + begin,
+    };
+}
+
+Moments moments_from(const UpdateItem &item, int64_t begin) {
+    return {
+        static_cast<const float *>(item.moments_in[0]) + begin,
+        static_cast<const float *>(item.moments_in[1]) + begin,
     };
 }
 
 // Updates n elements from `begin` on.
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_range(
-    const UpdateItem &item, int64_t begin, int64_t n, const Results &results) {
+    const UpdateItem &item, int64_t begin, int64_t n, const Moments &moments, const Results &results) {
     const Scalars c = item.scalars;
     const auto *grad = static_cast<const Grad *>(item.grad) + begin;
     const auto *master_in = static_cast<const float *>(item.master_in) + begin;
     const auto *low_in = static_cast<const int16_t *>(item.master_in) + begin;
     const uint16_t *param_in = form == kSplit ? item.param_in + begin : nullptr;
-    const float *exp_avg_in = item.exp_avg_in + begin, *exp_avg_sq_in = item.exp_avg_sq_in + begin;
+    const float *exp_avg_in = moments.exp_avg, *exp_avg_sq_in = moments.exp_avg_sq;
     auto *master_out = static_cast<float *>(results.master);
     auto *low_out = static_cast<int16_t *>(results.master);
     uint16_t *param_out = results.param;
@@ -163,20 +186,121 @@ inline void stream(void *to, const void *from, int64_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
-// Updates elements block by block, with results in other memory than the states.
+// Codes and buckets of 8-bit moments, from narrow.py.
+struct Tables {
+    const float *codes[2];
+    const int32_t *buckets[2];
+    int32_t lowest_exponent, num_buckets;
+};
+
+Tables tables;
+
+// n random numbers, of elements from `begin` on. lowbias32, with a second key before the second product.
+INLINE void draw(const Draw &draw, int64_t begin, int64_t n, uint32_t *numbers) {
+    for (int64_t done = 0; done < n;) {
+        const int64_t place = draw.skip + begin + done, column = place % draw.row;
+        const uint64_t first = draw.first + place / draw.row * draw.stride + column;
+        const auto low = static_cast<uint32_t>(first);
+        const int64_t length = std::min({n - done, draw.row - column, (int64_t{1} << 32) - low});
+        const uint32_t second = draw.keys[1] + static_cast<uint32_t>(first >> 32) * 0x9e3779b9u;
+        uint32_t *to = numbers + done;
+        INDEPENDENT
+        for (int64_t i = 0; i < length; ++i) {
+            uint32_t x = (low + static_cast<uint32_t>(i)) ^ draw.keys[0];
+            x = (x ^ (x >> 16)) * 0x7feb352du;
+            x = ((x ^ (x >> 15)) + second) * 0x846ca68bu;
+            to[i] = x ^ (x >> 16);
+        }
+        done += length;
+    }
+}
+
+INLINE void decode(const void *from, const float *scales, int kind, int which, int64_t begin, int64_t n, float *to) {
+    if (kind == kBf16) {
+        const auto *bits = static_cast<const uint16_t *>(from) + begin;
+        INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) to[i] = widen(bits[i]);
+        return;
+    }
+    const auto *indices = static_cast<const uint8_t *>(from) + begin;
+    const float *codes = tables.codes[which];
+    for (int64_t block = 0; block < n; block += kScaled) {
+        const float scale = scales[(begin + block) / kScaled];
+        INDEPENDENT
+        for (int64_t i = block; i < block + kScaled; ++i) to[i] = codes[indices[i]] * scale;
+    }
+}
+
+// A block of 8-bit numbers, of exp_avg or exp_avg_sq; returns its scale.
+template <int which>
+INLINE float encode_block(const float *from, uint8_t *to) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < kScaled; ++i)
+        largest = std::max(largest, static_cast<int32_t>(as_bits(from[i]) & 0x7fffffffu));
+    float scale = as_float(largest), inverse = 1.0f / scale;
+    if (largest < 0x800000) scale = inverse = 0;
+    const int32_t *buckets = tables.buckets[which];
+    const int32_t lowest = tables.lowest_exponent << 23, first = lowest >> 16, below = tables.num_buckets;
+    INDEPENDENT
+    for (int64_t i = 0; i < kScaled; ++i) {
+        const auto bits = static_cast<int32_t>(as_bits(from[i] * inverse));
+        const int32_t sign = which == 0 ? bits >> 31 : 0, size = bits & 0x7fffffff;
+        const int32_t inside = std::min(std::max(size, lowest), 0x3f800000);
+        const int32_t entry = buckets[(inside >> 16) - first + (sign & below)];
+        const int32_t rank = (entry & 0xff) + ((inside & 0xffff) > (entry >> 8));
+        to[i] = which == 0 ? 127 + ((rank ^ sign) - sign) : std::max(rank, int32_t{size > 0});
+    }
+    return scale;
+}
+
+template <int which>
+INLINE void encode(
+    const float *from, const uint32_t *numbers, const UpdateItem &item, int64_t begin, int64_t n) {
+    if (item.kinds[which] == kBf16) {
+        auto *to = static_cast<uint16_t *>(item.moments_out[which]) + begin;
+        INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) {
+            const uint32_t number = which == 0 ? numbers[i] & 0xffffu : numbers[i] >> 16;
+            to[i] = static_cast<uint16_t>((bits_to_split(from[i]) + number) >> 16);
+        }
+        return;
+    }
+    auto *to = static_cast<uint8_t *>(item.moments_out[which]) + begin;
+    for (int64_t block = 0; block < n; block += kScaled)
+        item.scales_out[which][(begin + block) / kScaled] = encode_block<which>(from + block, to + block);
+}
+
+// Updates elements block by block: results are stored beside the states, or moments are kept in fewer bytes.
 template <class Grad, Form form, bool is_decoupled>
-INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end) {
+INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
     alignas(64) uint16_t param[kBlock];
+    alignas(64) uint32_t numbers[kBlock];
+    const bool has_float[] = {item.kinds[0] == kFloat, item.kinds[1] == kFloat};
+    const bool is_drawn = item.kinds[0] == kBf16 || item.kinds[1] == kBf16;
     for (; begin < end; begin += kBlock) {
         const int64_t n = std::min(kBlock, end - begin);
-        update_range<Grad, form, is_decoupled>(
-            item, begin, n, {master, exp_avg, exp_avg_sq, param});
-        const Results results = results_from<form>(item, begin);
-        stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
-        stream(results.exp_avg, exp_avg, n * sizeof(float));
-        stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(float));
-        if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
+        Moments moments = moments_from(item, begin);
+        Results results = results_from<form>(item, begin);
+        const Results there = results;
+        if (is_beside) results = {master, exp_avg, exp_avg_sq, param};
+        if (!has_float[0]) {
+            decode(item.moments_in[0], item.scales_in[0], item.kinds[0], 0, begin, n, exp_avg);
+            moments.exp_avg = results.exp_avg = exp_avg;
+        }
+        if (!has_float[1]) {
+            decode(item.moments_in[1], item.scales_in[1], item.kinds[1], 1, begin, n, exp_avg_sq);
+            moments.exp_avg_sq = results.exp_avg_sq = exp_avg_sq;
+        }
+        update_range<Grad, form, is_decoupled>(item, begin, n, moments, results);
+        if (is_drawn) draw(item.draw, begin, n, numbers);
+        if (!has_float[0]) encode<0>(exp_avg, numbers, item, begin, n);
+        if (!has_float[1]) encode<1>(exp_avg_sq, numbers, item, begin, n);
+        if (!is_beside) continue;
+        stream(there.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
+        if (has_float[0]) stream(there.exp_avg, exp_avg, n * sizeof(float));
+        if (has_float[1]) stream(there.exp_avg_sq, exp_avg_sq, n * sizeof(float));
+        if (form != kMaster) stream(there.param, param, n * sizeof(uint16_t));
     }
 #if defined(__x86_64__)
     _mm_sfence();  // the stores must be visible before other threads learn that the tile is done
@@ -185,11 +309,11 @@ INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end) {
 
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_tile(const UpdateItem &item, int64_t begin, int64_t end) {
-    if (item.exp_avg_out == item.exp_avg_in)
-        update_range<Grad, form, is_decoupled>(
-            item, begin, end - begin, results_from<form>(item, begin));
-    else
-        update_beside<Grad, form, is_decoupled>(item, begin, end);
+    const bool is_beside = item.moments_out[0] != item.moments_in[0];
+    if (is_beside || item.kinds[0] != kFloat || item.kinds[1] != kFloat)
+        return update_blocks<Grad, form, is_decoupled>(item, begin, end, is_beside);
+    update_range<Grad, form, is_decoupled>(
+        item, begin, end - begin, moments_from(item, begin), results_from<form>(item, begin));
 }
 
 using Update = void (*)(const UpdateItem &, int64_t, int64_t);
@@ -417,6 +541,8 @@ __attribute__((constructor)) void prepare() {
 extern "C" {
 
 int32_t adam_best_instruction_set() { return best_instruction_set(); }
+
+void adam_set_tables(const Tables *these) { tables = *these; }
 
 void adam_update(
     const UpdateItem *items, int64_t num_items, int32_t num_threads, int32_t set) {

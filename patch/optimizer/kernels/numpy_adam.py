@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from patch.config.choices import MOMENT_BLOCK
+from patch.optimizer.kernels.narrow import codes, midpoints
 from patch.optimizer.kernels.spec import (
     AdamScalars,
     AdamStates,
@@ -38,14 +41,95 @@ def _update_part(item: UpdateItem, part: slice) -> None:
     """Update some elements of an item."""
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
-    is_split = states[0].dtype == np.uint16
-    master = join_split(states[3], states[0]) if is_split else states[0]
+    is_split = states.master.dtype == np.uint16
+    master = join_split(states.param, states.master) if is_split else states.master
     grad = item.grad[part].float().numpy()
-    new, exp_avg, exp_avg_sq = adam(master, grad, states[1], states[2], item.scalars)
-    results[0][:] = low_bits(new) if is_split else new
-    results[1][:], results[2][:] = exp_avg, exp_avg_sq
-    if len(results) > 3:
-        results[3][:] = round_to_bf16(new)
+    moments = [_widened(states, which) for which in (0, 1)]
+    new, *moments = adam(master, grad, *moments, item.scalars)
+    results.master[:] = low_bits(new) if is_split else new
+    numbers = _numbers(item, part) if np.uint16 in (m.dtype for m in states.moments) else None
+    for which, values in enumerate(moments):
+        _keep(results, which, values, numbers)
+    if results.param is not None:
+        results.param[:] = round_to_bf16(new)
+
+
+def _widened(states: _Arrays, which: int) -> np.ndarray:
+    """A moment as float32."""
+    kept = states.moments[which]
+    if kept.dtype == np.uint16:
+        return (kept.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kept.dtype == np.uint8:
+        return codes(signed=which == 0)[kept] * np.repeat(states.scales[which], MOMENT_BLOCK)
+    return kept
+
+
+def _keep(states: _Arrays, which: int, values: np.ndarray, numbers: np.ndarray | None) -> None:
+    """Write a moment in its type."""
+    kept = states.moments[which]
+    if kept.dtype == np.uint16:
+        assert numbers is not None
+        kept[:] = round_stochastically(
+            values, numbers & np.uint32(0xFFFF) if which == 0 else numbers >> np.uint32(16)
+        )
+    elif kept.dtype == np.uint8:
+        kept[:], states.scales[which][:] = to_eight_bits(values, signed=which == 0)
+    else:
+        kept[:] = values
+
+
+def _numbers(item: UpdateItem, part: slice) -> np.ndarray:
+    """The random numbers of some elements of an item."""
+    assert item.draw is not None
+    first, row, stride, skip, *keys = item.draw.numbers(item.scalars.step)
+    places = np.arange(skip + part.start, skip + min(part.stop, item.grad.numel()))
+    return random_numbers((first + places // row * stride + places % row).astype(np.uint64), *keys)
+
+
+def random_numbers(indices: np.ndarray, first_key: int, second_key: int) -> np.ndarray:
+    """(n,) uint32: lowbias32 of the lower 32 bits of uint64 indices, with two keys.
+
+    Args:
+        indices: (n,) of elements in their whole parameter; the upper 32 bits change the second key.
+        first_key: 32 bits.
+        second_key: 32 bits.
+    """
+    second = np.uint32(second_key) + (indices >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
+    x = indices.astype(np.uint32) ^ np.uint32(first_key)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = ((x ^ (x >> np.uint32(15))) + second) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def round_stochastically(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The bits of float32 values rounded to bf16: up as often as their lower half says; all NaNs become one.
+
+    Args:
+        values: (n,) float32.
+        numbers: (n,) uint32, random numbers of 16 bits.
+    """
+    bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
+    return ((bits + numbers) >> np.uint32(16)).astype(np.uint16)
+
+
+def to_eight_bits(values: np.ndarray, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The indices of the nearest codes, and a scale for each block.
+
+    Args:
+        values: (n,) finite float32, of whole blocks.
+        signed: first moments, or second ones, which are not negative.
+    """
+    scales = np.abs(values.reshape(-1, MOMENT_BLOCK)).max(axis=1)
+    is_normal = scales >= np.finfo(np.float32).tiny
+    inverse = np.where(is_normal, np.float32(1) / scales, np.float32(0))
+    ratios = values * np.repeat(inverse, MOMENT_BLOCK)
+    ranks = np.searchsorted(midpoints(signed=signed), np.abs(ratios))
+    if signed:
+        below = np.searchsorted(midpoints(signed=True, negative=True), np.abs(ratios))
+        indices = np.where(np.signbit(ratios), 127 - below, 127 + ranks)
+    else:
+        indices = np.maximum(ranks, ratios > 0)
+    return indices.astype(np.uint8), np.where(is_normal, scales, np.float32(0))
 
 
 def adam(
@@ -91,11 +175,27 @@ def join_split(param: np.ndarray, low: np.ndarray) -> np.ndarray:
     return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
 
 
-def _arrays(states: AdamStates, part: slice) -> list[np.ndarray]:
-    """NumPy views of some elements of the states; bf16 parameters and low bits of masters as uint16."""
-    tensors = [states.master[part], states.exp_avg[part], states.exp_avg_sq[part]]
-    param = bf16_param(states)
-    if param is not None:
-        tensors.append(param[part].view(torch.int16))
-    arrays = [tensor.numpy() for tensor in tensors]
-    return [array.view(np.uint16) if array.dtype == np.int16 else array for array in arrays]
+class _Arrays(NamedTuple):
+    """NumPy views of some elements of the states; bf16 values and low bits of masters as uint16."""
+
+    master: np.ndarray
+    moments: list[np.ndarray]
+    param: np.ndarray | None
+    scales: list[np.ndarray | None]
+
+
+def _arrays(states: AdamStates, part: slice) -> _Arrays:
+    """Views of some elements."""
+    scaled = slice(part.start // MOMENT_BLOCK, part.stop // MOMENT_BLOCK)
+    param, scales = bf16_param(states), (states.exp_avg_scale, states.exp_avg_sq_scale)
+    return _Arrays(
+        _array(states.master[part]),
+        [_array(moment[part]) for moment in (states.exp_avg, states.exp_avg_sq)],
+        None if param is None else _array(param[part]),
+        [None if scale is None else scale[scaled].numpy() for scale in scales],
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    is_half = tensor.dtype in (torch.bfloat16, torch.int16)
+    return tensor.view(torch.int16).numpy().view(np.uint16) if is_half else tensor.numpy()
