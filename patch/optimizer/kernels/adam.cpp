@@ -19,6 +19,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -107,48 +108,84 @@ inline float join_split(uint16_t param, int16_t low) {
     return as_float((static_cast<uint32_t>(param) << 16) + static_cast<uint32_t>(low));
 }
 
-struct Moments {
-    const float *exp_avg, *exp_avg_sq;
+// Rounds to bf16, up or down by a random number of 16 bits.
+inline uint16_t round_stochastically(float value, uint32_t number) {
+    return static_cast<uint16_t>((bits_to_split(value) + number) >> 16);
+}
+
+// Elements with neighbouring numbers in their whole parameter, whose random numbers are hashes of them.
+struct Run {
+    uint32_t low, first_key, second_key;
+    int64_t length;
+
+    // lowbias32, with a second key before the second product.
+    INLINE uint32_t number(int64_t i) const {
+        uint32_t x = (low + static_cast<uint32_t>(i)) ^ first_key;
+        x = (x ^ (x >> 16)) * 0x7feb352du;
+        x = ((x ^ (x >> 15)) + second_key) * 0x846ca68bu;
+        return x ^ (x >> 16);
+    }
+
+    Run from(int64_t i) const { return {low + static_cast<uint32_t>(i), first_key, second_key, length - i}; }
 };
 
+// The run that begins at element `begin` of an item, at most `longest` elements of it.
+Run run_at(const Draw &draw, int64_t begin, int64_t longest) {
+    const int64_t place = draw.skip + begin, column = place % draw.row;
+    const uint64_t number = draw.first + place / draw.row * draw.stride + column;
+    const auto low = static_cast<uint32_t>(number);
+    const uint32_t second_key = draw.keys[1] + static_cast<uint32_t>(number >> 32) * 0x9e3779b9u;
+    return {low, draw.keys[0], second_key, std::min({longest, draw.row - column, (int64_t{1} << 32) - low})};
+}
+
+template <class Moment>
+struct Moments {
+    const Moment *exp_avg, *exp_avg_sq;
+};
+
+template <class Moment>
+Moments<Moment> moments_from(const UpdateItem &item, int64_t begin) {
+    return {
+        static_cast<const Moment *>(item.moments_in[0]) + begin,
+        static_cast<const Moment *>(item.moments_in[1]) + begin,
+    };
+}
+
+template <class Moment>
 struct Results {
     void *master;
-    float *exp_avg, *exp_avg_sq;
+    Moment *exp_avg, *exp_avg_sq;
     uint16_t *param;
 };
 
-template <Form form>
-Results results_from(const UpdateItem &item, int64_t begin) {
+template <Form form, class Moment>
+Results<Moment> results_from(const UpdateItem &item, int64_t begin) {
     const int64_t master_bytes = form == kSplit ? sizeof(int16_t) : sizeof(float);
     return {
         static_cast<char *>(item.master_out) + begin * master_bytes,
-        static_cast<float *>(item.moments_out[0]) + begin,
-        static_cast<float *>(item.moments_out[1]) + begin,
+        static_cast<Moment *>(item.moments_out[0]) + begin,
+        static_cast<Moment *>(item.moments_out[1]) + begin,
         form == kMaster ? nullptr : item.param_out + begin,
     };
 }
 
-Moments moments_from(const UpdateItem &item, int64_t begin) {
-    return {
-        static_cast<const float *>(item.moments_in[0]) + begin,
-        static_cast<const float *>(item.moments_in[1]) + begin,
-    };
-}
-
-// Updates n elements from `begin` on.
-template <class Grad, Form form, bool is_decoupled>
+// Updates n elements from `begin` on, which are of one run if moments are bf16. Scalars are folded (spec.py) where
+// states have moments in fewer bytes: root_bias2 is 1, and nothing is divided by it.
+template <class Grad, Form form, bool is_decoupled, class Moment, bool is_folded>
 INLINE void update_range(
-    const UpdateItem &item, int64_t begin, int64_t n, const Moments &moments, const Results &results) {
+    const UpdateItem &item, int64_t begin, int64_t n, const Moments<Moment> &moments,
+    const Results<Moment> &results, const Run &run) {
+    constexpr bool is_bf16 = std::is_same_v<Moment, uint16_t>;
     const Scalars c = item.scalars;
     const auto *grad = static_cast<const Grad *>(item.grad) + begin;
     const auto *master_in = static_cast<const float *>(item.master_in) + begin;
     const auto *low_in = static_cast<const int16_t *>(item.master_in) + begin;
     const uint16_t *param_in = form == kSplit ? item.param_in + begin : nullptr;
-    const float *exp_avg_in = moments.exp_avg, *exp_avg_sq_in = moments.exp_avg_sq;
+    const Moment *exp_avg_in = moments.exp_avg, *exp_avg_sq_in = moments.exp_avg_sq;
     auto *master_out = static_cast<float *>(results.master);
     auto *low_out = static_cast<int16_t *>(results.master);
     uint16_t *param_out = results.param;
-    float *exp_avg_out = results.exp_avg, *exp_avg_sq_out = results.exp_avg_sq;
+    Moment *exp_avg_out = results.exp_avg, *exp_avg_sq_out = results.exp_avg_sq;
 
     INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
@@ -158,11 +195,18 @@ INLINE void update_range(
             p = p * c.decay;
         else
             g = g + c.decay * p;
-        const float m = exp_avg_in[i] * c.beta1 + g * c.rest1;
-        const float v = exp_avg_sq_in[i] * c.beta2 + (g * c.rest2) * g;
-        p = p - c.step_size * (m / (std::sqrt(v) / c.root_bias2 + c.eps));
-        exp_avg_out[i] = m;
-        exp_avg_sq_out[i] = v;
+        const float m = widen(exp_avg_in[i]) * c.beta1 + g * c.rest1;
+        const float v = widen(exp_avg_sq_in[i]) * c.beta2 + (g * c.rest2) * g;
+        const float root = is_folded ? std::sqrt(v) : std::sqrt(v) / c.root_bias2;
+        p = p - c.step_size * (m / (root + c.eps));
+        if constexpr (is_bf16) {
+            const uint32_t number = run.number(i);
+            exp_avg_out[i] = round_stochastically(m, number & 0xffffu);
+            exp_avg_sq_out[i] = round_stochastically(v, number >> 16);
+        } else {
+            exp_avg_out[i] = m;
+            exp_avg_sq_out[i] = v;
+        }
         const uint32_t bits = bits_to_split(p);
         if (form == kSplit)
             low_out[i] = static_cast<int16_t>(bits);
@@ -186,6 +230,32 @@ inline void stream(void *to, const void *from, int64_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
+// What was streamed must be visible before other threads learn that the tile is done.
+inline void order_stores() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+// Updates elements block by block, with results in other memory than the states.
+template <class Grad, Form form, bool is_decoupled, class Moment>
+INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end, const Run &run) {
+    alignas(64) float master[kBlock];
+    alignas(64) Moment exp_avg[kBlock], exp_avg_sq[kBlock];
+    alignas(64) uint16_t param[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t n = std::min(kBlock, end - at);
+        update_range<Grad, form, is_decoupled, Moment, std::is_same_v<Moment, uint16_t>>(
+            item, at, n, moments_from<Moment>(item, at), {master, exp_avg, exp_avg_sq, param}, run.from(at - begin));
+        const auto results = results_from<form, Moment>(item, at);
+        stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
+        stream(results.exp_avg, exp_avg, n * sizeof(Moment));
+        stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(Moment));
+        if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
+    }
+    order_stores();
+}
+
 // Codes and buckets of 8-bit moments, from narrow.py.
 struct Tables {
     const float *codes[2];
@@ -194,26 +264,6 @@ struct Tables {
 };
 
 Tables tables;
-
-// n random numbers, of elements from `begin` on. lowbias32, with a second key before the second product.
-INLINE void draw(const Draw &draw, int64_t begin, int64_t n, uint32_t *numbers) {
-    for (int64_t done = 0; done < n;) {
-        const int64_t place = draw.skip + begin + done, column = place % draw.row;
-        const uint64_t first = draw.first + place / draw.row * draw.stride + column;
-        const auto low = static_cast<uint32_t>(first);
-        const int64_t length = std::min({n - done, draw.row - column, (int64_t{1} << 32) - low});
-        const uint32_t second = draw.keys[1] + static_cast<uint32_t>(first >> 32) * 0x9e3779b9u;
-        uint32_t *to = numbers + done;
-        INDEPENDENT
-        for (int64_t i = 0; i < length; ++i) {
-            uint32_t x = (low + static_cast<uint32_t>(i)) ^ draw.keys[0];
-            x = (x ^ (x >> 16)) * 0x7feb352du;
-            x = ((x ^ (x >> 15)) + second) * 0x846ca68bu;
-            to[i] = x ^ (x >> 16);
-        }
-        done += length;
-    }
-}
 
 INLINE void decode(const void *from, const float *scales, int kind, int which, int64_t begin, int64_t n, float *to) {
     if (kind == kBf16) {
@@ -254,14 +304,17 @@ INLINE float encode_block(const float *from, uint8_t *to) {
 }
 
 template <int which>
-INLINE void encode(
-    const float *from, const uint32_t *numbers, const UpdateItem &item, int64_t begin, int64_t n) {
+INLINE void encode(const float *from, const UpdateItem &item, int64_t begin, int64_t n) {
     if (item.kinds[which] == kBf16) {
         auto *to = static_cast<uint16_t *>(item.moments_out[which]) + begin;
-        INDEPENDENT
-        for (int64_t i = 0; i < n; ++i) {
-            const uint32_t number = which == 0 ? numbers[i] & 0xffffu : numbers[i] >> 16;
-            to[i] = static_cast<uint16_t>((bits_to_split(from[i]) + number) >> 16);
+        for (int64_t done = 0; done < n;) {
+            const Run run = run_at(item.draw, begin + done, n - done);
+            INDEPENDENT
+            for (int64_t i = 0; i < run.length; ++i) {
+                const uint32_t number = run.number(i);
+                to[done + i] = round_stochastically(from[done + i], which == 0 ? number & 0xffffu : number >> 16);
+            }
+            done += run.length;
         }
         return;
     }
@@ -270,19 +323,17 @@ INLINE void encode(
         item.scales_out[which][(begin + block) / kScaled] = encode_block<which>(from + block, to + block);
 }
 
-// Updates elements block by block: results are stored beside the states, or moments are kept in fewer bytes.
+// Updates elements block by block: moments are of two types, or of 8 bits.
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
     alignas(64) uint16_t param[kBlock];
-    alignas(64) uint32_t numbers[kBlock];
     const bool has_float[] = {item.kinds[0] == kFloat, item.kinds[1] == kFloat};
-    const bool is_drawn = item.kinds[0] == kBf16 || item.kinds[1] == kBf16;
     for (; begin < end; begin += kBlock) {
         const int64_t n = std::min(kBlock, end - begin);
-        Moments moments = moments_from(item, begin);
-        Results results = results_from<form>(item, begin);
-        const Results there = results;
+        auto moments = moments_from<float>(item, begin);
+        auto results = results_from<form, float>(item, begin);
+        const auto there = results;
         if (is_beside) results = {master, exp_avg, exp_avg_sq, param};
         if (!has_float[0]) {
             decode(item.moments_in[0], item.scales_in[0], item.kinds[0], 0, begin, n, exp_avg);
@@ -292,28 +343,38 @@ INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bo
             decode(item.moments_in[1], item.scales_in[1], item.kinds[1], 1, begin, n, exp_avg_sq);
             moments.exp_avg_sq = results.exp_avg_sq = exp_avg_sq;
         }
-        update_range<Grad, form, is_decoupled>(item, begin, n, moments, results);
-        if (is_drawn) draw(item.draw, begin, n, numbers);
-        if (!has_float[0]) encode<0>(exp_avg, numbers, item, begin, n);
-        if (!has_float[1]) encode<1>(exp_avg_sq, numbers, item, begin, n);
+        update_range<Grad, form, is_decoupled, float, true>(item, begin, n, moments, results, {});
+        if (!has_float[0]) encode<0>(exp_avg, item, begin, n);
+        if (!has_float[1]) encode<1>(exp_avg_sq, item, begin, n);
         if (!is_beside) continue;
         stream(there.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
         if (has_float[0]) stream(there.exp_avg, exp_avg, n * sizeof(float));
         if (has_float[1]) stream(there.exp_avg_sq, exp_avg_sq, n * sizeof(float));
         if (form != kMaster) stream(there.param, param, n * sizeof(uint16_t));
     }
-#if defined(__x86_64__)
-    _mm_sfence();  // the stores must be visible before other threads learn that the tile is done
-#endif
+    order_stores();
+}
+
+// Updates elements of one run, of moments of one type, float or bf16.
+template <class Grad, Form form, bool is_decoupled, class Moment>
+INLINE void update_run(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside, const Run &run) {
+    if (is_beside) return update_beside<Grad, form, is_decoupled, Moment>(item, begin, end, run);
+    update_range<Grad, form, is_decoupled, Moment, std::is_same_v<Moment, uint16_t>>(
+        item, begin, end - begin, moments_from<Moment>(item, begin), results_from<form, Moment>(item, begin), run);
 }
 
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_tile(const UpdateItem &item, int64_t begin, int64_t end) {
     const bool is_beside = item.moments_out[0] != item.moments_in[0];
-    if (is_beside || item.kinds[0] != kFloat || item.kinds[1] != kFloat)
+    if (item.kinds[0] != item.kinds[1] || item.kinds[0] == kEightBits)
         return update_blocks<Grad, form, is_decoupled>(item, begin, end, is_beside);
-    update_range<Grad, form, is_decoupled>(
-        item, begin, end - begin, moments_from(item, begin), results_from<form>(item, begin));
+    if (item.kinds[0] == kFloat)
+        return update_run<Grad, form, is_decoupled, float>(item, begin, end, is_beside, {});
+    while (begin < end) {
+        const Run run = run_at(item.draw, begin, end - begin);
+        update_run<Grad, form, is_decoupled, uint16_t>(item, begin, begin + run.length, is_beside, run);
+        begin += run.length;
+    }
 }
 
 using Update = void (*)(const UpdateItem &, int64_t, int64_t);

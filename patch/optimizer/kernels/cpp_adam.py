@@ -15,6 +15,7 @@ from patch.optimizer.kernels.narrow import BUCKETS, LOWEST_EXPONENT, buckets, co
 from patch.optimizer.kernels.spec import (
     UpdateItem,
     check_item,
+    constants_of,
     copy_other_params,
     is_split,
     moment_kinds,
@@ -148,7 +149,7 @@ def _row(item: UpdateItem) -> _UpdateItem:
     """The C struct of an item."""
     has_bf16_grad = item.grad.dtype == torch.bfloat16
     numel = item.grad.numel()
-    scalars = _Scalars(item.scalars.constants, item.scalars.decoupled_weight_decay)
+    scalars = _Scalars(constants_of(item), item.scalars.decoupled_weight_decay)
     numbers = item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
     draw = _Draw(numbers[:4], numbers[4:])
     kinds = moment_kinds(item)

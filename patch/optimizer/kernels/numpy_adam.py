@@ -17,6 +17,7 @@ from patch.optimizer.kernels.spec import (
     bf16_param,
     check_item,
     copy_other_params,
+    moment_kinds,
 )
 
 # Elements that are updated at a time: few enough that temporaries stay in a core's cache.
@@ -45,7 +46,7 @@ def _update_part(item: UpdateItem, part: slice) -> None:
     master = join_split(states.param, states.master) if is_split else states.master
     grad = item.grad[part].float().numpy()
     moments = [_widened(states, which) for which in (0, 1)]
-    new, *moments = adam(master, grad, *moments, item.scalars)
+    new, *moments = adam(master, grad, *moments, item.scalars, is_folded=any(moment_kinds(item)))
     results.master[:] = low_bits(new) if is_split else new
     numbers = _numbers(item, part) if np.uint16 in (m.dtype for m in states.moments) else None
     for which, values in enumerate(moments):
@@ -138,6 +139,8 @@ def adam(
     exp_avg: np.ndarray,
     exp_avg_sq: np.ndarray,
     scalars: AdamScalars,
+    *,
+    is_folded: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The reference: new master, exp_avg and exp_avg_sq, written as plainly as possible.
 
@@ -147,8 +150,10 @@ def adam(
         exp_avg: (n,) first moments.
         exp_avg_sq: (n,) second moments.
         scalars: the scalars of the parameter group.
+        is_folded: as with moments in fewer bytes.
     """
-    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, scalars.constants)
+    constants = scalars.folded_constants if is_folded else scalars.constants
+    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, constants)
     is_decoupled = scalars.decoupled_weight_decay
     g = grad * scale if is_decoupled else grad * scale + decay * master
     p = master * decay if is_decoupled else master

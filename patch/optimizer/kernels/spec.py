@@ -8,7 +8,10 @@
 
 Every product, sum, quotient and root is one IEEE float32 operation, and none are fused; scalars are computed
 in float64 and rounded once. All kernels follow this order, so they give the same bits on every device.
-Moments in fewer bytes (narrow.py) are widened before, and rounded after p was computed from m and v.
+Moments in fewer bytes (narrow.py) are widened before, and rounded after p was computed from m and v. Where
+one of the two has fewer, both bias2 are folded into scalars, which saves a quotient:
+
+    p = p - (lr / bias1 * sqrt(bias2)) * (m / (sqrt(v) + eps * sqrt(bias2)))
 """
 
 from __future__ import annotations
@@ -53,6 +56,12 @@ class AdamScalars:
         moments = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
         decay = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else self.weight_decay
         return self.grad_scale, *moments, self.lr / bias1, math.sqrt(bias2), self.eps, decay
+
+    @cached_property
+    def folded_constants(self) -> tuple[float, ...]:
+        """The same with sqrt(bias2) multiplied into lr / bias1 and eps, so that 1 stands in its place."""
+        *others, step_size, root_bias2, eps, decay = self.constants
+        return *others, step_size * root_bias2, 1.0, eps * root_bias2, decay
 
 
 class AdamStates(NamedTuple):
@@ -118,6 +127,11 @@ def check_item(item: UpdateItem) -> None:
     assert types[0] == types[1], "results of other types"
     if is_split(item):
         assert states.param is not None and states.param.dtype == torch.bfloat16, "only bf16 splits"
+
+
+def constants_of(item: UpdateItem) -> tuple[float, ...]:
+    """The scalars of an item's update, in the order of `AdamScalars.constants`."""
+    return item.scalars.folded_constants if any(moment_kinds(item)) else item.scalars.constants
 
 
 def is_split(item: UpdateItem) -> bool:
