@@ -82,6 +82,11 @@ class OptimizerConfig:
     )
 
     @property
+    def is_drawing(self) -> bool:
+        """Whether a moment is rounded stochastically."""
+        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
+    @property
     def moment_bytes(self) -> float:
         """Bytes of a weight's two moments."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]

@@ -7,6 +7,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
@@ -27,6 +28,7 @@ def build_optimizer(
     *,
     param_groups: Sequence[ParamGroup] | None = None,
     host_bytes: int = UNLIMITED,
+    model_state: ShardedStateDict | None = None,
 ) -> OverlappedDistributedOptimizer:
     """Build the optimizer of some modules, with its states where the configuration says.
 
@@ -38,6 +40,8 @@ def build_optimizer(
         param_groups: parameters with their weight decay and learning rates; None: `default_param_groups`, in
             which only what has two dimensions or more decays (no norms, biases, or other vectors).
         host_bytes: host memory of this process, for offloaded states.
+        model_state: the model's sharded_state_dict, whose entries hold the parameters themselves: with it
+            bf16 moments have the same bits in every layout. None: parameters are whole, known by their names.
     Raises:
         ConfigError: other arguments than these; parameters that cannot be trained, or that are in no
             parameter group or in several.
@@ -47,7 +51,7 @@ def build_optimizer(
     device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
     offload = _build_offload(config, device, host_bytes)
     optimizer = OverlappedDistributedOptimizer(
-        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups
+        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups, model_state
     )
     if offload is not None and isinstance(offload.device, SimulatedDevice):
         offload.device.reserve(optimizer.placement.fixed_bytes)

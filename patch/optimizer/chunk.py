@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from patch.memory import HOST, Allocator, StagedCopier
+from patch.optimizer.kernels.narrow import Draw, elements_of
 
 # The search for a chunk size tries this many multiples of a unit: 8 Mi elements, or 1/64 of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
@@ -34,6 +35,8 @@ class ShardRange(NamedTuple):
     needs_extra_reduction: bool
     """Whether the gradient is summed over more ranks after the reduction of its bucket (over tensor-parallel
     ranks, or over the two stages of a tied embedding), so that it is not final before."""
+    draw: Draw | None = None
+    """What the random numbers of their bf16 moments depend on."""
 
 
 class BucketShard(NamedTuple):
@@ -104,6 +107,8 @@ class ChunkRange(NamedTuple):
     """Index of the parameter group."""
     offset: int
     """First element, counted in the chunk."""
+    draw: Draw | None = None
+    """What the random numbers of their bf16 moments depend on."""
 
     @property
     def in_shard(self) -> slice:
@@ -141,7 +146,8 @@ class StateChunk:
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
 
-        None where parameters of this type have no such state.
+        A view of scales has one number for several elements (`elements_of`). There is none where parameters
+        of this type have no such state.
 
         Args:
             name: the state.
@@ -155,15 +161,16 @@ class StateChunk:
         for range_ in self.ranges:
             first, last = max(begin, range_.begin), min(end, range_.end)
             if range_.shard == shard and first < last:
-                offset = range_.offset + first - range_.begin
-                yield first, self.states[name].data[offset : offset + last - first]
+                offset, each = range_.offset + first - range_.begin, elements_of(name)
+                yield first, self.states[name].data[offset // each : (offset + last - first) // each]
 
     def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Allocator) -> None:
         """Allocate a buffer of zeros in `memory` for each state."""
         size = self.numel if self.needs_extra_reduction else self.size
-        self.states = {name: Chunk(size, memory, dtype) for name, dtype in dtypes.items()}
-        for chunk in self.states.values():
-            chunk.alloc_tensor(self.numel)
+        self.states = {}
+        for name, dtype in dtypes.items():
+            self.states[name] = Chunk(size // elements_of(name), memory, dtype)
+            self.states[name].alloc_tensor(self.numel // elements_of(name))
 
     def reset_device(self, memory: Allocator, copier: StagedCopier, *, is_host: bool) -> None:
         """Move all states to other memory; views of them become invalid.
@@ -225,7 +232,7 @@ class ChunkManager:
             elements: the range; ranges whose gradients need an extra reduction go to separate chunks.
             param_dtype: type of its parameters; a chunk contains parameters of one type.
         """
-        begin, end, group, needs_extra_reduction = elements
+        begin, end, group, needs_extra_reduction, draw = elements
         kind = needs_extra_reduction, param_dtype
         while begin < end:
             chunk = self._open.get(kind)
@@ -233,7 +240,8 @@ class ChunkManager:
                 chunk = self._open[kind] = StateChunk(self.size, *kind)
                 self.chunks.append(chunk)
             stop = min(end, begin + self.size - chunk.numel)
-            chunk.ranges.append(ChunkRange(shard, begin, stop, group, chunk.numel))
+            here = draw and draw._replace(skip=draw.skip + begin - elements.begin)
+            chunk.ranges.append(ChunkRange(shard, begin, stop, group, chunk.numel, here))
             begin = stop
 
     def finish_registration(self) -> None:

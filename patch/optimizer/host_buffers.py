@@ -9,6 +9,7 @@ import torch
 
 from patch.memory import HOST, Event, OffloadDevice
 from patch.optimizer.chunk import BucketShard, Chunk
+from patch.optimizer.kernels.narrow import bytes_of, elements_of
 
 # The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5
@@ -77,8 +78,8 @@ class HostBuffers:
     ) -> None:
         self._size, self._dtypes, self._like, self._device = size, dtypes, like, device
         grad_bytes, param_bytes = like.grad.dtype.itemsize, like.param.dtype.itemsize
-        shadow_bytes = size * (param_bytes + sum(dtype.itemsize for dtype in dtypes.values()))
-        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes) // shadow_bytes
+        shadow_bytes = size * (param_bytes + bytes_of(dtypes))
+        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes / shadow_bytes)
         input_bytes = size * (grad_bytes + param_bytes)
         self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * spare_bytes) // input_bytes
         self.inputs: deque[InputBuffers] = deque()
@@ -103,7 +104,10 @@ class HostBuffers:
             self.shadow_outputs.pop()
         while len(self.shadow_outputs) < num_shadows:
             outputs = self._make_outputs()
-            outputs.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
+            outputs.shadow = {
+                name: Chunk(self._size // elements_of(name), HOST, dtype)
+                for name, dtype in self._dtypes.items()
+            }
             self.shadow_outputs.append(outputs)
 
     def _make_outputs(self) -> OutputBuffers:

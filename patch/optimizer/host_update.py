@@ -32,6 +32,7 @@ from patch.memory import Event, Joinable, OffloadDevice
 from patch.optimizer.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.optimizer.kernels.narrow import elements_of
 
 # Speculation pauses while it has failed in more than this share of recent steps.
 _MAX_FAILURE_RATE = 0.2
@@ -47,11 +48,16 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
         in_chunk: the elements, counted in the chunk.
         param: (n,) the parameters of these elements.
     """
+    def part(name: str) -> torch.Tensor | None:
+        each = elements_of(name)
+        return states[name].data[in_chunk.start // each : in_chunk.stop // each] if name in states else None
+
     moments = states["exp_avg"].data[in_chunk], states["exp_avg_sq"].data[in_chunk]
+    scales = part("exp_avg_scale"), part("exp_avg_sq_scale")
     for name in ("master", "master_low"):
         if name in states:
-            return AdamStates(states[name].data[in_chunk], *moments, param)
-    return AdamStates(param, *moments)
+            return AdamStates(states[name].data[in_chunk], *moments, param, *scales)
+    return AdamStates(param, *moments, None, *scales)
 
 
 class _ChunkUpdate:
@@ -327,6 +333,7 @@ class HostUpdates:
                 adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
                 scalars[r.group],
                 adam_states(new_states, r.in_chunk, new_param[r.in_chunk]),
+                r.draw,
             )
             for r in update.chunk.ranges
         ]

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
+from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
 from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator
 from patch.optimizer.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels.narrow import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.offload import Offload, Placement
 from patch.optimizer.param_groups import ParamGroup, group_rates
@@ -31,9 +33,11 @@ parameter is its own master, a bf16 parameter is the high bits of its master (se
 parameter has a separate master."""
 
 
-def state_dtypes(param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+def state_dtypes(config: OptimizerConfig, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The states of parameters of some type, and their types."""
-    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} | _MASTERS[param_dtype]
+    moments = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+    scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
+    return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
 
 
 class OptimizerReport(NamedTuple):
@@ -79,17 +83,20 @@ class HybridAdam:
         self.dtypes: dict[str, torch.dtype] = {}
         """The type of each state, by its name; parameters of one type have only some of the states."""
         for shard in shards:
-            self.dtypes |= state_dtypes(shard.param.dtype)
+            self.dtypes |= self.state_dtypes(shard.param.dtype)
         device = shards[0].param.device
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
-        self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
+        chunk_size = _chunk_size(shards, offload)
+        if torch.uint8 in self.dtypes.values():  # a chunk ends where a block does
+            chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
+        self.manager = ChunkManager(chunk_size, allocator, copier)
         self._chunks_of = self._register(shards, are_moved=offload is not None)
         self.host_updates = self._build_host_updates(offload) if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
-        self.manager.allocate(state_dtypes)
+        self.manager.allocate(self.state_dtypes)
         self._scalars: list[AdamScalars] | None = None
         """The scalars of each parameter group in the current step."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
@@ -99,6 +106,10 @@ class HybridAdam:
         the last one to start need not be the last one to end."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
+
+    def state_dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The states of parameters of some type, and their types."""
+        return state_dtypes(self._config, param_dtype)
 
     def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
         """Assign all ranges to chunks, which may move to the host; returns the chunks of each shard."""
@@ -117,8 +128,8 @@ class HybridAdam:
 
     def _build_host_updates(self, offload: Offload) -> HostUpdates:
         size = self.manager.size
-        chunk_bytes = size * sum(dtype.itemsize for dtype in self.dtypes.values())
-        spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
+        state_bytes = int(size * bytes_of(self.dtypes)) * len(self.manager.chunks)
+        spare_bytes = max(0, offload.host_bytes - state_bytes)
         return HostUpdates(self.shards, self.dtypes, size, offload.device, spare_bytes)
 
     def _resize_host_buffers(self) -> None:
@@ -223,7 +234,7 @@ class HybridAdam:
                     continue
                 grad, param, _ = self.shards[r.shard]
                 states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
-                items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))
+                items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group], None, r.draw))
         with region("update of buckets %s", list(indices)):
             self._kernel.update(items)
 

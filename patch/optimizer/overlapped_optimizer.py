@@ -41,8 +41,8 @@ from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
-from patch.optimizer.sharded_state import ShardStates, sharded_ranges
-from patch.optimizer.trained import TrainedParameters, check_arguments
+from patch.optimizer.sharded_state import ShardStates, draws_of, sharded_ranges
+from patch.optimizer.trained import TrainedParameters, check_arguments, check_rows
 
 
 class StepOutcome(NamedTuple):
@@ -67,6 +67,7 @@ class OverlappedDistributedOptimizer:
         groups: dp_cp, tp, mp and embd are used; of several instances also intra_dp_cp and inter_dist_opt.
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
+        model_state: the model's sharded_state_dict, which says what parts of weights parameters are.
     Raises:
         ConfigError: other arguments than these; parameters that it cannot train (`TrainedParameters`).
     """
@@ -79,11 +80,13 @@ class OverlappedDistributedOptimizer:
         groups: ProcessGroupCollection,
         offload: Offload | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
+        model_state: ShardedStateDict | None = None,
     ) -> None:
         check_arguments(stages, zero_stage)
         if param_groups is None:
             param_groups = default_param_groups(stages, config, groups)
         trained = self._trained = TrainedParameters(stages, param_groups, is_offloading=offload is not None)
+        check_rows(trained.named, config)
         self.param_groups, self.parameters, self.device = param_groups, trained.parameters, trained.device
         self.config, self.groups = config, groups
         layout = flat_layout(trained, config, zero_stage, groups)
@@ -100,8 +103,9 @@ class OverlappedDistributedOptimizer:
         ParamReads(layout, self.param_buffer)
         before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
         self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
+        draws = draws_of(trained.named, model_state) if config.is_drawing else None
         self._own = OwnShards(
-            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
+            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups, draws
         )
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
@@ -110,6 +114,7 @@ class OverlappedDistributedOptimizer:
         self._states = ShardStates(
             self.adam.dtypes,
             lambda name: self._own.state_ranges(partial(self.adam.state, name)),
+            self.adam.state_dtypes,
             self.parameters,
         )
 

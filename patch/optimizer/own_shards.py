@@ -24,6 +24,7 @@ from patch.optimizer.bucket import Bucket
 from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.domain import Domain
 from patch.optimizer.kernels import sums_of_squares
+from patch.optimizer.kernels.narrow import Draw
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_state import StateRange
 
@@ -37,6 +38,8 @@ class OwnShards:
         parameters: all trainable ones; buckets refer to them by index. specs: what the layout knows of them.
         buckets: their gradients. param_buffer: their values.
         groups: dp_cp, tp, mp and embd are used; of distributed experts also expt_dp and expt_tp.
+        draws: of each parameter, by its index: the parts that it has of whole weights, with the first element
+            of each; None: no moment is rounded stochastically.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class OwnShards:
         buckets: Sequence[Bucket],
         param_buffer: ParamBuffer,
         groups: ProcessGroupCollection,
+        draws: Sequence[Sequence[tuple[int, Draw]]] | None = None,
     ) -> None:
         self._parameters, self._specs, self._buckets, self._groups = parameters, specs, buckets, groups
+        self._draws = draws
         parts = [bucket.domain.own(bucket.range) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
@@ -155,11 +160,22 @@ class OwnShards:
         return [self._grad(index, param) for is_counted_here, param in merged if is_counted_here]
 
     def _ranges(self, index: int) -> list[ShardRange]:
-        begin = self._begins[index]
-        return [
-            ShardRange(merged.begin - begin, merged.end - begin, *treatment)
-            for treatment, merged in _merge(self._params[index], partial(self._treatment, index))
-        ]
+        begin, treatment = self._begins[index], partial(self._treatment, index)
+        if self._draws is None:
+            return [
+                ShardRange(merged.begin - begin, merged.end - begin, *treated)
+                for treated, merged in _merge(self._params[index], treatment)
+            ]
+        found = []
+        for param in self._params[index]:
+            parts, end = self._draws[param.parameter], param.offset + param.end - param.begin
+            place = param.begin - begin - param.offset  # of the parameter's first element, in the shard
+            for (start, draw), stop in zip(parts, [*(start for start, _ in parts[1:]), end], strict=True):
+                first, last = max(param.offset, start), min(end, stop)
+                if first < last:
+                    drawn = draw._replace(skip=first - start)
+                    found.append(ShardRange(place + first, place + last, *treatment(param), drawn))
+        return found
 
     def _treatment(self, index: int, param: ParamRange) -> tuple[int, bool]:
         """The group of a parameter, and whether its gradient is summed over more ranks than the bucket."""

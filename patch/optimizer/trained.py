@@ -9,7 +9,8 @@ from itertools import chain
 import torch
 
 from patch.compat.torch_internals import is_watched, own_parameters
-from patch.config.choices import ZeroStage
+from patch.config.choices import MOMENT_BLOCK, ZeroStage
+from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
 from patch.layout.buckets import ParamSpec
 from patch.optimizer.param_groups import ParamGroup, assign_groups
@@ -69,6 +70,25 @@ def _check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_o
                 f"module {name or type(module).__name__}: another optimizer trains its parameters, expected "
                 "one: build the model anew, or train other modules"
             )
+
+
+def check_rows(trained: Named, config: OptimizerConfig) -> None:
+    """Refuse parameters that 8-bit moments do not fit.
+
+    Args:
+        trained: all trainable parameters of this rank.
+        config: the types of moments.
+    Raises:
+        ConfigError: a row ends within a block.
+    """
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        for name, parameter in trained:
+            if getattr(config, field) == "8bit" and parameter.shape[-1] % MOMENT_BLOCK:
+                why = f"a row of {name} has {parameter.shape[-1]} elements on a rank, which are cut in blocks"
+                raise ConfigError(
+                    f"got 8bit, expected bf16 or fp32, or rows that are multiples of {MOMENT_BLOCK}: {why}",
+                    field=field,
+                )
 
 
 class TrainedParameters:

@@ -25,7 +25,13 @@ from patch.distributed.collectives import all_or_none
 from patch.distributed.context_group import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
-from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
+from patch.model import (
+    LlamaModel,
+    build_llama_model,
+    forget_weights,
+    initialize_weights,
+    sharded_weights,
+)
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
@@ -173,6 +179,7 @@ def build_run_optimizer(
         config.zero_stage,
         groups,
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
+        model_state=sharded_weights(stages) if config.optimizer.is_drawing else None,
     )
     optimizer.connect(stages[0].config)
     if (offload := stages[0].activation_offload) is None:

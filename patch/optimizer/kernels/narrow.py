@@ -17,6 +17,7 @@ with a second key before its second product.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -69,6 +70,11 @@ def scale_name(moment: str) -> str:
 def elements_of(state: str) -> int:
     """Weights that share one element of a state."""
     return MOMENT_BLOCK if state.endswith(_SCALE) else 1
+
+
+def bytes_of(dtypes: Mapping[str, torch.dtype]) -> float:
+    """Bytes of a weight's states, by their names and types."""
+    return sum(dtype.itemsize / elements_of(name) for name, dtype in dtypes.items())
 
 
 def _decade(exponent: int, count: int) -> np.ndarray:

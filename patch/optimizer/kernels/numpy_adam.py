@@ -43,13 +43,18 @@ def _update_part(item: UpdateItem, part: slice) -> None:
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
     is_split = states.master.dtype == np.uint16
-    master = join_split(states.param, states.master) if is_split else states.master
+    master = states.master
+    if is_split:
+        assert states.param is not None
+        master = join_split(states.param, states.master)
     grad = item.grad[part].float().numpy()
-    moments = [_widened(states, which) for which in (0, 1)]
-    new, *moments = adam(master, grad, *moments, item.scalars, is_folded=any(moment_kinds(item)))
+    exp_avg, exp_avg_sq = (_widened(states, which) for which in (0, 1))
+    is_folded = any(moment_kinds(item))
+    new, exp_avg, exp_avg_sq = adam(master, grad, exp_avg, exp_avg_sq, item.scalars, is_folded=is_folded)
     results.master[:] = low_bits(new) if is_split else new
-    numbers = _numbers(item, part) if np.uint16 in (m.dtype for m in states.moments) else None
-    for which, values in enumerate(moments):
+    is_drawn = any(kept.dtype == np.uint16 for kept in states.moments)
+    numbers = _numbers(item, part) if is_drawn else None
+    for which, values in enumerate((exp_avg, exp_avg_sq)):
         _keep(results, which, values, numbers)
     if results.param is not None:
         results.param[:] = round_to_bf16(new)
@@ -57,24 +62,24 @@ def _update_part(item: UpdateItem, part: slice) -> None:
 
 def _widened(states: _Arrays, which: int) -> np.ndarray:
     """A moment as float32."""
-    kept = states.moments[which]
+    kept, scales = states.moments[which], states.scales[which]
     if kept.dtype == np.uint16:
         return (kept.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if kept.dtype == np.uint8:
-        return codes(signed=which == 0)[kept] * np.repeat(states.scales[which], MOMENT_BLOCK)
+    if scales is not None:
+        return codes(signed=which == 0)[kept] * np.repeat(scales, MOMENT_BLOCK)
     return kept
 
 
 def _keep(states: _Arrays, which: int, values: np.ndarray, numbers: np.ndarray | None) -> None:
     """Write a moment in its type."""
-    kept = states.moments[which]
+    kept, scales = states.moments[which], states.scales[which]
     if kept.dtype == np.uint16:
         assert numbers is not None
         kept[:] = round_stochastically(
             values, numbers & np.uint32(0xFFFF) if which == 0 else numbers >> np.uint32(16)
         )
-    elif kept.dtype == np.uint8:
-        kept[:], states.scales[which][:] = to_eight_bits(values, signed=which == 0)
+    elif scales is not None:
+        kept[:], scales[:] = to_eight_bits(values, signed=which == 0)
     else:
         kept[:] = values
 
