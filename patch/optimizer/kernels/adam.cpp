@@ -134,8 +134,8 @@ Run run_at(const Draw &draw, int64_t begin, int64_t longest) {
     const int64_t place = draw.skip + begin, column = place % draw.row;
     const uint64_t number = draw.first + place / draw.row * draw.stride + column;
     const auto low = static_cast<uint32_t>(number);
-    const uint32_t second_key = draw.keys[1] + static_cast<uint32_t>(number >> 32) * 0x9e3779b9u;
-    return {low, draw.keys[0], second_key, std::min({longest, draw.row - column, (int64_t{1} << 32) - low})};
+    const uint32_t high = static_cast<uint32_t>(number >> 32) * 0x9e3779b9u;
+    return {low, draw.keys[0] ^ high, draw.keys[1] + high, std::min({longest, draw.row - column, (int64_t{1} << 32) - low})};
 }
 
 template <class Moment>

@@ -96,12 +96,13 @@ def random_numbers(indices: np.ndarray, first_key: int, second_key: int) -> np.n
     """(n,) uint32: lowbias32 of the lower 32 bits of uint64 indices, with two keys.
 
     Args:
-        indices: (n,) of elements in their whole parameter; the upper 32 bits change the second key.
+        indices: (n,) of elements in their whole parameter; the upper 32 bits change both keys.
         first_key: 32 bits.
         second_key: 32 bits.
     """
-    second = np.uint32(second_key) + (indices >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
-    x = indices.astype(np.uint32) ^ np.uint32(first_key)
+    high = (indices >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
+    second = np.uint32(second_key) + high
+    x = indices.astype(np.uint32) ^ np.uint32(first_key) ^ high
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = ((x ^ (x >> np.uint32(15))) + second) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))

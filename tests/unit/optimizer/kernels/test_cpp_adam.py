@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from functools import partial
 from itertools import product
 
 import pytest
@@ -37,10 +38,8 @@ def test_moments_in_fewer_bytes_equal_the_oracle(instruction_set, moments):
         pytest.skip(f"this CPU has no {instruction_set}")
     kernel, sizes = CppAdam(1, instruction_set), BLOCKS if "8bit" in moments else (*SIZES, 70_001)
     for form, (seed, scale), has_out in product(FORMS, enumerate((1e-30, 1e-3, 1.0)), (False, True)):
-        ours, expected = (
-            make_items(form, torch.float32, seed=seed, scale=scale, has_out=has_out, sizes=sizes, moments=moments)
-            for _ in range(2)
-        )
+        make = partial(make_items, form, torch.float32, sizes=sizes, moments=moments)
+        ours, expected = (make(seed=seed, scale=scale, has_out=has_out) for _ in range(2))
         assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
 
 
