@@ -106,8 +106,8 @@ def codes(*, signed: bool) -> np.ndarray:
 @cache
 def midpoints(*, signed: bool, negative: bool = False) -> np.ndarray:
     """float32 values halfway between neighbouring `magnitudes`."""
-    found = magnitudes(signed=signed, negative=negative).astype(np.float64)
-    return ((found[:-1] + found[1:]) / 2).astype(np.float32)
+    found = magnitudes(signed=signed, negative=negative)
+    return (found[:-1] + found[1:]) / np.float32(2)
 
 
 @cache
