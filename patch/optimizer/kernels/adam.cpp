@@ -259,8 +259,7 @@ INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end, co
 // Codes and buckets of 8-bit moments, from narrow.py.
 struct Tables {
     const float *codes[2];
-    const int32_t *buckets[2];
-    int32_t lowest_exponent, num_buckets;
+    const uint32_t *buckets[2];
 };
 
 Tables tables;
@@ -279,11 +278,7 @@ AVX512 void decode_avx512(const uint8_t *indices, const float *codes, const floa
 
 template <int which>
 AVX512 void encode_avx512(const float *from, int64_t n, uint8_t *to, float *scales) {
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), low = _mm512_set1_epi32(0xffff);
-    const __m512i least = _mm512_set1_epi32(tables.lowest_exponent << 23), one = _mm512_set1_epi32(0x3f800000);
-    const __m512i first = _mm512_set1_epi32(tables.lowest_exponent << 7), middle = _mm512_set1_epi32(127);
-    const __m512i below = _mm512_set1_epi32(tables.num_buckets), unit = _mm512_set1_epi32(1);
-    const __m512i byte = _mm512_set1_epi32(0xff), nothing = _mm512_setzero_si512();
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), unit = _mm512_set1_epi32(1);
     for (int64_t block = 0; block < n; block += kScaled, from += kScaled, to += kScaled) {
         __m512i sizes[4];
         for (int k = 0; k < 4; ++k)
@@ -296,20 +291,12 @@ AVX512 void encode_avx512(const float *from, int64_t n, uint8_t *to, float *scal
         const __m512 inverse = _mm512_set1_ps(is_normal ? 1.0f / scale : 0.0f);
         for (int k = 0; k < 4; ++k) {
             const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(from + 16 * k), inverse));
-            const __m512i size = _mm512_and_epi32(bits, magnitude);
-            const __m512i inside = _mm512_min_epi32(_mm512_max_epi32(size, least), one);
-            __m512i bucket = _mm512_sub_epi32(_mm512_srli_epi32(inside, 16), first);
-            const __mmask16 sign = which == 0 ? _mm512_cmplt_epi32_mask(bits, nothing) : 0;
-            if (which == 0) bucket = _mm512_mask_add_epi32(bucket, sign, bucket, below);
-            const __m512i entry = _mm512_i32gather_epi32(bucket, tables.buckets[which], sizeof(int32_t));
-            const __mmask16 passed = _mm512_cmpgt_epi32_mask(_mm512_and_epi32(inside, low), _mm512_srli_epi32(entry, 8));
-            __m512i rank = _mm512_and_epi32(entry, byte);
-            rank = _mm512_mask_add_epi32(rank, passed, rank, unit);
-            if (which == 0)
-                rank = _mm512_mask_sub_epi32(_mm512_add_epi32(rank, middle), sign, middle, rank);
-            else
-                rank = _mm512_max_epi32(rank, _mm512_min_epi32(size, unit));
-            _mm_storeu_si128(reinterpret_cast<__m128i *>(to + 16 * k), _mm512_cvtepi32_epi8(rank));
+            const __m512i bucket = _mm512_srli_epi32(bits, 16);
+            const __m512i entry = _mm512_i32gather_epi32(bucket, tables.buckets[which], sizeof(uint32_t));
+            const __m512i ordered = which == 0 ? _mm512_xor_epi32(bits, _mm512_srai_epi32(bits, 31)) : bits;
+            const __mmask16 is_above = _mm512_cmpgt_epu32_mask(_mm512_slli_epi32(ordered, 16), entry);
+            const __m512i index = _mm512_mask_add_epi32(entry, is_above, entry, unit);
+            _mm_storeu_si128(reinterpret_cast<__m128i *>(to + 16 * k), _mm512_cvtepi32_epi8(index));
         }
     }
 }
@@ -343,16 +330,12 @@ INLINE float encode_block(const float *from, uint8_t *to) {
         largest = std::max(largest, static_cast<int32_t>(as_bits(from[i]) & 0x7fffffffu));
     float scale = as_float(largest), inverse = 1.0f / scale;
     if (largest < 0x800000) scale = inverse = 0;
-    const int32_t *buckets = tables.buckets[which];
-    const int32_t lowest = tables.lowest_exponent << 23, first = lowest >> 16, below = tables.num_buckets;
+    const uint32_t *buckets = tables.buckets[which];
     INDEPENDENT
     for (int64_t i = 0; i < kScaled; ++i) {
-        const auto bits = static_cast<int32_t>(as_bits(from[i] * inverse));
-        const int32_t sign = which == 0 ? bits >> 31 : 0, size = bits & 0x7fffffff;
-        const int32_t inside = std::min(std::max(size, lowest), 0x3f800000);
-        const int32_t entry = buckets[(inside >> 16) - first + (sign & below)];
-        const int32_t rank = (entry & 0xff) + ((inside & 0xffff) > (entry >> 8));
-        to[i] = which == 0 ? 127 + ((rank ^ sign) - sign) : std::max(rank, int32_t{size > 0});
+        const uint32_t bits = as_bits(from[i] * inverse), entry = buckets[bits >> 16];
+        const uint32_t ordered = which == 0 && bits >> 31 ? ~bits : bits;
+        to[i] = static_cast<uint8_t>(entry + (ordered << 16 > entry));
     }
     return scale;
 }

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 
+import numpy as np
 import torch
 
 from patch.optimizer.kernels.build import BuildError, find_or_build
-from patch.optimizer.kernels.narrow import BUCKETS, LOWEST_EXPONENT, buckets, codes
+from patch.optimizer.kernels.narrow import buckets, codes
 from patch.optimizer.kernels.spec import (
     UpdateItem,
     check_item,
@@ -40,12 +41,7 @@ class _Draw(ctypes.Structure):
 class _Tables(ctypes.Structure):
     """The struct `Tables` of adam.cpp."""
 
-    _fields_ = [
-        ("codes", c_void_p * 2),
-        ("buckets", c_void_p * 2),
-        ("lowest_exponent", c_int32),
-        ("num_buckets", c_int32),
-    ]
+    _fields_ = [("codes", c_void_p * 2), ("buckets", c_void_p * 2)]
 
 
 class _UpdateItem(ctypes.Structure):
@@ -85,8 +81,8 @@ def load() -> ctypes.CDLL:
     library.sums_of_squares.argtypes = [POINTER(_SquaresItem), c_int64, c_void_p, c_int32, c_int32]
     library.sums_of_squares.restype = None
     both = [codes(signed=signed).ctypes.data for signed in (True, False)]  # arrays that nobody frees
-    starts = [buckets().ctypes.data, buckets()[2 * BUCKETS :].ctypes.data]
-    library.adam_set_tables(byref(_Tables((*both,), (*starts,), LOWEST_EXPONENT, BUCKETS)))
+    starts = [half.ctypes.data for half in np.split(buckets(), 2)]
+    library.adam_set_tables(byref(_Tables((*both,), (*starts,))))
     return library
 
 

@@ -6,8 +6,8 @@ placement changes a bit. `exp_avg` takes the lower half of the hash, `exp_avg_sq
 
 8 bits: neighbouring elements of a row, MOMENT_BLOCK of them, share a scale, their largest magnitude. An
 element is the index of the code that is nearest to element * (1 / scale): the number of midpoints between
-neighbouring codes that are less. A second moment above zero never becomes zero, as a weight would then be
-divided by epsilon alone. A block whose scale is denormal becomes zeros.
+neighbouring codes that are less. A second moment never has the code of zero, as a first moment would then be
+divided by epsilon alone. A block whose largest magnitude is denormal has the scale 0.
 
 Source: the codes and blocks of bitsandbytes' 8-bit optimizers (Dettmers et al., arXiv:2110.02861), with -1
 for -0.993, as in its blockwise quantisation on CPUs; the hash is lowbias32 of Chris Wellons' hash-prospector,
@@ -32,10 +32,6 @@ KINDS = list(DTYPES.values())
 """Their numbers in adam.cpp."""
 
 _SCALE = "_scale"
-LOWEST_EXPONENT = 104
-"""Float32's biased exponent of 2 ** -23: smaller magnitudes have the code of zero, or the one above."""
-BUCKETS = (127 - LOWEST_EXPONENT << 7) + 1
-"""Of magnitudes in [2 ** -23, 1], by their exponent and 7 bits: at most one midpoint lies in each."""
 
 
 class Draw(NamedTuple):
@@ -112,17 +108,31 @@ def midpoints(*, signed: bool, negative: bool = False) -> np.ndarray:
 
 @cache
 def buckets() -> np.ndarray:
-    """(3 * BUCKETS,) int32: of first moments above and below zero, and of second moments.
+    """(2 * 65536,) int32: what encodes first moments, then second ones, by the upper 16 bits of their ratio.
 
-    The lower 8 bits are the number of midpoints below the bucket, the others the lower 16 bits of the
-    midpoint inside, above which one more is passed.
+    The lower 8 bits are the index of the code at the bucket's beginning, in the order of bits as signed
+    numbers whose magnitude is complemented if they are negative; the upper 16 are the lower bits of the
+    midpoint inside, above which it is one more. At most one midpoint lies in a bucket. Ratios above 1, and
+    NaN, have the code of 1.
     """
-    low = (np.arange(BUCKETS, dtype=np.int64) + (LOWEST_EXPONENT << 7)) << 16
-    tables = []
-    for signed, negative in ((True, False), (True, True), (False, False)):
-        bits = midpoints(signed=signed, negative=negative).view(np.int32).astype(np.int64)
-        below, within = np.searchsorted(bits, low), np.searchsorted(bits, low + 0xFFFF, side="right")
+    begins = np.arange(0x8000, dtype=np.int64) << 16
+
+    def table(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        bits = points.view(np.int32).astype(np.int64)
+        below, within = np.searchsorted(bits, begins), np.searchsorted(bits, begins + 0xFFFF, side="right")
         assert (within - below).max() <= 1, "two midpoints in a bucket"
         inside = bits[np.minimum(below, len(bits) - 1)] & 0xFFFF
-        tables.append(np.where(within > below, inside, 0xFFFF) << 8 | below)
-    return np.concatenate(tables).astype(np.int32)
+        return below, np.where(within > below, inside, 0xFFFF)
+
+    above, points_above = table(midpoints(signed=True))
+    under, points_under = table(midpoints(signed=True, negative=True))
+    # Below zero a larger ratio has the lower index: one that passes no midpoint is one above.
+    has_point = points_under < 0xFFFF
+    points_under = np.where(has_point, 0xFFFE - points_under, 0xFFFF)
+    squares, points_squares = table(midpoints(signed=False))
+    parts = [
+        (127 + above, points_above),
+        (127 - under - has_point, points_under),
+        *[(np.maximum(squares, 1), np.where(squares > 0, points_squares, 0xFFFF))] * 2,
+    ]
+    return np.concatenate([points << 16 | index for index, points in parts]).astype(np.uint32).view(np.int32)

@@ -135,7 +135,7 @@ def to_eight_bits(values: np.ndarray, *, signed: bool) -> tuple[np.ndarray, np.n
         below = np.searchsorted(midpoints(signed=True, negative=True), np.abs(ratios))
         indices = np.where(np.signbit(ratios), 127 - below, 127 + ranks)
     else:
-        indices = np.maximum(ranks, ratios > 0)
+        indices = np.maximum(ranks, 1)
     return indices.astype(np.uint8), np.where(is_normal, scales, np.float32(0))
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from patch.config.choices import MOMENT_BLOCK
 from patch.device import send
-from patch.optimizer.kernels.narrow import BUCKETS, LOWEST_EXPONENT, buckets, codes
+from patch.optimizer.kernels.narrow import buckets, codes
 from patch.optimizer.kernels.spec import (
     UpdateItem,
     bf16_param,
@@ -33,7 +33,6 @@ from patch.optimizer.kernels.spec import (
 _BLOCK = tl.constexpr(1024)  # 2048 need twice the registers, and spill if pointers are not aligned
 _COLUMNS = tl.constexpr(30)  # 9 pointers, numel, first block, 9 scalars, 4 pointers to scales, 6 of Draw
 _SCALED = tl.constexpr(MOMENT_BLOCK)
-_BUCKETS, _LOWEST = tl.constexpr(BUCKETS), tl.constexpr(LOWEST_EXPONENT)
 
 
 class _Form(NamedTuple):
@@ -211,18 +210,10 @@ def _store_moment(
         scale = largest.to(tl.float32, bitcast=True)
         tl.store(_pointer(row, 22 + which, tl.float32, 1) + i // _SCALED, scale, inside & (i % _SCALED == 0))
         ratio = x * tl.where(largest == 0, 0.0, tl.div_rn(tl.full((_BLOCK,), 1.0, tl.float32), scale))
-        bits = ratio.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        held = tl.minimum(tl.maximum(size, _LOWEST << 23), 0x3F800000)
-        bucket = (held >> 16) - (_LOWEST << 7)
-        if which == 0:
-            bucket += tl.where(bits < 0, _BUCKETS, 0)
-        entry = tl.load(buckets + 2 * _BUCKETS * which + bucket)
-        rank = (entry & 0xFF) + tl.where((held & 0xFFFF) > (entry >> 8), 1, 0)
-        if which == 0:
-            index = tl.where(bits < 0, 127 - rank, 127 + rank)
-        else:
-            index = tl.maximum(rank, tl.where(size > 0, 1, 0))
+        bits = ratio.to(tl.uint32, bitcast=True)
+        entry = tl.load(buckets + 65536 * which + (bits >> 16)).to(tl.uint32, bitcast=True)
+        ordered = tl.where(bits >> 31 == 1, bits ^ 0xFFFF, bits) & 0xFFFF
+        index = (entry & 0xFF) + tl.where(ordered > (entry >> 16), 1, 0)
         tl.store(_pointer(row, 6 + which, tl.uint8, alignment) + i, index.to(tl.uint8), inside)
 
 
