@@ -1,8 +1,8 @@
 """Moments in fewer bytes: the same bits in every layout and placement, and after every resume.
 
 A chain of layouts carries one state on: each loads what the one before saved, makes two updates from
-gradients that are a function of the weights, element by element, and saves. The oracle is one process that makes
-the same updates, each time from its own files.
+gradients that are a function of the weights, element by element, and saves. The oracle is one process that
+makes the same updates, each time from its own files.
 """
 
 from pathlib import Path
