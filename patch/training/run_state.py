@@ -30,7 +30,7 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure, shards_of
+from patch.checkpoint.sharded_tensors import SAME_MOMENTS, SAME_PRECISION, Cure, shards_of
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
@@ -49,17 +49,13 @@ _SAME_TYING = Cure(
     "the model shape that the checkpoint was trained with",
     "untie_embeddings_and_output_weights",
 )
-_SAME_MOMENTS = Cure(
-    "one of them has 8-bit moments: use the --exp-avg-dtype and --exp-avg-sq-dtype that it was saved with",
-    "exp_avg_dtype",
-)
 # A tied model has no output layer; the kind of master weights depends on the type of the weights.
 CURES = {
     "output_layer.weight": _SAME_TYING,
     "optimizer.state.master.": SAME_PRECISION,
     "optimizer.state.master_low.": SAME_PRECISION,
-    "optimizer.state.exp_avg_scale.": _SAME_MOMENTS,
-    "optimizer.state.exp_avg_sq_scale.": _SAME_MOMENTS,
+    "optimizer.state.exp_avg_scale.": SAME_MOMENTS,
+    "optimizer.state.exp_avg_sq_scale.": SAME_MOMENTS,
 }
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
 _VERSIONS = {
