@@ -33,11 +33,11 @@ NUM_STEPS = 20
 CLIPPED, SOMETIMES, FREE = 0.01, 0.5, 0.0
 """Without clipping all that was speculated is committed, with it all is updated after backward."""
 RUNS = [
-    (ZeroStage.NONE, torch.float32, SOMETIMES),
-    (ZeroStage.OPTIMIZER, torch.bfloat16, FREE),
-    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED),
-    (ZeroStage.GRADIENTS, torch.float32, FREE),
-    (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES),
+    (ZeroStage.NONE, torch.float32, SOMETIMES, "fp32"),
+    (ZeroStage.OPTIMIZER, torch.bfloat16, FREE, "bf16"),
+    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, "fp32"),
+    (ZeroStage.GRADIENTS, torch.float32, FREE, "bf16"),
+    (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES, "fp32"),
 ]
 RANDOM = "random"
 FIXED = [(0.0, 100), (0.3, 100), (1.0, 100), (0.5, 0)]
@@ -54,12 +54,13 @@ def places_of(run: tuple) -> list[tuple]:
 def train(rank: int, run: tuple, place: tuple | None) -> dict[str, Any]:
     """Norms and weights of steps of which some use a part of the model only, some are begun and not taken;
     step 10 begins with loaded weights."""
-    zero_stage, dtype, clip_grad = run
+    zero_stage, dtype, clip_grad, moments = run
     model, offload, policy = OddModel(dtype=dtype), None, RandomPolicy(rank)
     is_random = place is not None and place[0] == RANDOM
     if place is not None:
         offload = Offload(SimulatedDevice(UNLIMITED), policy, place[1]) if is_random else on_host(*place)
     changes = {"clip_grad": clip_grad, "reduce_bucket_size": 200, "initial_loss_scale": 1024.0}
+    changes |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     with host_kernel(SlowKernel(0.0, 0.005)) if is_random else nullcontext():
         optimizer = build_optimizer(model, zero_stage, offload=offload, **changes)
     norms = []

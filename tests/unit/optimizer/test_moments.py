@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from optimizer_runs import BUCKET, WIDTH, Layers, RandomPolicy, build_optimizer, take_step
 from small_runs import small_run
 from training_runs import build_seeded_run, stored_tensors
 
 from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
+from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+from patch.memory import UNLIMITED, SimulatedDevice
 from patch.model import sharded_weights
 from patch.optimizer import OptimizerConfig, OverlappedDistributedOptimizer
+from patch.optimizer.offload import Offload
 from patch.optimizer.trained import check_rows
 
 LR = 1e-2
@@ -60,6 +64,7 @@ def carry(rank: int, world_size: int, root: Path, layouts: list[dict[str, Any]])
         new_job()
 
 
+@pytest.mark.long
 def test_no_layout_placement_or_resume_changes_a_bit(tmp_path: Path) -> None:
     run_distributed(carry, 4, tmp_path / "chain", CHAIN, timeout_s=300)
     run_distributed(carry, 1, tmp_path / "one", [{}] * len(CHAIN), timeout_s=300)
@@ -69,6 +74,32 @@ def test_no_layout_placement_or_resume_changes_a_bit(tmp_path: Path) -> None:
         assert ours.keys() == expected.keys() and any("exp_avg_sq_scale" in key for key in ours)
         different = [key for key in ours if not torch.equal(ours[key], expected[key])]
         assert not different, (layout, different)
+
+
+def train_moved(rank: int, world_size: int) -> list[list[float]]:
+    """Weights of runs whose chunks stay on the device or move, with speculation and without."""
+    found = []
+    for is_moved, clip_grad in ((False, 0.0), (True, 0.0), (False, 1e-3), (True, 1e-3)):
+        torch.manual_seed(0)
+        model = Layers(torch.bfloat16)
+        policy = RandomPolicy(0)
+        offload = Offload(SimulatedDevice(UNLIMITED), policy, 1000) if is_moved else None
+        moments = {"exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit"}
+        optimizer = build_optimizer(
+            model, ZeroStage.NONE, offload=offload, clip_grad=clip_grad, reduce_bucket_size=BUCKET, **moments
+        )
+        for index in range(8):
+            optimizer.placement.apply()
+            take_step(model, optimizer, [torch.ones(3, WIDTH, dtype=torch.bfloat16) * (index + 1)])
+        optimizer.finish_param_sync()
+        assert policy.num_moves > 10 if is_moved else True
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist())
+    return found
+
+
+def test_eight_bits_that_move_and_are_updated_beside_backward_keep_their_bits() -> None:
+    (weights,) = run_distributed(train_moved, 1)
+    assert weights[0] == weights[1] and weights[2] == weights[3] != weights[0]
 
 
 def test_a_row_that_ends_within_a_block_is_refused() -> None:
