@@ -56,7 +56,9 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield sharded_by_none, ("fp8_param_gather",), ": no replicas share optimizer states"
     yield policy != "static", ("optimizer_offload_fraction",), with_policy
     yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
-    yield policy is None, ("optimizer_offload_chunk_size",), with_policy
+    yield policy is None, ("optimizer_offload_chunk_size", "offload_folder"), with_policy
+    without_folder = config.optimizer.offload_folder is None
+    yield without_folder, ("optimizer_offload_host_share",), f" without {where('offload_folder')}"
     of_full = ("recompute_method", "recompute_num_layers")
     yield training.recompute_granularity != "full", of_full, " without AC=full"
     offloading = f" without {where('cpu_offloading')}"
