@@ -13,8 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,20 +21,20 @@ from statistics import median
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.device import start_thread
 from patch.memory import HOST, UNLIMITED, DiskMemory, SimulatedDevice, on_host
 from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.hybrid_adam import HybridAdam, state_dtypes
 from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
-from toolkits.benchmarks._measure import Rounds, take_turns
+from toolkits.benchmarks._measure import Rounds, take_turns, time_call
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.benchmarks._runner import CPU
 
 _NUMEL = 32 << 20
 """Elements of a chunk: requests of 64 and 128 MiB, in bf16."""
 _SIZES = [_NUMEL * dtype.itemsize for dtype in state_dtypes(torch.bfloat16).values()]
-OURS, IN_TURN, AT_ONCE = "ours, with the update", "plain: read, write, read", "plain: two threads"
+OURS, PLAIN = "ours, with the update", "plain loop"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,27 +49,21 @@ def main(argv: Sequence[str]) -> int:
 def _run(arguments: argparse.Namespace) -> Report:
     num_chunks = max(4, round(arguments.gib * 2**30 / sum(_SIZES)))
     plain, ours = _Plain(arguments.folder, num_chunks), _Ours(arguments.folder, num_chunks)
-    calls = {OURS: ours.update, IN_TURN: plain.in_turn, AT_ONCE: plain.at_once}
+    calls = {OURS: ours.update, PLAIN: plain.transfer}
     for call in calls.values():
         call()  # the first write to reserved room is slower
-    timed = {name: partial(_seconds, call) for name, call in calls.items()}
-    times = Rounds(take_turns(timed, arguments.rounds))
+    timed = {name: partial(time_call, call, CPU) for name, call in calls.items()}
+    turns = take_turns(timed, arguments.rounds)
+    times = Rounds({name: [seconds.wall for seconds in found] for name, found in turns.items()})
     num_bytes = 2 * num_chunks * sum(_SIZES)
 
     def speed(name: str) -> str:
         return f"{num_bytes / median(times.values[name]) / 1e9:.2f}"
 
     head = f"{num_bytes / 2**31:.1f} GiB read and written in {arguments.folder}\n"
-    text = f"{head}\n{times.table('', IN_TURN, {'GB/s': speed})}"
-    best = times.best("plain")
-    aims = [Aim(f"time of {OURS} / {best}", times.ratio(OURS, best), 1 / 0.8)]
+    text = f"{head}\n{times.table('', PLAIN, {'GB/s': speed})}"
+    aims = [Aim(f"time of {OURS} / {PLAIN}", times.ratio(OURS, PLAIN), 1 / 0.8)]
     return Report(text, aims, [times.panel()], {"num_bytes": num_bytes, "rounds": times.values})
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 class _Ours:
@@ -102,22 +95,13 @@ class _Plain:
         self._sizes = _SIZES * num_chunks
         os.posix_fallocate(self._file.fileno(), 0, sum(self._sizes))
         self._direct = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDWR | os.O_DIRECT)
-        self._memory = [HOST.allocate(max(_SIZES), torch.uint8).random_().numpy().data for _ in range(2)]
+        self._memory = HOST.allocate(max(_SIZES), torch.uint8).random_().numpy().data
 
-    def in_turn(self) -> None:
-        self._transfer(os.preadv, os.pwritev)
-
-    def at_once(self) -> None:
-        works = [partial(self._transfer, call) for call in (os.preadv, os.pwritev)]
-        threads = [start_thread("plain", work, daemon=False) for work in works]
-        for thread in threads:
-            thread.join()
-
-    def _transfer(self, *calls: Callable[[int, list[memoryview], int], int]) -> None:
+    def transfer(self) -> None:
         begin = 0
         for size in self._sizes:
-            for call in calls:
-                done = call(self._direct, [self._memory[call is os.preadv][:size]], begin)
+            for call in (os.preadv, os.pwritev):
+                done = call(self._direct, [self._memory[:size]], begin)
                 assert done == size, "the disk is full or fails"
             begin += size
 

@@ -14,14 +14,20 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from full_disk import disk_full_after
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from optimizer_runs import OddModel, build_optimizer, make_steps, on_host, take_step
 from small_runs import small_run
 
+from patch.checkpoint import load_checkpoint
+from patch.checkpoint.host_copies import HostCopies
+from patch.checkpoint.save import start_save
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.errors import ConfigError, TrainingError
 from patch.memory import HOST, DiskMemory, write_values
 from patch.memory import on_host as values_of
+from patch.plan.memory import disk_bytes, offloaded_bytes
+from patch.plan.parameters import parameters_of
 from patch.preflight.validate import check_offload_room, offload_folder_is_on_a_disk
 
 PAGE = 4096
@@ -111,6 +117,31 @@ def test_a_step_reads_and_writes_each_state_once(tmp_path: Path) -> None:
     assert not message and moved == [2 * num_states * PAGE] * 6
 
 
+def save_and_load(rank: int, world_size: int, folder: Path) -> tuple[bool, int, bool]:
+    """Was all written when the state might change; bytes of copies; did a load bring it back?"""
+    disk, copies = DiskMemory(folder), HostCopies()
+    states = [disk.allocate(6000) for _ in range(3)]
+    for value, state in enumerate(states):
+        write_values(state, torch.arange(6000) + value)
+    shards = {
+        key: ShardedTensor.from_rank_offsets(key, state[1000:5000].view(40, 100))
+        for key, state in zip(("optimizer.a", "optimizer.b", "optimizer.c"), states, strict=True)
+    }
+    save = start_save(folder / "checkpoint", 1, {"optimizer": shards}, {}, copies)
+    save.wait_for_copies()
+    is_written = save._written is not None
+    save.finish()
+    for state in states:
+        write_values(state[1000:5000], torch.zeros(()))
+    load_checkpoint(folder / "checkpoint", 1, {"optimizer": shards})
+    is_back = all(values_of(state).equal(torch.arange(6000.0) + value) for value, state in enumerate(states))
+    return is_written, copies._buffer.numel(), is_back
+
+
+def test_a_checkpoint_in_the_background_takes_no_copies_of_them(tmp_path: Path) -> None:
+    assert run_distributed(save_and_load, 1, tmp_path) == [(True, 0, True)]
+
+
 def test_no_room_is_said_when_room_is_reserved(tmp_path: Path) -> None:
     disk = DiskMemory(tmp_path)
     with disk_full_after(PAGE), pytest.raises(TrainingError, match="cannot be reserved: File too large"):
@@ -126,5 +157,8 @@ def test_memory_links_and_full_disks_are_refused_before_a_run(tmp_path: Path) ->
     config = small_run(offload_folder=str(tmp_path / "new"))
     offload_folder_is_on_a_disk(config, MACHINE)
     check_offload_room(config, 1)
+    half = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5, "precision": "bf16"}
+    planned = small_run(offload_folder=str(tmp_path), optimizer_offload_host_share=0.0, **half)
+    assert disk_bytes(planned, MACHINE) == 5 * parameters_of(planned, 0) == offloaded_bytes(small_run(**half))
     with pytest.raises(ConfigError, match="GiB free"):
         check_offload_room(config, 1 << 60)
