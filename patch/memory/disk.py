@@ -9,8 +9,9 @@ nothing is ever left in the folder, nothing in it is followed or trusted, and no
 replace the file; any number of ranks and runs share a folder. Room is reserved when a buffer is allocated.
 
 Requests of 64 MiB from two threads reach what the disk can do, because os.preadv and os.pwritev release the
-GIL and the kernel splits such a request for the disk's whole queue. PyPI's bindings of io_uring (liburing)
-could do no more, and containers forbid its calls by default; kvikio needs CUDA to be imported.
+GIL and the kernel splits such a request for the disk's whole queue. PyPI's liburing (2026.3) takes bytearrays
+alone, no memory of torch, and containers forbid io_uring by default; kvikio (26.10) needs cupy and CUDA, and
+uses such threads itself where there is no GPUDirect Storage.
 """
 
 from __future__ import annotations

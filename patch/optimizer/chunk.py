@@ -274,11 +274,9 @@ class ChunkManager:
         """
         for chunk in self.chunks:
             chunk.allocate(dtypes_of(chunk.param_dtype), _NOWHERE)
-        for chunk, memory in self._host_memories():
-            chunk.allocate(dtypes_of(chunk.param_dtype), memory)
+        memories = dict(self._host_memories())
         for chunk in self.chunks:
-            if not chunk.is_on_host:
-                chunk.allocate(dtypes_of(chunk.param_dtype), self._device)
+            chunk.allocate(dtypes_of(chunk.param_dtype), memories.get(chunk, self._device))
 
     def _host_memories(self) -> list[tuple[StateChunk, Allocator]]:
         """Where each chunk on the host should lie: on the disk those for which there is the most time.
