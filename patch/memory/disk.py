@@ -168,7 +168,7 @@ class DiskMemory:
             yield
         except OSError as error:
             raise TrainingError(
-                f"memory in {self.folder}: {what}: {error.strerror}. The last checkpoint is whole; make room "
+                f"memory in {self.folder}: {what}: {error.strerror}. Checkpoints are whole; make room "
                 "there, look after the disk, or give another folder",
                 field="offload_folder",
             ) from error
