@@ -23,7 +23,7 @@ import torch
 from patch.config.schema import OptimizerConfig
 from patch.memory import HOST, UNLIMITED, DiskMemory, SimulatedDevice, on_host
 from patch.optimizer.chunk import BucketShard, ShardRange
-from patch.optimizer.hybrid_adam import HybridAdam, state_dtypes
+from patch.optimizer.hybrid_adam import HybridAdam
 from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -33,7 +33,8 @@ from toolkits.benchmarks._runner import CPU
 
 _NUMEL = 32 << 20
 """Elements of a chunk: requests of 64 and 128 MiB, in bf16."""
-_SIZES = [_NUMEL * dtype.itemsize for dtype in state_dtypes(torch.bfloat16).values()]
+_BYTES_EACH = 10
+"""Of an element's states."""
 OURS, PLAIN = "ours, with the update", "plain loop"
 
 
@@ -47,15 +48,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    num_chunks = max(4, round(arguments.gib * 2**30 / sum(_SIZES)))
-    plain, ours = _Plain(arguments.folder, num_chunks), _Ours(arguments.folder, num_chunks)
+    ours = _Ours(arguments.folder, max(4, round(arguments.gib * 2**30 / _NUMEL / _BYTES_EACH)))
+    plain = _Plain(arguments.folder, [state.nbytes for state in ours.states])
     calls = {OURS: ours.update, PLAIN: plain.transfer}
     for call in calls.values():
         call()  # the first write to reserved room is slower
     timed = {name: partial(time_call, call, CPU) for name, call in calls.items()}
     turns = take_turns(timed, arguments.rounds)
     times = Rounds({name: [seconds.wall for seconds in found] for name, found in turns.items()})
-    num_bytes = 2 * num_chunks * sum(_SIZES)
+    num_bytes = 2 * sum(plain.sizes)
 
     def speed(name: str) -> str:
         return f"{num_bytes / median(times.values[name]) / 1e9:.2f}"
@@ -78,28 +79,31 @@ class _Ours:
             [shard] * num_chunks, OptimizerConfig(lr=1e-4), [ParamGroup([], weight_decay=0.1)], offload
         )
 
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return [state.data for chunk in self._adam.manager.chunks for state in chunk.states.values()]
+
     def update(self) -> None:
         self._adam.start_update(1e-4, 1.0)
         for index in range(len(self._adam.shards)):
             self._adam.wait_for_update(index, block=True)
-        for chunk in self._adam.manager.chunks:
-            for state in chunk.states.values():
-                on_host(state.data[:1])  # waits until it is written
+        for state in self.states:
+            on_host(state[:1])  # waits until it is written
 
 
 class _Plain:
     """A file of the same size, and reads and writes of the same sizes."""
 
-    def __init__(self, folder: Path, num_chunks: int) -> None:
+    def __init__(self, folder: Path, sizes: list[int]) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it ends with this object
-        self._sizes = _SIZES * num_chunks
-        os.posix_fallocate(self._file.fileno(), 0, sum(self._sizes))
+        self.sizes = sizes
+        os.posix_fallocate(self._file.fileno(), 0, sum(sizes))
         self._direct = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDWR | os.O_DIRECT)
-        self._memory = HOST.allocate(max(_SIZES), torch.uint8).random_().numpy().data
+        self._memory = HOST.allocate(max(sizes), torch.uint8).random_().numpy().data
 
     def transfer(self) -> None:
         begin = 0
-        for size in self._sizes:
+        for size in self.sizes:
             for call in (os.preadv, os.pwritev):
                 done = call(self._direct, [self._memory[:size]], begin)
                 assert done == size, "the disk is full or fails"
