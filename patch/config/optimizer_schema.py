@@ -71,6 +71,22 @@ class OptimizerConfig:
         none=0,
         at_least=0,
     )
+    param_persistence_threshold: int = flag(
+        "--data-parallel-sharding parameters: parameters of fewer elements stay whole on every rank",
+        100_000,
+        at_least=0,
+    )
+    cpu_offloading_weights: bool = flag(
+        "--data-parallel-sharding parameters: weights lie in host memory, and visit the device for each pass",
+        False,
+    )
+    cpu_offloading_weights_fraction: float | None = flag(
+        "--cpu-offloading-weights: share of a process's weights; auto: what the device has no room for",
+        1.0,
+        none="auto",
+        at_least=0,
+        at_most=1,
+    )
     simulated_device_memory: int | None = flag(
         "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )

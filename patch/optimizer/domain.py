@@ -196,6 +196,9 @@ def flat_layout(
     # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
         zero_stage, across = ZeroStage.NONE, None
+    if zero_stage not in SHARDINGS or config.cpu_offloading_weights:
+        why = "sharded weights and weights in host memory are not built yet"
+        raise ConfigError(f"got parameters, expected gradients: {why}", field="data_parallel_sharding")
     sharding = SHARDINGS[zero_stage]
     if config.grad_reduce_in_bf16 and sharding.stage.sums_on_the_way(groups.dp_cp.size()):
         raise ConfigError(
