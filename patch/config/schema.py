@@ -384,6 +384,13 @@ class RunConfig:
         return self.num_state_shares if self.zero_stage.shares_parameters else 1
 
     @property
+    def frees_weights(self) -> bool:
+        """Whether weights come to a rank for each pass, from other ranks or from host memory."""
+        optimizer = self.optimizer
+        on_host = optimizer.cpu_offloading_weights and optimizer.cpu_offloading_weights_fraction != 0
+        return self.zero_stage.shares_parameters and (self.num_state_shares > 1 or on_host)
+
+    @property
     def reductions_per_step(self) -> int:
         """How often a step reduces all gradients."""
         return self.num_micro_batches if self.zero_stage.shares_gradients else 1
@@ -423,7 +430,7 @@ class RunConfig:
     def keeps_8_bit_weights(self) -> bool:
         """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
         is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
-        return is_wanted and self.num_micro_batches > 1
+        return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
 
     @property
     def gathers_8_bit_weights(self) -> bool:

@@ -35,6 +35,8 @@ them, because every bucket costs a message its latency for each (toolkits/benchm
 NUM_STAGING = 3
 """Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
 bucket before."""
+NUM_WHOLE = 2
+"""Units of weights that are whole at once where replicas share them: one computes, the next one travels."""
 MAX_TRAVELLING = 4
 """Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
 bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""

@@ -150,7 +150,7 @@ def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
         found = "; or with ".join(map(str, cures(config, machine)))
         more = ["more processes (TP, PP)" + (f"; by the plan it fits with {found}" if found else "")]
         if 0 < limit < (fixed := state.weights + state.gradients):
-            wanted = {"gradients"}
+            wanted = {"gradients", "weights"}
             lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
     elif machine.cuda_devices:
         more = [*less_offload(config), *more]

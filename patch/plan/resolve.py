@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from typing import NamedTuple
 
 from patch.checks.rules import is_legal
@@ -12,9 +13,9 @@ from patch.device import MachineFacts
 from patch.numbers import size_text
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes
+from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes, host_bytes
 from patch.plan.parameters import element_bytes, parameters_of
-from patch.plan.savings import Mix, with_mix
+from patch.plan.savings import Mix, share_on_host, with_mix
 from patch.plan.timing.communication import sent_bytes
 
 _MIB = 2**20
@@ -34,7 +35,8 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     config, communication = resolve_cp_comm_type(config)
     config, eight_bit_weights = resolve_8_bit_weights(config, machine)
     config, activations = resolve_activations(config, machine)
-    return config, layers + sharding + communication + eight_bit_weights + activations
+    config, weights = resolve_weights(config, machine)
+    return config, layers + sharding + communication + eight_bit_weights + activations + weights
 
 
 def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
@@ -59,7 +61,8 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     """Communication and memory of one ZeRO stage.
 
     A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that. ZeRO-2 reduces in
-    every micro-batch, the other stages once a step. Several instances of the distributed optimizer share
+    every micro-batch, ZeRO-3 also gathers in each forward and each backward, the other stages do it once a
+    step. Several instances of the distributed optimizer share
     inside each of them, and sum the shards of all of them once a step.
     """
     config = with_sharding(config, stage)
@@ -86,7 +89,8 @@ def _sent(config: RunConfig, parameters: int, weight_bytes: int, shares: int, co
     if not config.zero_stage.shares_states:
         return 2 * gradients * (copies - 1) // copies
     travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
-    sent = (travelling * config.reductions_per_step + weight_bytes) * (shares - 1) // shares
+    gathers = 2 * config.num_micro_batches if config.zero_stage.shares_parameters else 1
+    sent = (travelling * config.reductions_per_step + weight_bytes * gathers) * (shares - 1) // shares
     return sent + 2 * gradients * (instances - 1) // copies
 
 
@@ -101,7 +105,8 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     """Replace `auto` by the ZeRO stage that suits the run.
 
     With one micro-batch a step it is ZeRO-2, which sends as much as ZeRO-1 and needs less memory. With
-    several it is ZeRO-1, which reduces once a step, unless only ZeRO-2 fits the GPU.
+    several it is ZeRO-1, which reduces once a step, unless only ZeRO-2 fits the GPU. Where that does not fit
+    either, or weights are to lie in host memory, it is ZeRO-3.
 
     Returns:
         the run with a stage instead of auto, and one line for each stage about its communication and memory.
@@ -114,12 +119,24 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
         chosen = ZeroStage.GRADIENTS
     if config.num_state_shares == 1:  # all stages need the same; take the one that DO allows
         chosen = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
+    has_others = config.num_state_shares > 1 and _can_fit(config, ZeroStage.PARAMETERS, machine)
+    if config.optimizer.cpu_offloading_weights or (
+        has_others and not _can_fit(config, ZeroStage.GRADIENTS, machine)
+    ):
+        chosen = ZeroStage.PARAMETERS
     lines = [
         f"--data-parallel-sharding auto: {stage.name.lower()} moves {cost.moved / _MIB:.1f} MiB a step and "
         f"holds {cost.held / _MIB:.1f} MiB a rank" + (", chosen" if stage is chosen else "")
         for stage, cost in costs.items()
     ]
     return with_sharding(config, chosen), lines
+
+
+def _can_fit(config: RunConfig, stage: ZeroStage, machine: MachineFacts) -> bool:
+    """Whether the device has room at a stage; with AC=auto for all that it can do."""
+    run = with_sharding(config, stage)
+    is_auto = config.training.recompute_granularity == "auto"
+    return fit_of(with_mix(run, Mix("full")) if is_auto else run, machine).is_on_device
 
 
 def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -175,3 +192,28 @@ def resolve_8_bit_weights(config: RunConfig, machine: MachineFacts) -> tuple[Run
         f"beside the {size_text(rank.total - rank.eight_bits)} of a rank"
     )
     return dataclasses.replace(config, training=training), [line]
+
+
+def resolve_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Put as few weights into host memory as let the run fit; call after all that makes room on the device.
+
+    Returns:
+        the run with a share in place of `auto`, in hundredths, and a line about it.
+    """
+    optimizer = config.optimizer
+    if not optimizer.cpu_offloading_weights or optimizer.cpu_offloading_weights_fraction is not None:
+        return config, []
+
+    def with_share(hundredths: int) -> RunConfig:
+        chosen = dataclasses.replace(optimizer, cpu_offloading_weights_fraction=hundredths / 100)
+        return dataclasses.replace(config, optimizer=chosen)
+
+    most = int(100 * share_on_host(config))
+    least = bisect_left(range(most), True, key=lambda each: fit_of(with_share(each), machine).is_on_device)
+    run = with_share(least)
+    there = host_bytes(run)
+    line = (
+        f"--cpu-offloading-weights-fraction auto: {least / 100:g}, with {size_text(there.weights)} of a "
+        f"rank's weights and {size_text(there.gradients)} of gradients in host memory"
+    )
+    return run, [line]

@@ -18,7 +18,7 @@ from patch.config.flags import flag_words
 from patch.config.positions import place_of, where
 from patch.config.schema import OptimizerConfig
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.memory import bytes_per_rank
+from patch.plan.memory import bytes_per_rank, weights_on_host
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Shares of optimizer states on the host."""
@@ -104,6 +104,12 @@ def _sharded_gradients(config: RunConfig, limit: int) -> Iterator[Change]:
         yield _change("optimizer", reduce_bucket_size=SMALL_BUCKET)
 
 
+def _sharded_parameters(config: RunConfig, limit: int) -> Iterator[Change]:
+    if config.num_state_shares > config.num_param_parts:
+        words = f"parameters at {where('data_parallel_sharding')}" if config.num_gradient_parts > 1 else ""
+        yield _change("parallel", words, data_parallel_sharding=ZeroStage.PARAMETERS)
+
+
 def _searched_sharding(config: RunConfig) -> Sequence[Change]:
     zero_1 = _change(
         "parallel",
@@ -111,11 +117,12 @@ def _searched_sharding(config: RunConfig) -> Sequence[Change]:
         overlapped_distributed_optimizer=False,
         data_parallel_sharding=None,
     )
+    zero_3 = _change("parallel", data_parallel_sharding=ZeroStage.PARAMETERS)
     if config.num_weight_copies == 1:
-        return [zero_1]
-    zero_2 = _change("parallel", overlapped_distributed_optimizer=True)
-    small = (*zero_2.values, ("optimizer", "reduce_bucket_size", SMALL_BUCKET))
-    return [zero_1, zero_2, Change(zero_2.kind, small)]
+        return [zero_1, zero_3]
+    small = ("optimizer", "reduce_bucket_size", SMALL_BUCKET)
+    shared = [_change("parallel", overlapped_distributed_optimizer=True), zero_3]
+    return [zero_1, *(each for zero in shared for each in (zero, Change(zero.kind, (*zero.values, small))))]
 
 
 def _smaller_passes(config: RunConfig, limit: int) -> Iterator[Change]:
@@ -189,8 +196,34 @@ def _states_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
 
 
 def _searched_states_on_host(config: RunConfig) -> Sequence[Change]:
-    none = _change("optimizer", optimizer_offload_policy=None, optimizer_offload_fraction=1.0)
-    return [none, *map(_on_host, FRACTIONS)]
+    none = _change(
+        "optimizer",
+        optimizer_offload_policy=None,
+        optimizer_offload_fraction=1.0,
+        cpu_offloading_weights=False,
+        cpu_offloading_weights_fraction=1.0,
+    )
+    is_possible = config.sharding is ZeroStage.PARAMETERS
+    weights = [_weights_there(config, share) for share in FRACTIONS if is_possible]
+    return [none, *map(_on_host, FRACTIONS), *weights]
+
+
+def _weights_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
+    """Shares of weights and gradients in host memory, where all states are too."""
+    words = f"true at {where('cpu_offloading_weights')}"
+    if weights_on_host(config) < 1:
+        yield Change("weights", (), words)
+    for share in FRACTIONS:
+        if share != weights_on_host(config):
+            yield _weights_there(config, share)
+
+
+def _weights_there(config: RunConfig, share: float) -> Change:
+    states = () if config.optimizer.optimizer_offload_policy == "auto" else _on_host(1.0).values
+    weights = _change("optimizer", cpu_offloading_weights=True, cpu_offloading_weights_fraction=share)
+    is_new = config.sharding is not ZeroStage.PARAMETERS
+    sharding = _change("parallel", data_parallel_sharding=ZeroStage.PARAMETERS).values if is_new else ()
+    return Change("weights", (*sharding, *states, *weights.values))
 
 
 def _on_host(fraction: float) -> Change:
@@ -240,6 +273,7 @@ def _smaller_parts(config: RunConfig, limit: int) -> Iterator[Change]:
 SAVINGS = (
     MemorySaving(frozenset({"states"}), _sharded_states),
     MemorySaving(frozenset({"gradients", "states"}), _sharded_gradients, searched=_searched_sharding),
+    MemorySaving(frozenset({"weights"}), _sharded_parameters),
     MemorySaving(frozenset({"activations"}), _smaller_passes),
     MemorySaving(frozenset({"activations"}), _recomputed, searched=_searched_activations),
     MemorySaving(frozenset({"activations"}), _offloaded_activations, goes_to_host=True),
@@ -247,6 +281,7 @@ SAVINGS = (
     MemorySaving(
         frozenset({"states"}), _states_on_host, goes_to_host=True, searched=_searched_states_on_host
     ),
+    MemorySaving(frozenset({"gradients", "weights"}), _weights_on_host, goes_to_host=True),
     MemorySaving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
 )
 """The cheapest first."""

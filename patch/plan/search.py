@@ -201,7 +201,10 @@ def _bound(config: RunConfig, machine: Machine) -> float:
     costs = step_costs(config, machine)
     pp_size, schedule = config.parallel.pipeline_model_parallel_size, Schedule.of(config)
     passes = max(
-        sum(costs.forward[rank::pp_size]) + sum(costs.backward[rank::pp_size]) for rank in range(pp_size)
+        sum(costs.forward[rank::pp_size])
+        + sum(costs.backward[rank::pp_size])
+        + sum(wait.forward + wait.backward for wait in costs.waits[rank::pp_size])
+        for rank in range(pp_size)
     )
     seconds = costs.travel.reduce.seconds(max(costs.parameters))
     reductions = (config.reductions_per_step - 1) * max(0.0, seconds - passes)

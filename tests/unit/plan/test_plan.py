@@ -15,7 +15,7 @@ from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
-from patch.plan.memory import bytes_per_rank, offloaded_bytes, staging_bytes
+from patch.plan.memory import bytes_per_rank, host_bytes, staging_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.preflight.parse import parse_args
 
@@ -130,10 +130,10 @@ def test_ranks_that_share_sequences_share_states_and_hold_their_part_of_activati
 
 def test_offloaded_states_are_in_host_memory():
     run = _run("tiny", "--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.25")
-    assert offloaded_bytes(run) == 5 * TINY // 2
+    assert host_bytes(run).total == 5 * TINY // 2
     assert bytes_per_rank(run) == (2 * TINY, 4 * TINY, 15 * TINY // 2)
-    assert offloaded_bytes(_run("tiny", "--optimizer-offload-policy=auto")) == 0
-    assert offloaded_bytes(_run("tiny", "--optimizer-offload-fraction=0.25")) == 0
+    assert host_bytes(_run("tiny", "--optimizer-offload-policy=auto")).total == 0
+    assert host_bytes(_run("tiny", "--optimizer-offload-fraction=0.25")).total == 0
 
 
 @pytest.mark.parametrize(
