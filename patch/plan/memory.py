@@ -57,7 +57,8 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    every, on_host = all_bytes(config, pp_rank), host_bytes(config, pp_rank)
+    every = all_bytes(config, pp_rank)
+    on_host = _on_host(config, pp_rank, every)
     return RankBytes(*(all_ - there for all_, there in zip(every, on_host, strict=True)))
 
 
@@ -70,10 +71,14 @@ def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    every, optimizer, share = all_bytes(config, pp_rank), config.optimizer, weights_on_host(config)
+    return _on_host(config, pp_rank, all_bytes(config, pp_rank))
+
+
+def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBytes:
+    optimizer, share = config.optimizer, weights_on_host(config)
     is_static = optimizer.optimizer_offload_policy == "static"
     return RankBytes(
-        weights=int(_own_bytes(config, pp_rank) * share),
+        weights=int(_own_bytes(config, pp_rank) * share) if share else 0,
         gradients=int(every.gradients * share),
         optimizer=int(every.optimizer * optimizer.optimizer_offload_fraction) if is_static else 0,
     )
@@ -114,9 +119,10 @@ def units_of(config: RunConfig, pp_rank: int | None) -> list[Unit]:
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
     """Bytes of this rank's shards of what it frees; those of 8-bit weights are halves of masters."""
-    units = units_of(config, pp_rank)
+    if not (units := units_of(config, pp_rank)):
+        return 0
     others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
-    narrow = _elements_in_8_bits(config, pp_rank) if units and config.gathers_8_bit_weights else 0
+    narrow = _elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0
     return (others - narrow) // config.num_state_shares + experts // config.num_expert_copies
 
 

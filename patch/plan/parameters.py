@@ -257,7 +257,8 @@ def _units(
             units[index] = Unit(others + num_bytes * (not is_of_expert), experts + num_bytes * is_of_expert)
     left = iter(layers)
     stages = [list(islice(left, count)) for count in stage_layers]
-    stages[0], stages[-1] = before + stages[0], stages[-1] + after
+    stages[0] = before + stages[0]
+    stages[-1] += after
     return tuple(map(tuple, stages))
 
 

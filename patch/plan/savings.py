@@ -221,7 +221,7 @@ def _weights_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
 def _weights_there(config: RunConfig, share: float) -> Change:
     states = () if config.optimizer.optimizer_offload_policy == "auto" else _on_host(1.0).values
     weights = _change("optimizer", cpu_offloading_weights=True, cpu_offloading_weights_fraction=share)
-    is_new = config.sharding is not ZeroStage.PARAMETERS
+    is_new = config.num_state_shares == 1 and config.sharding is not ZeroStage.PARAMETERS
     sharding = _change("parallel", data_parallel_sharding=ZeroStage.PARAMETERS).values if is_new else ()
     return Change("weights", (*sharding, *states, *weights.values))
 

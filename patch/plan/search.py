@@ -171,6 +171,8 @@ def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig
         run = _with(config, on_device)
         if (resolved := resolve_if_legal(run, machine.facts)) is None:
             continue
+        if best is not None and _bound(resolved, machine) >= best[0]:  # the host only adds to it
+            continue
         on_host = _least_on_host(resolved, machine.facts)
         if on_host is None:
             continue

@@ -89,7 +89,10 @@ WAITING = {
 communication alone, then of the contenders below."""
 WAYS = ((False, False), (True, False), (True, True))
 CONTENDERS = (
-    *((zero_stage, 8 if zero_stage is ZeroStage.NONE else 4, True, True) for zero_stage in list(ZeroStage)[:3]),
+    *(
+        (zero_stage, 8 if zero_stage is ZeroStage.NONE else 4, True, True)
+        for zero_stage in list(ZeroStage)[:3]
+    ),
     *((ZeroStage.OPTIMIZER, 8, gradients, weights) for gradients, weights in WAYS),
     (ZeroStage.OPTIMIZER, 4, True, True),
 )
