@@ -58,7 +58,9 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield sharded_by_none, ("fp8_param_gather",), ": no replicas share optimizer states"
     yield policy != "static", ("optimizer_offload_fraction",), with_policy
     yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
-    yield policy is None, ("optimizer_offload_chunk_size",), with_policy
+    yield policy is None, ("optimizer_offload_chunk_size", "offload_folder"), with_policy
+    without_folder = optimizer.offload_folder is None
+    yield without_folder, ("optimizer_offload_host_share",), f" without {where('offload_folder')}"
     at_less = f" without {where('data_parallel_sharding')} parameters"
     keeps_whole = config.sharding not in ("auto", ZeroStage.PARAMETERS)
     yield keeps_whole, ("param_persistence_threshold",), at_less

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from patch.config.choices import MOMENT_BYTES, GradientType, MomentType, OffloadPolicy
@@ -93,6 +94,15 @@ class OptimizerConfig:
         at_least=0,
         at_most=1,
     )
+    offload_folder: str | None = flag(
+        "folder on a fast disk of each machine, for optimizer states that leave the GPU and have no room in "
+        "host memory; several runs may share it",
+        None,
+        none="none",
+    )
+    optimizer_offload_host_share: float = flag(
+        "--offload-folder: share of a process's host memory for its states", 0.5, at_least=0, at_most=1
+    )
     simulated_device_memory: int | None = flag(
         "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )
@@ -101,3 +111,13 @@ class OptimizerConfig:
     def moment_bytes(self) -> float:
         """Bytes of a weight's two moments."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
+
+    def host_state_bytes(self, host_bytes: int) -> int:
+        """Bytes of a process's states that stay in host memory beside --offload-folder; all without one.
+
+        Args:
+            host_bytes: the process's share of the host memory.
+        """
+        if self.offload_folder is None:
+            return sys.maxsize
+        return int(host_bytes * self.optimizer_offload_host_share)

@@ -1,6 +1,7 @@
 """Memory of an offload device and of the host, and copies between them; see README.md."""
 
 from patch.memory.cuda_device import CudaDevice
+from patch.memory.disk import DiskMemory, on_host, write_values
 from patch.memory.offload_device import (
     HOST,
     Allocator,
@@ -21,6 +22,7 @@ __all__ = [
     "Allocator",
     "Copies",
     "CudaDevice",
+    "DiskMemory",
     "Event",
     "HostAllocator",
     "Joinable",
@@ -30,4 +32,6 @@ __all__ = [
     "SimulatedOutOfMemory",
     "StagedCopier",
     "TorchAllocator",
+    "on_host",
+    "write_values",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.memory import UNLIMITED, CudaDevice, OffloadDevice, SimulatedDevice
+from patch.memory import UNLIMITED, CudaDevice, DiskMemory, OffloadDevice, SimulatedDevice
 from patch.optimizer.offload import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
@@ -42,6 +43,7 @@ def build_optimizer(
         ConfigError: other arguments than these; parameters that cannot be trained, or that are in no
             parameter group or in several.
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+        TrainingError: --offload-folder has no room for the states.
     """
     check_arguments(stages, zero_stage)
     device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
@@ -73,4 +75,8 @@ def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: in
         if config.optimizer_offload_policy == "static"
         else AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     )
-    return Offload(offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes)
+    chunk_size = config.optimizer_offload_chunk_size or 0
+    if config.offload_folder is None:
+        return Offload(offload_device, policy, chunk_size, host_bytes)
+    disk = DiskMemory(Path(config.offload_folder))
+    return Offload(offload_device, policy, chunk_size, host_bytes, disk, config.host_state_bytes(host_bytes))

@@ -18,10 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from patch.memory import HOST, Allocator, StagedCopier
+from patch.memory import HOST, UNLIMITED, Allocator, StagedCopier, TorchAllocator, write_values
 
 # The search for a chunk size tries this many multiples of a unit: 8 Mi elements, or 1/64 of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
+_NOWHERE = TorchAllocator(torch.device("meta"))
+"""Memory of chunks whose bytes are only counted."""
 
 
 class ShardRange(NamedTuple):
@@ -125,6 +127,7 @@ class StateChunk:
         """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
         self.is_on_host = False
+        """Whether the states are not on the device: they are in host memory, or on the host's disk."""
         self.states: dict[str, Chunk] = {}
         self._transfer: Future[None] | None = None
 
@@ -132,6 +135,11 @@ class StateChunk:
     def numel(self) -> int:
         """Elements in use."""
         return self.ranges[-1].in_chunk.stop if self.ranges else 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the states are on a disk: their buffers have no values (patch/memory/disk.py)."""
+        return any(chunk.data.is_meta for chunk in self.states.values())
 
     @property
     def num_bytes(self) -> int:
@@ -174,9 +182,10 @@ class StateChunk:
         Args:
             memory: where the new buffers are allocated.
             copier: copies the states.
-            is_host: whether `memory` is host memory.
+            is_host: whether `memory` is host memory, or its disk.
         Raises:
             OutOfMemoryError: the device has too little free memory; no state was moved.
+            TrainingError: the disk is full or fails.
         """
         self.wait_for_transfer()
         twins: dict[str, Chunk] = {}
@@ -188,7 +197,10 @@ class StateChunk:
                 memory.free(twin.data)
             raise
         copies = [(chunk.data, twins[name].data) for name, chunk in self.states.items()]
-        if is_host:
+        if is_host and self.is_on_host:
+            for source, target in copies:
+                write_values(target, source)
+        elif is_host:
             copier.copy_to_host(copies)
         else:
             self._transfer = copier.copy_to_device(copies)
@@ -210,10 +222,20 @@ class ChunkManager:
         size: elements of a chunk.
         device: the memory of chunks that are not on the host.
         copier: copies chunks that move; None if chunks never move.
+        disk: where chunks on the host lie that have no room in its memory; None: they all have.
+        host_bytes: the room of states in host memory.
     """
 
-    def __init__(self, size: int, device: Allocator, copier: StagedCopier | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: Allocator,
+        copier: StagedCopier | None = None,
+        disk: Allocator | None = None,
+        host_bytes: int = UNLIMITED,
+    ) -> None:
         self.size, self._device, self._copier = size, device, copier
+        self._disk, self._host_bytes = disk, host_bytes
         self.chunks: list[StateChunk] = []
         self._open: dict[tuple[bool, torch.dtype], StateChunk] = {}
 
@@ -251,17 +273,43 @@ class ChunkManager:
             dtypes_of: names and types of the states of parameters of some type.
         """
         for chunk in self.chunks:
-            chunk.allocate(dtypes_of(chunk.param_dtype), HOST if chunk.is_on_host else self._device)
+            chunk.allocate(dtypes_of(chunk.param_dtype), _NOWHERE)
+        memories = dict(self._host_memories())
+        for chunk in self.chunks:
+            chunk.allocate(dtypes_of(chunk.param_dtype), memories.get(chunk, self._device))
+
+    def _host_memories(self) -> list[tuple[StateChunk, Allocator]]:
+        """Where each chunk on the host should lie: on the disk those for which there is the most time.
+
+        They come first, because they free memory.
+        """
+        left, found = self._host_bytes, []
+        for chunk in reversed([chunk for chunk in self.chunks if chunk.is_on_host]):
+            left -= chunk.num_bytes
+            found.append((chunk, HOST if self._disk is None or left >= 0 else self._disk))
+        return found[::-1]
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
         """Move a chunk that is not being updated to the host or to the device.
 
         Raises:
             OutOfMemoryError: the device has too little free memory; nothing was moved.
+            TrainingError: the disk is full or fails.
         """
         if to_host != chunk.is_on_host:
             assert self._copier is not None, "these chunks never move"
-            chunk.reset_device(HOST if to_host else self._device, self._copier, is_host=to_host)
+            try:
+                if chunk.is_on_disk:
+                    chunk.reset_device(HOST, self._copier, is_host=True)
+                chunk.reset_device(HOST if to_host else self._device, self._copier, is_host=to_host)
+            finally:
+                self._settle(self._copier)
+
+    def _settle(self, copier: StagedCopier) -> None:
+        """Move states between host memory and disk, so that the one holds what it has room for."""
+        for chunk, memory in self._host_memories() if self._disk is not None else ():
+            if chunk.is_on_disk != (memory is self._disk):
+                chunk.reset_device(memory, copier, is_host=True)
 
     @property
     def num_elements(self) -> int:
@@ -275,8 +323,13 @@ class ChunkManager:
         return on_host / max(1, self.num_elements)
 
     def total_bytes(self, *, on_host: bool) -> int:
-        """Bytes of states on the host, or on the device."""
+        """Bytes of states on the host, its disk included, or on the device."""
         return sum(chunk.num_bytes for chunk in self.chunks if chunk.is_on_host == on_host)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of states on the disk."""
+        return sum(chunk.num_bytes for chunk in self.chunks if chunk.is_on_disk)
 
 
 def find_best_chunk_size(numels: Sequence[int]) -> int:

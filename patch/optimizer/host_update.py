@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
-from patch.memory import Event, Joinable, OffloadDevice
+from patch.memory import HOST, Allocator, Event, Joinable, OffloadDevice
 from patch.optimizer.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
@@ -88,6 +88,7 @@ class HostUpdates:
         size: elements of a chunk.
         device: the device that gradients come from and parameters go to.
         spare_bytes: host memory of this process without the states.
+        memory: of the states of speculative updates.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class HostUpdates:
         size: int,
         device: OffloadDevice,
         spare_bytes: int,
+        memory: Allocator = HOST,
     ) -> None:
         self._shards, self._device = shards, device
-        self._buffers = HostBuffers(size, dtypes, shards[0], device, spare_bytes)
+        self._buffers = HostBuffers(size, dtypes, shards[0], device, spare_bytes, memory)
         self._kernel = adam_kernel(torch.device("cpu"))
         self._worker = ThreadPoolExecutor(1, "host-adam", initializer=device.set_device)
         self._lock = Lock()
@@ -119,6 +121,8 @@ class HostUpdates:
         """Seconds that the worker has updated chunks."""
         self.waited_s = 0.0
         """Seconds that other threads have waited for the worker."""
+        self.disk_wait_s = 0.0
+        """Seconds that the worker has waited for a disk."""
 
     def resize_buffers(self, num_chunks: int) -> None:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
@@ -166,6 +170,7 @@ class HostUpdates:
         if self._expected is not None:
             self.failure_rate = _FAILURE_RATE_DECAY * self.failure_rate + (1 - _FAILURE_RATE_DECAY) * is_wrong
         speculated = self._end_speculation(is_wrong)
+        self._expected = None
         now = self._device.record_event()
         updates = {
             chunk: self._updates.get(chunk) or _ChunkUpdate(chunk, now)
@@ -183,7 +188,7 @@ class HostUpdates:
                 self._jobs[chunk] = self._worker.submit(
                     self._update_in_place, updates[chunk], next(outputs_in_turn), scalars
                 )
-        self._updates, self._expected = {}, None
+        self._updates = {}
 
     def cancel_step(self) -> None:
         """Cancel the current step: wait for its speculative updates and ignore their results."""
@@ -275,7 +280,7 @@ class HostUpdates:
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> None:
         with self._inputs_of(update):
-            self._compute(update, scalars, outputs, outputs.shadow)
+            self._compute(update, scalars, outputs, update.chunk.states, outputs.shadow)
 
     def _commit(self, speculation: _Speculation) -> Event:
         """Replace the states of a chunk by those of its speculative update."""
@@ -288,7 +293,7 @@ class HostUpdates:
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> Event:
         with self._inputs_of(update):
-            self._compute(update, scalars, outputs, update.chunk.states)
+            self._compute(update, scalars, outputs, update.chunk.states, update.chunk.states)
         return self._copy_params_back(update.chunk, outputs)
 
     @contextmanager
@@ -312,6 +317,7 @@ class HostUpdates:
         update: _ChunkUpdate,
         scalars: Sequence[AdamScalars],
         outputs: OutputBuffers,
+        states: Mapping[str, Chunk],
         new_states: Mapping[str, Chunk],
     ) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
@@ -324,7 +330,7 @@ class HostUpdates:
         items = [
             UpdateItem(
                 grad[r.in_chunk],
-                adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
+                adam_states(states, r.in_chunk, old_param[r.in_chunk]),
                 scalars[r.group],
                 adam_states(new_states, r.in_chunk, new_param[r.in_chunk]),
             )

@@ -13,8 +13,9 @@ import torch
 
 from patch.compat.torch_internals import region
 from patch.config.schema import OptimizerConfig
-from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator
+from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator, write_values
 from patch.optimizer.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
+from patch.optimizer.disk_update import DiskUpdates
 from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -46,12 +47,17 @@ class OptimizerReport(NamedTuple):
     device_bytes: int
     """Bytes of states in host memory, and on the device."""
     offload_fraction: float
-    """Share of the elements whose states are in host memory."""
+    """Share of the elements whose states are not on the device."""
     host_busy_s: float
     host_wait_s: float
     """Seconds since the start that the host updated chunks, and that somebody waited for it."""
     largest_peak: int
     """The most bytes of the device that `record_memory` ever saw."""
+    disk_bytes: int = 0
+    """Bytes of states on the host's disk."""
+    disk_moved_bytes: int = 0
+    disk_wait_s: float = 0.0
+    """Bytes that updates have read and written there since the start, and seconds that they waited for it."""
 
 
 class HybridAdam:
@@ -84,9 +90,13 @@ class HybridAdam:
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
-        self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
+        places = (offload.disk, offload.host_state_bytes) if offload else ()
+        self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier, *places)
         self._chunks_of = self._register(shards, are_moved=offload is not None)
-        self.host_updates = self._build_host_updates(offload) if offload else None
+        self._all_updates = self._build_host_updates(offload) if offload else []
+        self.host_updates, self.disk_updates = (*self._all_updates, None, None)[:2]
+        """Of chunks in host memory, and of those on its disk."""
+        self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
         self.manager.allocate(state_dtypes)
@@ -115,16 +125,26 @@ class HybridAdam:
                 chunks_of[index].append(chunk)
         return chunks_of
 
-    def _build_host_updates(self, offload: Offload) -> HostUpdates:
+    def _build_host_updates(self, offload: Offload) -> list[HostUpdates]:
         size = self.manager.size
         chunk_bytes = size * sum(dtype.itemsize for dtype in self.dtypes.values())
-        spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
-        return HostUpdates(self.shards, self.dtypes, size, offload.device, spare_bytes)
+        state_bytes = min(chunk_bytes * len(self.manager.chunks), offload.host_state_bytes)
+        spare_bytes = max(0, offload.host_bytes - state_bytes)
+        common = self.shards, self.dtypes, size, offload.device
+        if offload.disk is None:
+            return [HostUpdates(*common, spare_bytes)]
+        spare_bytes //= 2
+        return [HostUpdates(*common, spare_bytes), DiskUpdates(*common, spare_bytes, offload.disk)]
 
     def _resize_host_buffers(self) -> None:
         """Resize the host's buffers for the chunks that are on the host now."""
-        if self.host_updates is not None:
-            self.host_updates.resize_buffers(len(self._chunks_on_host()))
+        for updates in self._all_updates:
+            updates.resize_buffers(len(self._chunks_of_updates(updates)))
+
+    def _chunks_of_updates(self, updates: HostUpdates) -> list[StateChunk]:
+        """The chunks that one of the two updates: those on the disk, or those in host memory."""
+        on_disk = updates is self.disk_updates
+        return [chunk for chunk in self._chunks_on_host() if chunk.is_on_disk == on_disk]
 
     def _chunks_on_host(self) -> list[StateChunk]:
         return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
@@ -134,23 +154,27 @@ class HybridAdam:
         for chunk in self.manager.chunks:
             chunk.wait_for_transfer()
             if "master_low" in chunk.states:
-                chunk.states["master_low"].data.zero_()
+                write_values(chunk.states["master_low"].data, torch.zeros((), dtype=torch.int16))
             if "master" in chunk.states:
                 for r in chunk.ranges:
-                    chunk.states["master"].data[r.in_chunk].copy_(self.shards[r.shard].param[r.in_shard])
+                    master = chunk.states["master"].data[r.in_chunk]
+                    write_values(master, self.shards[r.shard].param[r.in_shard])
 
     def report(self) -> OptimizerReport:
         """Where states lie now, and what that costs."""
-        updates = self.host_updates
+        disk_bytes = self.manager.disk_bytes
         return OptimizerReport(
             num_chunks=len(self.manager.chunks),
             chunk_numel=self.manager.size,
-            host_bytes=self.manager.total_bytes(on_host=True),
+            host_bytes=self.manager.total_bytes(on_host=True) - disk_bytes,
             device_bytes=self.manager.total_bytes(on_host=False),
             offload_fraction=self.manager.offload_fraction,
-            host_busy_s=updates.busy_s if updates else 0.0,
-            host_wait_s=updates.waited_s if updates else 0.0,
+            host_busy_s=sum(updates.busy_s for updates in self._all_updates),
+            host_wait_s=sum(updates.waited_s for updates in self._all_updates),
             largest_peak=self.placement.largest_peak,
+            disk_bytes=disk_bytes,
+            disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
+            disk_wait_s=sum(updates.disk_wait_s for updates in self._all_updates),
         )
 
     def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:
@@ -162,13 +186,13 @@ class HybridAdam:
         """
         self.cancel_step()
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
-        if self.host_updates is not None:
-            self.host_updates.start_step(self._scalars)
-            self._shards_awaited = {
-                chunk: {range_.shard for range_ in chunk.ranges}
-                for chunk in self._chunks_on_host()
-                if not chunk.needs_extra_reduction
-            }
+        for updates in self._all_updates:
+            updates.start_step(self._scalars)
+        self._shards_awaited = {
+            chunk: {range_.shard for range_ in chunk.ranges}
+            for chunk in self._chunks_on_host()
+            if not chunk.needs_extra_reduction
+        }
 
     def grad_ready(self, index: int, after: Joinable | None = None) -> None:
         """Report that the gradient of shard `index` is final, except where it needs an extra reduction.
@@ -181,18 +205,19 @@ class HybridAdam:
         """
         for chunk in self._chunks_of[index]:
             awaited = self._shards_awaited.get(chunk)
-            if self.host_updates is not None and awaited:
+            updates = self.disk_updates if chunk.is_on_disk else self.host_updates
+            if updates is not None and awaited:
                 awaited.remove(index)
                 if after is not None:
                     self._reductions.setdefault(chunk, []).append(after)
                 if not awaited:
-                    self.host_updates.grads_ready(chunk, self._reductions.pop(chunk, []))
+                    updates.grads_ready(chunk, self._reductions.pop(chunk, []))
 
     def cancel_step(self) -> None:
         """Cancel the step that was begun: nothing is updated."""
         self._shards_awaited, self._reductions = {}, {}
-        if self.host_updates is not None:
-            self.host_updates.cancel_step()
+        for updates in self._all_updates:
+            updates.cancel_step()
 
     def start_update(self, lr: float | Sequence[float], grad_scale: float) -> None:
         """Start the update, when all gradients are final. Chunks on the host are updated in the background.
@@ -204,8 +229,8 @@ class HybridAdam:
         self.step_count += 1
         self._shards_awaited, self._reductions = {}, {}
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
-        if self.host_updates is not None:
-            self.host_updates.start_updates(self._chunks_on_host()[::-1], self._scalars)
+        for updates in self._all_updates:
+            updates.start_updates(self._chunks_of_updates(updates)[::-1], self._scalars)
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
@@ -236,14 +261,17 @@ class HybridAdam:
         Returns:
             False if the host has not updated them yet and `block` is false.
         """
-        if self.host_updates is None:
-            return True
-        return all(self.host_updates.wait_for_update(chunk, block=block) for chunk in self._chunks_of[index])
+        return all(
+            updates.wait_for_update(chunk, block=block)
+            for chunk in self._chunks_of[index]
+            for updates in self._all_updates
+        )
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
 
-        They are valid until the next step, or until chunks move.
+        They are valid until the next step, or until chunks move. Those on a disk are read by `on_host` and
+        written by `write_values`.
 
         Args:
             name: the state, one of `dtypes`.

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from patch.errors import CheckpointError
+from patch.memory import on_host, write_values
 from patch.optimizer.hybrid_adam import state_dtypes
 
 _STATE = "optimizer.state"
@@ -60,7 +61,7 @@ class ShardStates:
     def flat(self) -> dict[str, torch.Tensor]:
         """Each state, parameter after parameter, on the CPU."""
         return {
-            name: torch.cat([torch.empty(0, dtype=dtype), *(values.cpu() for values in self._views(name))])
+            name: torch.cat([torch.empty(0, dtype=dtype), *map(on_host, self._views(name))])
             for name, dtype in self._dtypes.items()
         }
 
@@ -81,7 +82,7 @@ class ShardStates:
         for name, found in views.items():
             parts = states[name].split([values.numel() for values in found])
             for values, part in zip(found, parts, strict=True):
-                values.copy_(part)
+                write_values(values, part)
 
     def _views(self, name: str) -> list[torch.Tensor]:
         return [part.values for part in self._ranges(name)]

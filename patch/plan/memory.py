@@ -148,6 +148,23 @@ def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
 
+def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
+    """Bytes of optimizer states in --offload-folder for a rank; an update reads and writes them once.
+
+    With `auto` those of the first steps, when no states are on the device. The folder needs half as much more
+    for speculative updates.
+
+    Args:
+        config: the run.
+        machine: one of its machines.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    is_auto = config.optimizer.optimizer_offload_policy == "auto"
+    off_device = _state_bytes(config, pp_rank) if is_auto else host_bytes(config, pp_rank).optimizer
+    share = machine.host_memory_bytes // config.parallel.nproc_per_node
+    return max(0, off_device - config.optimizer.host_state_bytes(share))
+
+
 def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     """Bytes of gradients beside the main gradients, at most, on a rank.
 
@@ -238,6 +255,8 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
     States that `auto` places are in neither number, because their place is not known yet.
     """
     on_host = host_bytes(config).total + (0 if machine.cuda_devices else bytes_per_rank(config).total)
+    if config.optimizer.optimizer_offload_policy == "static":
+        on_host -= disk_bytes(config, machine)
     return state_on_device(config), on_host * config.parallel.nproc_per_node
 
 

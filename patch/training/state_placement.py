@@ -47,6 +47,8 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
         optimizer.config.optimizer_offload_policy, report.num_chunks, report.chunk_numel,
         size_text(report.host_bytes), size_text(report.device_bytes), report.offload_fraction,
     )  # fmt: skip
+    if folder := optimizer.config.offload_folder:
+        _logger.info("optimizer offload: %s more in %s", size_text(report.disk_bytes), folder)
 
 
 def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
@@ -68,7 +70,8 @@ def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) ->
     from patch.plan.savings import more_offload  # with it the planner, which a step does not need
 
     report = optimizer.report()
-    moves = optimizer.placement.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
+    num_bytes = report.host_bytes + report.device_bytes + report.disk_bytes
+    moves = optimizer.placement.evict(math.ceil(num_bytes / _EVICTIONS))
     _moves_logger.warning(
         "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
         what, reason, _describe(moves, report.offload_fraction, optimizer), more_offload(optimizer.config),

@@ -5,6 +5,7 @@ trains on. What they saved is read into whole tensors by torch's own DCP, in one
 """
 
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Place(NamedTuple):
 BY_HAND = "pipeline_model_parallel_layout"
 NONE, ZERO_1, ZERO_2 = ({"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients"))
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+ON_DISK = {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
 BOTH = {"tp": 2, "cp": 2, "rank_order": "cp-tp", "cp_comm_type": "p2p"}
 INTERLEAVED = {"pp": 2, "stage": 1, "cp": 2, "cp_comm_type": "a2a"}
 CHAIN = {
@@ -51,7 +53,7 @@ CHAIN = {
         4, {"pp": 2, "dp": 2, "account_for_loss_in_pipeline_split": True, **ZERO_1}, False
     ),
     "TP x CP in the other order, ZeRO-2": Place(4, BOTH | ZERO_2, False),
-    "PP x CP, interleaved, half offloaded": Place(4, INTERLEAVED | ZERO_1 | HALF, False),
+    "PP x CP, interleaved, half on disk": Place(4, INTERLEAVED | ZERO_1 | HALF | ON_DISK, False),
     "PP3, by hand": Place(3, {"pp": 3, BY_HAND: "E|ttt|tL"}),
     "one again": Place(1, {"reduce_bucket_size": 50_000, **HALF, "optimizer_offload_fraction": 1.0}),
 }

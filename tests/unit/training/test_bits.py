@@ -4,6 +4,7 @@ Each run is compared with one whose sums have the same order. Where the order is
 ZeRO-2, packing): test_covered_layouts.py. A small model against oracles: tests/unit/optimizer.
 """
 
+import tempfile
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +32,7 @@ NONE, ZERO_1, ZERO_2 = (
 BF16_GRADIENTS = {"precision": "bf16", "main_grads_dtype": "bf16"}
 INSTANCES = {"dp": 4, "num_distributed_optimizer_instances": 2}
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+ON_DISK = HALF | {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
 AUTO = {
     "optimizer_offload_policy": "auto", "optimizer_offload_auto_threshold": 4096,
     "simulated_device_memory": 2_500_000,
@@ -105,7 +107,7 @@ RUNS = {
     "none, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **NONE}),
     "zero-1, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_1}, "none, vpp"),
     "instances": Row({**INSTANCES, **ZERO_2, **CHUNKS}),
-    "instances, half": Row({**INSTANCES, **ZERO_2, **CHUNKS, **HALF}, "instances", EVERYTHING),
+    "instances, half on disk": Row({**INSTANCES, **ZERO_2, **CHUNKS, **ON_DISK}, "instances", EVERYTHING),
     "instances, fp8": Row(FP8_INSTANCES),
     "instances, fp8, in 8 bits": Row(FP8_INSTANCES | IN_8_BITS, "instances, fp8", ("losses", "weights")),
 }  # fmt: skip
