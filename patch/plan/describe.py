@@ -21,6 +21,7 @@ from patch.plan.memory import (
     all_bytes,
     bytes_per_rank,
     device_memory,
+    disk_bytes,
     host_bytes,
     state_bytes,
     units_of,
@@ -78,7 +79,7 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     yield PlanRow([f"parameters  {size}"], [*_shapes(config), *papers.parameters])
     if model.num_experts:
         yield _experts(config)
-    yield _state(config)
+    yield _state(config, machine)
     yield _checkpoint(config)
     if model.precision_align is None:  # which keeps more
         yield _activations(config, machine, papers.activations)
@@ -215,17 +216,20 @@ def _checkpoint(config: RunConfig) -> PlanRow:
     ])  # fmt: skip
 
 
-def _state(config: RunConfig) -> PlanRow:
+def _state(config: RunConfig, machine: MachineFacts) -> PlanRow:
     """Model state of the heaviest rank."""
     parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
     host, instances = host_bytes(config), parallel.num_distributed_optimizer_instances
+    disk = disk_bytes(config, machine) if host.optimizer else 0
     weights, gradients, optimizer = map(size_text, state)
     count, shares = parameters_of(config, None), config.num_state_shares
     precision, main = config.training.precision, element_bytes(config.optimizer.main_grads_dtype)
     line = (
         f"state/rank  {size_text(state.total)} = weights {weights} + gradients {gradients} "
         f"+ optimizer {optimizer}"
-        + (f" ({size_text(host.total)} more in host memory)" if host.total else "")
+        + (f" ({size_text(host.total - disk)} more in host memory" if host.total else "")
+        + (f", {size_text(disk)} on a disk" if disk else "")
+        + (")" if host.total else "")
         + f" (data-parallel sharding: {stage.name.lower()}"
         + (f" in {instances} instances)" if instances > 1 else ")")
     )

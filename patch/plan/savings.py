@@ -24,6 +24,8 @@ FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Shares of optimizer states on the host."""
 SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
+OFFLOAD_FOLDER = "OFFLOAD_FOLDER"
+"""A folder on a disk of each machine, which a user has to name."""
 SHORTEST_PIECE = 4096
 """Tokens of a rank with CP: shorter pieces do not hide what travels."""
 
@@ -69,7 +71,7 @@ class MemorySaving(NamedTuple):
     """A way to save memory, with what a run does not use of it yet."""
 
     frees: frozenset[str]
-    """"gradients", "states", "activations", "weights" (those in 8 bits)."""
+    """"gradients", "states", "activations", "weights"; "host memory" of what lies there."""
     changes: Callable[[RunConfig, int], Iterator[Change]]
     """Of a run and the bytes of its device, 0 if they are not known."""
     goes_to_host: bool = False
@@ -230,6 +232,11 @@ def _on_host(fraction: float) -> Change:
     return _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
 
 
+def _states_on_disk(config: RunConfig, limit: int) -> Iterator[Change]:
+    if config.optimizer.offload_folder is None:
+        yield _change("optimizer", f"a folder at {where('offload_folder')}", offload_folder=OFFLOAD_FOLDER)
+
+
 def share_on_host(config: RunConfig) -> float:
     """The share of the optimizer states that a run asks to have in host memory."""
     optimizer = config.optimizer
@@ -282,6 +289,7 @@ SAVINGS = (
         frozenset({"states"}), _states_on_host, goes_to_host=True, searched=_searched_states_on_host
     ),
     MemorySaving(frozenset({"gradients", "weights"}), _weights_on_host, goes_to_host=True),
+    MemorySaving(frozenset({"host memory"}), _states_on_disk),
     MemorySaving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
 )
 """The cheapest first."""

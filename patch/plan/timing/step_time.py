@@ -22,7 +22,7 @@ from patch.numbers import timed
 from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
-from patch.plan.memory import bytes_per_rank, usable_device_memory, weights_on_host
+from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
 from patch.plan.parameters import by_layer, element_bytes, kept_parts, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
@@ -413,6 +413,11 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     travelling = max(0.0, elements - costs.states * weights_on_host(config))
     down, up = travelling * (main + weight) / link, travelling * weight / link
     update = elements * _update_bytes(config) / host_rate(config, machine)
+    processes = config.parallel.nproc_per_node
+    stays = config.optimizer.host_state_bytes(machine.host_memory_bytes // processes)
+    on_disk = max(0.0, elements * state_bytes(config) - stays)  # read and written beside the kernel
+    disk = 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk)
+    update = max(update, disk)
     pp_size = config.parallel.pipeline_model_parallel_size
     backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
@@ -421,5 +426,6 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     text = (
         f"{elements / 1e6:.0f} M states: down {timed(down)} behind backward ({timed(backward)}), update "
         f"{timed(update)}, {early:.0%} of it early, up {timed(up)} behind forward ({timed(forward)})"
+        + (f"; {on_disk / 1e9:.0f} GB on the disk, read and written in {timed(disk)}" if disk else "")
     )
     return StepPart("states on the host, exposed", exposed, text)
