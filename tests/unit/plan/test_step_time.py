@@ -113,3 +113,38 @@ def test_the_overlap_benchmark_takes_the_measured_times() -> None:
             if zero_stage is not ZeroStage.NONE:
                 found += gather.exposed(forward) if weights else gather.seconds
             assert found == pytest.approx(seconds, rel=0.06), (count, zero_stage, num_bytes)
+
+
+def test_passes_wait_for_the_slowest_way_of_their_weights() -> None:
+    """8B's matrices and both ends over PCIe 5.0; gradients of 4 bytes go back, which the host adds up."""
+    flags = "--optimizer-offload-policy static --cpu-offloading-weights"
+    alone = run(dp=1, length=512, flags=flags, sharding="--data-parallel-sharding parameters")
+    costs, weights = step_costs(alone, H100), 2 * (8_030_261_248 - 65 * 4096)
+    link, memory, backward = 64e9 * 0.8, 614e9 * 0.6, costs.backward[0]
+    (waits,) = costs.waits
+    assert waits.forward == pytest.approx(weights / link - costs.forward[0]) and waits.gather == 0
+    assert waits.backward == pytest.approx(max(2 * weights / link, 9 * weights / memory) - backward)
+    exposed = parts(alone)["weights of each pass, exposed"]
+    assert exposed == pytest.approx(8 * (waits.forward + waits.backward))
+
+
+def test_long_passes_hide_gathers_but_the_first() -> None:
+    shared = run(dp=8, length=8192, sharding="--data-parallel-sharding parameters")
+    (waits,) = step_costs(shared, H100).waits
+    seconds, ends = 7 / 8 / (450e9 * 0.78), 2 * 128256 * 4096
+    assert waits.gather == pytest.approx(2 * 8_030_261_248 * seconds, rel=0.03)
+    assert waits.forward == pytest.approx(ends * seconds, rel=0.03)
+    assert "weights of each pass, exposed" in parts(shared) and "weights, exposed" not in parts(shared)
+
+
+def test_states_on_a_disk_take_as_long_as_it_reads_and_writes_them() -> None:
+    flags = "--optimizer-offload-policy static --offload-folder a --optimizer-offload-host-share 0"
+    for words, num_bytes in (("", 10), ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 6)):
+        (part,) = (
+            part
+            for part in step_time(run(dp=1, flags=f"{flags} {words}"), H100).parts
+            if "on the disk" in part.formula
+        )
+        seconds = 2 * num_bytes * 8_030_261_248 / (40e9 * 0.8)
+        assert f"read and written in {seconds:.2f} s" in part.formula
+        assert f"update {seconds:.2f} s" in part.formula
