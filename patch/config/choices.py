@@ -107,6 +107,8 @@ class ZeroStage(IntEnum):
     """Optimizer states."""
     GRADIENTS = 2
     """Optimizer states and gradients."""
+    PARAMETERS = 3
+    """Optimizer states, gradients and parameters, which are gathered for each pass and freed after it."""
 
     @property
     def shares_states(self) -> bool:
@@ -119,9 +121,15 @@ class ZeroStage(IntEnum):
         return self >= ZeroStage.GRADIENTS
 
     @property
+    def shares_parameters(self) -> bool:
+        """Whether a rank keeps its shards of parameters only, so that every pass gathers them."""
+        return self >= ZeroStage.PARAMETERS
+
+    @property
     def shared_text(self) -> str:
         """What is shared, in words."""
-        return " and ".join(("optimizer states", "gradients", "parameters")[:self]) or "nothing"
+        words = " and ".join(("optimizer states", "gradients", "parameters")[:self]) or "nothing"
+        return words.replace(" and ", ", ", self - 2)  # commas between the first of three
 
     def sums_on_the_way(self, num_copies: int) -> bool:
         """Whether gradients are all-reduced, which adds up in the type that travels.

@@ -71,6 +71,11 @@ class OptimizerConfig:
         none=0,
         at_least=0,
     )
+    param_persistence_threshold: int = flag(
+        "--data-parallel-sharding parameters: parameters of fewer elements stay whole on every rank",
+        100_000,
+        at_least=0,
+    )
     simulated_device_memory: int | None = flag(
         "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )
