@@ -55,6 +55,15 @@ Fp8Scaling = Literal["tensorwise", "rowwise", "delayed", "mxfp8", "blockwise"]
 GradientType = Literal["fp32", "bf16"]
 """Type in which gradients are added up and reduced."""
 
+MomentType = Literal["fp32", "bf16", "8bit"]
+"""Type in which a moment of Adam is kept: bf16 is rounded stochastically, 8bit has a scale for each block."""
+
+MOMENT_BLOCK = 64
+"""Neighbouring elements of a row that share the fp32 scale of an 8-bit moment."""
+
+MOMENT_BYTES: dict[MomentType, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}
+"""Bytes of one moment of a weight, its share of a scale included."""
+
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 

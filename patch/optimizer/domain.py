@@ -208,6 +208,9 @@ def flat_layout(
     # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
         zero_stage, across = ZeroStage.NONE, None
+    if config.cpu_offloading_weights:
+        why = "weights in host memory are not built yet"
+        raise ConfigError(f"got true, expected false: {why}", field="cpu_offloading_weights")
     gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
     if zero_stage.shares_parameters:
         for group in dict.fromkeys((own or group) for group in [groups.dp_cp, *dp_groups]):
