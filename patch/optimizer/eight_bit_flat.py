@@ -143,7 +143,8 @@ def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
         domains: all of this rank's.
         is_offloading: whether optimizer states may go to the host.
     Raises:
-        ConfigError: their states may go to the host, or they have masters beside them (fp16).
+        ConfigError: they are freed after use; their states may go to the host, or they have masters beside
+            them (fp16).
     """
     rounded = [domain for domain in domains if domain.gathered_as is not None]
     if rounded and is_offloading:
@@ -151,6 +152,12 @@ def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
             "got weights that are gathered in 8 bits, expected none (--fp8-param-gather): their scales "
             "are found when the device has updated them, and the host updates later",
             field="optimizer_offload_policy",
+        )
+    if any(domain.sharding.stage.shares_parameters for domain in rounded):
+        raise ConfigError(
+            "got parameters, expected optimizer or gradients: weights that are gathered for each pass travel "
+            "in their own type, not in 8 bits (--fp8-param-gather)",
+            field="data_parallel_sharding",
         )
     if any(domain.dtype == torch.float16 for domain in rounded):
         raise ConfigError("got float16 weights that are gathered in 8 bits, expected bfloat16 or float32")

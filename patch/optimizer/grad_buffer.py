@@ -72,8 +72,8 @@ class GradBuffer:
         on_collected: Callable[[int], None],
         on_final: Callable[[int, Pending | None], None],
     ) -> None:
-        domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.trained.named
-        like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.trained.device)
+        domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.held.named
+        like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.held.device)
         self._group, self._clock, self._like = group, clock, like
         self._on_backward, self._on_collected, self._on_final = on_backward, on_collected, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
@@ -96,7 +96,7 @@ class GradBuffer:
         self._leaving: deque[Bucket] = deque()
         """Buckets that are to be reduced, in the one order in which they leave."""
         self.micro_batches = MicroBatches(
-            layout.trained.stages, self._begin_micro_batch, self._end_micro_batches
+            layout.held.stages, self._begin_micro_batch, self._end_micro_batches
         )
         self._checks: list[LastMicroBatchCheck] = []
         self.local_check: LocalCheck | None = None

@@ -31,7 +31,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
-from patch.optimizer.domain import flat_layout
+from patch.optimizer.domain import flat_layout, frozen_layout
 from patch.optimizer.eight_bit_flat import check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
@@ -95,10 +95,11 @@ class OverlappedDistributedOptimizer:
         self._is_grad_synced = False
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
+        frozen = frozen_layout(layout, config, groups)
         self.param_buffer = ParamBuffer(
-            layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
+            layout, frozen, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
-        self._units = ParamUnits(layout, self.param_buffer, self._clock)
+        self._units = ParamUnits(layout, frozen, self.param_buffer, self._clock)
         ParamReads(layout, self.param_buffer, self._units)
         self.grad_buffer = GradBuffer(
             layout, config, groups.dp_cp, self._clock, self._on_backward, self._units.collected,
@@ -251,6 +252,11 @@ class OverlappedDistributedOptimizer:
         self._units.end_pass()
         self.grad_buffer.abandon_backward(num_micro_batches)
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether forward sends messages: weights are freed while no module needs them."""
+        return self._units.are_there
+
     def start_param_sync(self) -> None:
         """Wait for this rank's updates, and start the gathers that are left; wait for no other rank."""
         self.param_buffer.start_all_gathers()
@@ -259,14 +265,17 @@ class OverlappedDistributedOptimizer:
         """Wait until every parameter has its new value; call before reading parameters raw."""
         self.param_buffer.finish_param_sync()
 
-    def full_weights(self) -> AbstractContextManager[None]:
+    def full_weights(self, *, frozen: bool = True) -> AbstractContextManager[None]:
         """Context in which every parameter has its new value in its own type; a collective over the job.
 
-        Only weights that are gathered in 8 bits have another type outside of it. Whoever reads or writes the
-        model's weights then opens it. What was written, the same on all ranks that hold a parameter, is what
-        training goes on from. Contexts inside it change nothing.
+        Outside of it weights may be gathered in 8 bits, or freed while no module needs them. Whoever reads or
+        writes the model's weights opens it. What was written, the same on all ranks that hold a parameter, is
+        what training goes on from. Contexts inside it change nothing.
+
+        Args:
+            frozen: also those that are not trained.
         """
-        return self.param_buffer.whole()
+        return self.param_buffer.whole(frozen=frozen)
 
     def described_weights(self) -> AbstractContextManager[None]:
         """Context in which the model's sharded_state_dict may be made, to save or to load; a collective.
@@ -279,10 +288,9 @@ class OverlappedDistributedOptimizer:
         """What of the model this rank saves or loads: views of its shards where it keeps no more.
 
         Args:
-            model_state: the model's sharded_state_dict by stage, made within `described_weights`.
+            model_state: the model's sharded_state_dict, made within `described_weights`.
         """
-        parts, in_shards = self._own.state_ranges(self._own.weights), self.param_buffer.in_shards
-        return sharded_weights(model_state, [part for part in parts if id(part.parameter) in in_shards])
+        return sharded_weights(model_state, self.param_buffer.own_parts())
 
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""

@@ -24,6 +24,7 @@ from patch.optimizer.domain import Domain, FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 from patch.optimizer.param_flat import ParamFlat
 from patch.optimizer.sharded_flat import ShardedFlat
+from patch.optimizer.sharded_state import StateRange
 
 
 class ParamBuffer:
@@ -31,6 +32,7 @@ class ParamBuffer:
 
     Args:
         layout: of the parameters; they become views of the buffers, values kept.
+        frozen: of those that are not trained and are shared all the same.
         wait_for_update: lets the current stream wait for this rank's new part of a bucket; False where it is
             not there yet and the second argument, whether to block this thread, is false.
         clock: gets the time that compute waits for parameters.
@@ -41,11 +43,15 @@ class ParamBuffer:
     that nobody here needs any more."""
 
     def __init__(
-        self, layout: FlatLayout, wait_for_update: Callable[[int, bool], bool], clock: WaitClock
+        self,
+        layout: FlatLayout,
+        frozen: FlatLayout | None,
+        wait_for_update: Callable[[int, bool], bool],
+        clock: WaitClock,
     ) -> None:
         bucket_ranges, domains = self._bucket_ranges, self._domains = layout.bucket_ranges, layout.domains
         self._wait_for_update, self._clock = wait_for_update, clock
-        parameters, device = layout.trained.parameters, layout.trained.device
+        parameters, device = layout.held.parameters, layout.held.device
         self.parameters = parameters
         self._updating: deque[int] = deque()
         """Buckets whose gathers are not started, in their order, the same on all ranks."""
@@ -58,6 +64,9 @@ class ParamBuffer:
             _kind_of(domain)(layout, number, clock) for number, domain in enumerate(domains)
         ]
         """By domain."""
+        frozen_domains = () if frozen is None else range(len(frozen.domains))
+        self.frozen_flats = [ShardedFlat(frozen, number, clock) for number in frozen_domains if frozen]
+        """Likewise, of what is never updated."""
         self._num_readers = 0
         """Contexts of whole weights that are open."""
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
@@ -75,7 +84,7 @@ class ParamBuffer:
     @property
     def is_whole(self) -> bool:
         """Whether every parameter has its own type and all its elements."""
-        return all(flat.is_whole for flat in self.flats)
+        return all(flat.is_whole for flat in self._all_flats)
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole.
@@ -83,7 +92,7 @@ class ParamBuffer:
         Raises:
             TrainingError: they are not.
         """
-        for flat in self.flats:
+        for flat in self._all_flats:
             flat.check_whole()
 
     def is_updated(self, indices: Sequence[int]) -> bool:
@@ -237,21 +246,23 @@ class ParamBuffer:
             self._note_settled()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self, *, frozen: bool) -> Iterator[None]:
         """Context in which parameters are whole; a collective over the job. Others inside it change nothing.
 
+        Args:
+            frozen: also those that are not trained.
         Raises:
             torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
         """
-        with self._gathered(self.flats):
+        with self._gathered(self._all_flats if frozen else self.flats):
             yield
 
     @contextmanager
     def described(self) -> Iterator[None]:
         """Context in which parameters in shards have shapes only, and all others are whole; a collective."""
-        sharded = [flat for flat in self.flats if isinstance(flat, ShardedFlat)]
+        sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
         assert not (sharded and self._num_readers), "within whole weights nobody needs a description"
-        with self._gathered([flat for flat in self.flats if flat not in sharded]):
+        with self._gathered([flat for flat in self._all_flats if flat not in sharded]):
             for flat in sharded:
                 flat.describe()
             try:
@@ -260,11 +271,14 @@ class ParamBuffer:
                 for flat in sharded:
                     flat.end_description()
 
+    def own_parts(self) -> list[StateRange]:
+        """This rank's parts of parameters of which it keeps no more: views."""
+        sharded = (flat for flat in self._all_flats if isinstance(flat, ShardedFlat))
+        return [part for flat in sharded for part in flat.own_parts()]
+
     @property
-    def in_shards(self) -> set[int]:
-        """Ids of parameters of which a rank keeps shards."""
-        sharded = (flat for flat in self.flats if isinstance(flat, ShardedFlat))
-        return {id(parameter) for flat in sharded for parameter in flat.in_shards()}
+    def _all_flats(self) -> list[ParamFlat]:
+        return [*self.flats, *self.frozen_flats]
 
     @contextmanager
     def _gathered(self, flats: Sequence[ParamFlat]) -> Iterator[None]:
@@ -284,12 +298,12 @@ class ParamBuffer:
 
     def store_whole(self) -> None:
         """Keep what whole parameters hold now, the same on all ranks."""
-        for flat in self.flats:
+        for flat in self._all_flats:
             flat.store_whole()
 
     def leave_whole(self) -> None:
         """Let parameters have the form that they train in."""
-        for flat in self.flats:
+        for flat in self._all_flats:
             flat.leave_whole()
 
     def _note_settled(self) -> None:

@@ -33,7 +33,7 @@ class ParamFlat:
     so that all buckets with parts of one parameter are updated together."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
-        self._domain, self._trained, self._clock = layout.domains[number], layout.trained, clock
+        self._domain, self._trained, self._clock = layout.domains[number], layout.held, clock
         self._ranges = {index: r for index, r in enumerate(layout.bucket_ranges) if r.domain == number}
         """The buckets of the domain, by their index."""
         self._begins = {
@@ -43,9 +43,9 @@ class ParamFlat:
             if param.offset == 0  # its other parts follow without gaps
         }
         """Where each parameter begins in the buffer, by its index, in the order of buckets."""
-        self.parameters = [layout.trained.parameters[index] for index in self._begins]
+        self.parameters = [layout.held.parameters[index] for index in self._begins]
         """In the order of buckets."""
-        dtype, device = self._domain.dtype, layout.trained.device
+        dtype, device = self._domain.dtype, layout.held.device
         self.buffer = torch.zeros(layout.numels[number], dtype=dtype, device=device)
         """What travels: (numel,), in the type in which it does."""
         with torch.no_grad():

@@ -25,10 +25,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock
+from patch.layout.buckets import BucketRange
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.micro_batch import NO_BACKWARD, tensors_in
 from patch.optimizer.param_buffer import ParamBuffer
@@ -44,11 +46,17 @@ class _Unit:
         self.buckets: list[int] = []
         self.flats: list[ShardedFlat] = []
         self.parameters: set[int] = set()
-        """By index."""
+        """Those that are trained, by index."""
         self.pending: list[Pending] | None = None
         """The gathers under way."""
         self.is_here = False
         """Whether the parameters are whole."""
+        self.has_frozen = False
+        """Whether some of the parameters are not trained: no gradient tells when backward is through."""
+        self.is_around = False
+        """Whether its module has others in it."""
+        self.skips_backward = False
+        """Whether backward needs no values: an embedding's does not."""
         self.num_forwards = 0
         """Forwards of the module that are under way."""
         self.is_read_outside = False
@@ -71,21 +79,32 @@ class ParamUnits:
     """The units of a rank's pipeline stages.
 
     Args:
-        layout: of the parameters.
-        buffer: of the parameters; has `ShardedFlat`s.
+        layout: of what is trained.
+        frozen: of frozen parameters that come and go, too.
+        buffer: of both.
         clock: gets the time that compute waits for gathers.
     """
 
-    def __init__(self, layout: FlatLayout, buffer: ParamBuffer, clock: WaitClock) -> None:
-        self._buffer, self._clock, device = buffer, clock, layout.trained.device
-        modules = unit_modules(layout.trained.stages)
+    def __init__(
+        self, layout: FlatLayout, frozen: FlatLayout | None, buffer: ParamBuffer, clock: WaitClock
+    ) -> None:
+        self._buffer, self._clock, device = buffer, clock, layout.held.device
+        modules = unit_modules(layout.held.stages)
         units = [_Unit(index + 1, each.stage, each.place_in_backward) for index, each in enumerate(modules)]
         self._unit_of: dict[torch.Tensor, _Unit] = {}
         for index, bucket_range in enumerate(layout.bucket_ranges):
             flat = buffer.flat_of(index)
             if bucket_range.unit and isinstance(flat, ShardedFlat):
-                self._add(units[bucket_range.unit - 1], index, flat, layout)
-        self._units = [unit for unit in units if unit.buckets]
+                unit = units[bucket_range.unit - 1]
+                unit.buckets.append(index)
+                unit.parameters |= {param.parameter for param in bucket_range.params}
+                self._add(unit, flat, layout, bucket_range)
+        for bucket_range in () if frozen is None else frozen.bucket_ranges:
+            assert frozen is not None
+            unit = units[bucket_range.unit - 1]
+            unit.has_frozen = True
+            self._add(unit, buffer.frozen_flats[bucket_range.domain], frozen, bucket_range)
+        self._units = [unit for unit in units if unit.flats]
         self._pass: _Pass | None = None
         self._stage: int | None = None
         """The stage whose forward is under way, outside of any backward."""
@@ -95,36 +114,43 @@ class ParamUnits:
             return
         self._streams, self._aside = streams_of(device), stream_of(device, "gathers")
         for unit in self._units:
-            self._follow(modules[unit.number - 1].module, unit)
-        for number, stage in enumerate(layout.trained.stages):
+            module, own = modules[unit.number - 1].module, modules[unit.number - 1].parameters
+            unit.is_around = len([*module.parameters()]) > len(own)
+            unit.skips_backward = type(module) in (torch.nn.Embedding, VocabParallelEmbedding)
+            self._follow(module, unit)
+        for number, stage in enumerate(layout.held.stages):
             self._follow_stage(stage, number)
 
-    def _add(self, unit: _Unit, index: int, flat: ShardedFlat, layout: FlatLayout) -> None:
+    def _add(self, unit: _Unit, flat: ShardedFlat, layout: FlatLayout, bucket_range: BucketRange) -> None:
         """A bucket belongs to a unit."""
-        unit.buckets.append(index)
         if flat not in unit.flats:
             unit.flats.append(flat)
-        for param in layout.bucket_ranges[index].params:
-            unit.parameters.add(param.parameter)
-            self._unit_of[layout.trained.parameters[param.parameter]] = unit
+        for param in bucket_range.params:
+            self._unit_of[layout.held.parameters[param.parameter]] = unit
+
+    def flats_of(self, parameters: Iterable[torch.nn.Parameter]) -> set[ShardedFlat]:
+        """What holds those of them that come and go."""
+        return {
+            flat for parameter in parameters if parameter in self._unit_of
+            for flat in self._unit_of[parameter].flats
+        }  # fmt: skip
 
     # Who needs what.
 
-    def read(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
-        """Somebody reads parameters by their names.
+    def read(self, parameter: torch.nn.Parameter | None) -> None:
+        """Somebody reads a parameter by its name.
 
         Raises:
-            TrainingError: they are freed, and no rank may gather them alone now.
+            TrainingError: it is freed, and no rank may gather it alone now.
         """
-        for parameter in parameters:
-            unit = self._unit_of.get(parameter) if parameter is not None else None
-            if unit is None or unit.num_forwards or self._buffer.is_whole:
-                continue
-            if self._stage is None and current_backward() == NO_BACKWARD:
-                self._buffer.check_whole()
-                continue
-            unit.is_read_outside |= self._stage is not None
-            self._need(unit)
+        unit = self._unit_of.get(parameter) if parameter is not None else None
+        if unit is None or unit.num_forwards or self._buffer.is_whole:
+            return
+        if self._stage is None and current_backward() == NO_BACKWARD:
+            self._buffer.check_whole()
+            return
+        unit.is_read_outside |= self._stage is not None
+        self._need(unit)
 
     def begin_backward(self, stage: int) -> None:
         """A stage's backward begins, or its turn comes to have none, and perhaps no forward before it."""
@@ -145,7 +171,9 @@ class ParamUnits:
         if unit is None:
             return
         unit.missing.discard(parameter)
-        if not unit.missing and unit.is_here and self._pass is not None and self._pass.is_backward:
+        if unit.missing or unit.has_frozen or not unit.is_here:
+            return
+        if self._pass is not None and self._pass.is_backward:
             self._free(unit)
 
     def end_pass(self) -> None:
@@ -160,8 +188,13 @@ class ParamUnits:
             self._free(unit)
 
     @property
+    def are_there(self) -> bool:
+        """Whether any parameter comes and goes."""
+        return bool(self._units)
+
+    @property
     def _is_sharded(self) -> bool:
-        return bool(self._units) and not self._buffer.is_whole
+        return self.are_there and not self._buffer.is_whole
 
     def _is_in(self, stage: int, *, is_backward: bool) -> bool:
         current = self._pass
@@ -173,6 +206,7 @@ class ParamUnits:
             self._num_ahead[stage] += -1 if is_backward else 1
         order = [unit for unit in self._units if unit.stage == stage]
         if is_backward:
+            order = [unit for unit in order if unit.is_read_outside or not unit.skips_backward]
             order.sort(key=lambda unit: (not unit.is_read_outside, unit.place_in_backward))
         begun = self._pass = _Pass(stage, order, is_backward=is_backward)
         if is_backward and current_backward() != NO_BACKWARD:
@@ -190,7 +224,8 @@ class ParamUnits:
         current, is_backward = self._pass, current_backward() != NO_BACKWARD
         if current is None or not self._is_in(unit.stage, is_backward=is_backward):
             current = self._begin(unit.stage, is_backward=is_backward)
-        elif unit.pending is None and unit in current.begun:  # it was freed in this pass
+        elif unit.pending is None and unit not in current.left:  # it was freed in this pass, or left out
+            unit.skips_backward = False
             current = self._begin(unit.stage, is_backward=is_backward, is_again=True)
         while unit in current.left:
             self._start_next(current)
@@ -219,6 +254,13 @@ class ParamUnits:
         for gather in pending or ():
             gather.wait(self._clock)
         unit.is_here = True
+
+    def _free_frozen(self, now: _Unit) -> None:
+        """A gradient has come to the output of a unit: backward is through with those after it in forward."""
+        for unit in self._pass.begun if self._pass is not None else ():
+            is_over = unit.place_in_backward < now.place_in_backward and not unit.is_around
+            if is_over and unit.has_frozen and not unit.is_read_outside:
+                self._free(unit)
 
     def _free(self, unit: _Unit) -> None:
         if unit.pending is not None:
@@ -257,6 +299,7 @@ class ParamUnits:
         def on_gradient(gradient: torch.Tensor) -> None:
             for unit in units:
                 self._need(unit)
+            self._free_frozen(units[0])
 
         for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:

@@ -25,6 +25,12 @@ from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.param_flat import ApartFlat
+from patch.optimizer.sharded_state import StateRange
+
+
+def resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Give a tensor's memory so many bytes, without values, whatever views it has; 0: take it."""
+    tensor.untyped_storage().resize_(num_bytes)
 
 
 class _Run(NamedTuple):
@@ -59,10 +65,10 @@ class ShardedFlat(ApartFlat):
                 if begin <= start < end
             ]
             if unit:
-                memory.untyped_storage().resize_(0)
+                resize_memory(memory, 0)
             self._runs.setdefault(unit, []).append(_Run(begin, buckets, memory, views))
-        self._is_described = False
-        self._nothing = whole.new_full((), math.nan)
+        self._all_parameters, self._is_described = layout.held.parameters, False
+        self._nothing = whole.new_full((), math.nan if whole.is_floating_point() else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +97,7 @@ class ShardedFlat(ApartFlat):
     def give_memory(self, unit: int) -> None:
         """Let the parameters of a unit have memory, without values."""
         for run in self._runs.get(unit, []):
-            run.memory.untyped_storage().resize_(run.memory.nbytes)
+            resize_memory(run.memory, run.memory.nbytes)
             for parameter, view in run.views:
                 parameter.data = view
             self._trained.note(parameter for parameter, _ in run.views)
@@ -102,7 +108,7 @@ class ShardedFlat(ApartFlat):
             for parameter, _ in run.views:
                 parameter.data = self._nothing.expand(parameter.shape)
             self._trained.note(parameter for parameter, _ in run.views)
-            run.memory.untyped_storage().resize_(0)
+            resize_memory(run.memory, 0)
 
     def describe(self) -> None:
         """Give parameters in shards their places, without memory: only shapes and offsets may be read."""
@@ -133,9 +139,16 @@ class ShardedFlat(ApartFlat):
         if not self._is_described:
             super().check_whole()
 
-    def in_shards(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters that do not stay gathered."""
-        return (parameter for run in self._of_units() for parameter, _ in run.views)
+    def own_parts(self) -> Iterator[StateRange]:
+        """This rank's parts of the parameters that do not stay gathered: views."""
+        for run in self._of_units():
+            for index in run.buckets:
+                begin, end = self._domain.own(self._ranges[index])
+                for param in self._ranges[index].params_within(begin, end):
+                    values = self.shard(index)[param.begin - begin : param.end - begin]
+                    yield StateRange(
+                        self._all_parameters[param.parameter], param.offset, values, self._domain.replica
+                    )
 
     def _of_units(self) -> Iterator[_Run]:
         return chain.from_iterable(runs for unit, runs in self._runs.items() if unit)

@@ -126,16 +126,21 @@ def sharded_weights(model_state: ShardedStateDict, ranges: Iterable[StateRange])
     """The model's state with the parts of weights that this rank keeps in the place of whole weights.
 
     Args:
-        model_state: by stage, see `sharded_ranges`.
+        model_state: see `sharded_ranges`.
         ranges: of the weights that it keeps no more of.
     """
     ranges = list(ranges)
     kept = {id(part.parameter) for part in ranges}
-    parts = sharded_ranges(model_state, ranges, "")
+    return _without(model_state, kept) | sharded_ranges(model_state, ranges, "")
+
+
+def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:
+    """What holds others."""
     return {
-        stage: {name: entry for name, entry in entries.items() if id(entry.data) not in kept}
-        for stage, entries in model_state.items()
-    } | {"shards": parts}
+        name: _without(entry, parameters) if isinstance(entry, dict) else entry
+        for name, entry in state.items()
+        if isinstance(entry, dict) or id(entry.data) not in parameters
+    }
 
 
 def zeros_of_frozen(

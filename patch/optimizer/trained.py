@@ -112,7 +112,27 @@ def _walk(module: torch.nn.Module) -> tuple[_Walk, _Walk]:
     return forward, [*forward[: bool(own)], *backward]
 
 
-class TrainedParameters:
+class HeldParameters:
+    """Parameters of a rank that have places in flat buffers.
+
+    Args:
+        stages: the pipeline stages of this rank.
+        named: each with its name in its stage.
+    """
+
+    def __init__(self, stages: Sequence[torch.nn.Module], named: Named) -> None:
+        self.stages, self.named = stages, named
+        self.parameters = [parameter for _, parameter in named]
+        all_parameters = chain.from_iterable(stage.parameters() for stage in stages)
+        like = next(chain(self.parameters, all_parameters), torch.empty(0))
+        self.device, self.dtype = like.device, like.dtype
+        """Of the first; where there is none, of any of the stages."""
+
+    def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The optimizer itself has given these parameters the memory that they have now."""
+
+
+class TrainedParameters(HeldParameters):
     """The trainable parameters, in about the order in which backward completes them.
 
     Args:
@@ -127,7 +147,6 @@ class TrainedParameters:
     def __init__(
         self, stages: Sequence[torch.nn.Module], groups: Sequence[ParamGroup], *, is_offloading: bool
     ) -> None:
-        self.stages, self.groups = stages, groups
         found = [
             (index, name, parameter)
             for index, stage in reversed(list(enumerate(stages)))
@@ -135,15 +154,10 @@ class TrainedParameters:
             if parameter.requires_grad
         ]
         self._stage_indices = [index for index, _, _ in found]
-        self.named = [(name, parameter) for _, name, parameter in found]
-        """Each with its name in its stage."""
+        super().__init__(stages, [(name, parameter) for _, name, parameter in found])
+        self.groups = groups
         _check_parameters(stages, self.named, is_offloading=is_offloading)
         self.group_indices = assign_groups(self.named, groups)
-        self.parameters = [parameter for _, parameter in self.named]
-        all_parameters = chain.from_iterable(stage.parameters() for stage in stages)
-        like = next(chain(self.parameters, all_parameters), torch.empty(0))
-        self.device, self.dtype = like.device, like.dtype
-        """Of the first; where nothing is trained, of the frozen parameters."""
         self._addresses: dict[int, int] = {}
 
     def specs(self, domain_indices: list[int], units: Sequence[int]) -> list[ParamSpec]:

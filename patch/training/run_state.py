@@ -8,6 +8,7 @@ number of consumed samples, so only these are saved for them.
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def state_to_save(
     """
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
     if stages[0].is_adapted:
-        common[_BASE] = base_checksum(stages)
+        common[_BASE] = _base_of(stages, optimizer)
     with optimizer.described_weights():
         if weights_only:
             state: dict[str, Any] = {"model": optimizer.sharded_weights(_stored_weights(stages))}
@@ -196,7 +197,7 @@ def resume(
     """
     common = from_rank_0(lambda: read_common(root, progress.iteration))
     if stages[0].is_adapted:
-        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), base_checksum(stages))
+        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), _base_of(stages, optimizer))
     if common.get(_WEIGHTS_ONLY):
         _load_finished(root, progress.iteration, stages, optimizer, train_iters)
         return
@@ -274,6 +275,11 @@ def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> 
 def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
     """The weights in a checkpoint: all, or those of adapters alone."""
     return sharded_weights(stages, adapters=stages[0].is_adapted or None)
+
+
+def _base_of(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
+    with optimizer.full_weights() if stages[0].base is None else nullcontext():
+        return base_checksum(stages)
 
 
 def base_checksum(stages: list[LlamaModel]) -> str:

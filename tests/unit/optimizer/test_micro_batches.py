@@ -59,13 +59,13 @@ class Shared(torch.nn.Module):
 
 def a_weight_in_two_reentrant_checkpoints(rank: int, zero_stage: ZeroStage) -> None:
     """In a first step of one micro-batch; with accumulation, and of all weights: test_backward_hooks.py."""
-    if zero_stage is not ZeroStage.GRADIENTS:  # it has no memory to wait with: see the error below
+    if not zero_stage.shares_gradients:  # it has no memory to wait with: see the error below
         check_training(rank, zero_stage, Shared, make_steps(3, 2, 1), reduce_bucket_size=1)
 
 
 def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> None:
     """At ZeRO stage `gradients` in any micro-batch; elsewhere where no step before had two."""
-    is_sharded = zero_stage is ZeroStage.GRADIENTS
+    is_sharded = zero_stage.shares_gradients
     for num_micro_batches, is_fused in product((1, 2) if is_sharded else (1,), (False, True)):
         model = Shared(use_reentrant=is_sharded)
         optimizer = build_optimizer(
@@ -114,9 +114,9 @@ def a_gradient_penalty_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
     optimizer.zero_grad(LR)
     penalized(model, step[rank][0], optimizer.no_sync()).backward()
     optimizer.step()
-    optimizer.finish_param_sync()
     oracle.model = oracle.model.model
-    assert_same_weights(model, oracle)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle)
 
 
 def twice_through_one_graph(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
@@ -199,8 +199,8 @@ def quiet_steps(rank: int, zero_stage: ZeroStage, steps: Sequence[Step]) -> None
         optimizer.step()
         longest = max(1, *map(len, step))
         oracle.take_step([[*of, *[torch.zeros(4, 23)] * (longest - len(of))] for of in step])
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle)
 
 
 def uneven(counts: Sequence[int]) -> list[Step]:
@@ -226,7 +226,7 @@ def a_last_micro_batch_without_gradient(rank: int, zero_stage: ZeroStage) -> Non
 
 def stages_without_gradient_on_one_rank(rank: int, zero_stage: ZeroStage) -> None:
     """Two stages take turns; rank 1 has no gradient on the one that comes first."""
-    if zero_stage is ZeroStage.GRADIENTS:  # not known before the end: all ranks must have one
+    if zero_stage.shares_gradients:  # not known before the end: all ranks must have one
         return
     (step,) = make_steps(1, 2, 1)
     quiet = [step[0], [torch.zeros(4, 23)]]
@@ -257,9 +257,9 @@ def train_stages(
         for oracle, step in zip(oracles, of_stages, strict=True):
             oracle.model.has_graph = True
             oracle.take_step(step)
-    optimizer.finish_param_sync()
-    for stage, oracle in zip(stages, oracles, strict=True):
-        assert_same_weights(stage, oracle)
+    with optimizer.full_weights():
+        for stage, oracle in zip(stages, oracles, strict=True):
+            assert_same_weights(stage, oracle)
 
 
 class Branches(torch.nn.Module):
@@ -325,7 +325,7 @@ def a_context_of_an_evaluation_that_ends_within_a_later_step(rank: int, zero_sta
 
 def unequal_numbers_of_micro_batches(rank: int, zero_stage: ZeroStage) -> None:
     for counts in ([2, 1], [3, 1], [0, 3]):
-        if zero_stage is not ZeroStage.GRADIENTS:
+        if not zero_stage.shares_gradients:
             quiet_steps(rank, zero_stage, uneven(counts))
             continue
         with pytest.raises(TrainingError, match=r"1 of 2 ranks.*--data-parallel-sharding optimizer"):
