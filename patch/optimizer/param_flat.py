@@ -45,13 +45,18 @@ class ParamFlat:
         """Where each parameter begins in the buffer, by its index, in the order of buckets."""
         self.parameters = [layout.held.parameters[index] for index in self._begins]
         """In the order of buckets."""
-        dtype, device = self._domain.dtype, layout.held.device
-        self.buffer = torch.zeros(layout.numels[number], dtype=dtype, device=device)
+        self._like = torch.empty(0, dtype=self._domain.dtype, device=layout.held.device)
+        self.buffer = self._take_over(layout.numels[number])
         """What travels: (numel,), in the type in which it does."""
-        with torch.no_grad():
-            for parameter, whole in self._views(self.buffer):
-                parameter.data = whole.copy_(parameter)
+
+    @torch.no_grad()
+    def _take_over(self, numel: int) -> torch.Tensor:
+        """(numel,) the values of the parameters, which become views."""
+        buffer = self._like.new_zeros(numel)
+        for parameter, whole in self._views(buffer):
+            parameter.data = whole.copy_(parameter)
         self._trained.note(self.parameters)
+        return buffer
 
     @property
     def num_bytes(self) -> int:
@@ -134,8 +139,8 @@ class ApartFlat(ParamFlat):
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
-        self._whole: torch.Tensor | None = self.buffer
-        self._own = self.buffer.new_zeros(self.buffer.numel() // self._domain.num_shards)
+        self._whole: torch.Tensor | None = self.buffer if self.buffer.numel() else None
+        self._own = self._like.new_zeros(layout.numels[number] // self._domain.num_shards)
         """This rank's shards, in the parameters' type."""
         self.store_whole()
 

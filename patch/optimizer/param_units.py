@@ -20,7 +20,7 @@ of its stage's forward, and from the beginning of its backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock
+from patch.errors import TrainingError
 from patch.layout.buckets import BucketRange
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.micro_batch import NO_BACKWARD, tensors_in
@@ -83,11 +84,18 @@ class ParamUnits:
         frozen: of frozen parameters that come and go, too.
         buffer: of both.
         clock: gets the time that compute waits for gathers.
+        before_forward: called before the messages of a stage's forward.
     """
 
     def __init__(
-        self, layout: FlatLayout, frozen: FlatLayout | None, buffer: ParamBuffer, clock: WaitClock
+        self,
+        layout: FlatLayout,
+        frozen: FlatLayout | None,
+        buffer: ParamBuffer,
+        clock: WaitClock,
+        before_forward: Callable[[], None],
     ) -> None:
+        self._before_forward = before_forward
         self._buffer, self._clock, device = buffer, clock, layout.held.device
         modules = unit_modules(layout.held.stages)
         units = [_Unit(index + 1, each.stage, each.place_in_backward) for index, each in enumerate(modules)]
@@ -297,6 +305,11 @@ class ParamUnits:
         """Gather units as soon as a gradient comes to an output."""
 
         def on_gradient(gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and self._is_sharded:
+                raise TrainingError(
+                    "backward keeps a graph of itself (create_graph, as a gradient penalty), which reads "
+                    "weights after they are freed, expected none: use --data-parallel-sharding gradients"
+                )
             for unit in units:
                 self._need(unit)
             self._free_frozen(units[0])
@@ -315,6 +328,7 @@ class ParamUnits:
             for unit in self._units:
                 unit.num_forwards = 0  # an error may have ended one
             if self._is_sharded:
+                self._before_forward()
                 self._begin(number, is_backward=False)
 
         def end(called: torch.nn.Module, inputs: Any, output: Any) -> None:
