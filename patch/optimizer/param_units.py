@@ -40,7 +40,7 @@ from patch.optimizer.trained import unit_modules
 
 
 class _Unit:
-    """Parameters that come and go together."""
+    """Parameters that come and go together; see `UnitModule`."""
 
     def __init__(self, number: int, stage: int, place_in_backward: int) -> None:
         self.number, self.stage, self.place_in_backward = number, stage, place_in_backward
@@ -232,7 +232,7 @@ class ParamUnits:
         current, is_backward = self._pass, current_backward() != NO_BACKWARD
         if current is None or not self._is_in(unit.stage, is_backward=is_backward):
             current = self._begin(unit.stage, is_backward=is_backward)
-        elif unit.pending is None and unit not in current.left:  # it was freed in this pass, or left out
+        if unit.pending is None and unit not in current.left:  # it was freed in this pass, or left out
             unit.skips_backward = False
             current = self._begin(unit.stage, is_backward=is_backward, is_again=True)
         while unit in current.left:
@@ -293,7 +293,7 @@ class ParamUnits:
             if called is not module:
                 return
             unit.num_forwards -= 1
-            self._need_in_backward(output, [unit])
+            self._need_in_backward(output, [unit], module_of=unit)
             is_again = current_backward() != NO_BACKWARD
             if not (is_again or unit.is_read_outside or unit.num_forwards):
                 self._free(unit)
@@ -301,8 +301,8 @@ class ParamUnits:
         module.register_forward_pre_hook(begin, prepend=True)
         module.register_forward_hook(end)
 
-    def _need_in_backward(self, output: Any, units: list[_Unit]) -> None:
-        """Gather units as soon as a gradient comes to an output."""
+    def _need_in_backward(self, output: Any, units: list[_Unit], module_of: _Unit | None = None) -> None:
+        """Gather units as soon as a gradient comes to an output, perhaps that of a unit's module."""
 
         def on_gradient(gradient: torch.Tensor) -> None:
             if torch.is_grad_enabled() and self._is_sharded:
@@ -312,7 +312,8 @@ class ParamUnits:
                 )
             for unit in units:
                 self._need(unit)
-            self._free_frozen(units[0])
+            if module_of is not None:
+                self._free_frozen(module_of)
 
         for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:

@@ -152,7 +152,9 @@ Misuse = Callable[[OddModel, OverlappedDistributedOptimizer], object]
 WITHOUT_FORWARD = r"first.\w+: a gradient without a forward.*call the model"
 MISUSES: dict[str, tuple[Misuse, str]] = {
     "two backwards of a graph": (twice_through_one_graph, "no_sync"),
-    "a gradient penalty": (lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync|create_graph"),
+    "a gradient penalty": (
+        lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync|create_graph",
+    ),
     "a reentrant checkpoint": (checkpointed_outside_of_the_forward, "use_reentrant=False"),
     "no no_sync": (lambda m, _: [m(ONES).backward() for _ in range(2)], "no_sync"),
     "no forward": (lambda m, _: m.first(ONES).sum().backward(), WITHOUT_FORWARD),
