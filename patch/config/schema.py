@@ -428,7 +428,10 @@ class RunConfig:
 
     @property
     def keeps_8_bit_weights(self) -> bool:
-        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
+        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches.
+
+        Not where 16-bit weights are freed to save memory.
+        """
         is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
 
@@ -436,7 +439,8 @@ class RunConfig:
     def gathers_8_bit_weights(self) -> bool:
         """Whether replicas send each other 8-bit weights: there are several, and they share states."""
         is_wanted = self.has_8_bits and self.training.fp8_param_gather
-        return is_wanted and self.num_state_shares > 1 and self.sharding is not ZeroStage.NONE
+        are_gathered = self.sharding not in (ZeroStage.NONE, ZeroStage.PARAMETERS)  # there in their own type
+        return is_wanted and self.num_state_shares > 1 and are_gathered
 
     @property
     def sharding(self) -> Sharding:

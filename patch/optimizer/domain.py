@@ -6,12 +6,13 @@ What these ranks share of them is the domain's `Sharding`, one class for each Ze
     NONE         once a step, all-reduce              the sums of all       nothing
     OPTIMIZER    once a step, reduce-scatter          full buffers          each bucket, after its update
     GRADIENTS    every micro-batch, reduce-scatter    the rank's shards     each bucket, after its update
+    PARAMETERS   every micro-batch, reduce-scatter    the rank's shards     each unit, for each pass
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, RoundedSums, start_all_reduce, start_reduce_scatter
 from patch.errors import ConfigError
 from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
-from patch.optimizer.trained import TrainedParameters
+from patch.optimizer.trained import HeldParameters, TrainedParameters, unit_modules
 
 
 class Places(NamedTuple):
@@ -115,7 +116,15 @@ class ShardedGradients(Sharding):
         return Places(kept[bucket.begin // domain.num_shards : bucket.end // domain.num_shards], None)
 
 
-SHARDINGS = {each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients())}
+class ShardedParameters(ShardedGradients):
+    """`PARAMETERS`: parameters, too, have memory for a rank's shards only (sharded_flat.py)."""
+
+    stage = ZeroStage.PARAMETERS
+
+
+SHARDINGS = {
+    each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients(), ShardedParameters())
+}
 
 
 class Domain(NamedTuple):
@@ -135,6 +144,9 @@ class Domain(NamedTuple):
     """The type in which gradients travel inside an instance; None: that in which they are collected."""
     gathered_as: torch.dtype | None = None
     """The 8-bit type in which parameters travel (eight_bit_flat.py); None: their own."""
+    gathers: dist.ProcessGroup | None = None
+    """The ranks of `instance` once more, for gathers between reductions: ranks whose unused parameters differ
+    reduce at other times, and messages of one group need one order."""
 
     @property
     def num_shards(self) -> int:
@@ -162,7 +174,7 @@ class Domain(NamedTuple):
 class FlatLayout:
     """Where each parameter of a rank lies."""
 
-    trained: TrainedParameters
+    held: HeldParameters
     """The parameters; the rest refers to them by index."""
     domains: list[Domain]
     """All of one sharding; at least one."""
@@ -170,6 +182,8 @@ class FlatLayout:
     """Of the parameters."""
     bucket_ranges: list[BucketRange]
     """Buckets in the order of backward, which refer to domains by index."""
+    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = field(default_factory=dict)
+    """Of each group that shares parameters its ranks once more (see `Domain`)."""
 
     @property
     def numels(self) -> list[int]:
@@ -196,9 +210,14 @@ def flat_layout(
     # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
         zero_stage, across = ZeroStage.NONE, None
-    if zero_stage not in SHARDINGS or config.cpu_offloading_weights:
-        why = "sharded weights and weights in host memory are not built yet"
-        raise ConfigError(f"got parameters, expected gradients: {why}", field="data_parallel_sharding")
+    if config.cpu_offloading_weights:
+        why = "weights in host memory are not built yet"
+        raise ConfigError(f"got true, expected false: {why}", field="cpu_offloading_weights")
+    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    if zero_stage.shares_parameters:
+        for group in dict.fromkeys((own or group) for group in [groups.dp_cp, *dp_groups]):
+            if group.size() > 1:
+                gathers[group] = same_ranks(group)
     sharding = SHARDINGS[zero_stage]
     if config.grad_reduce_in_bf16 and sharding.stage.sums_on_the_way(groups.dp_cp.size()):
         raise ConfigError(
@@ -215,14 +234,74 @@ def flat_layout(
         placed.append((group, parameter.dtype, gathered_as if is_gathered else None))
     keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None)]
     domains = [
-        Domain(sharding, group, dtype, own or group, across, travels_as, gathered_as)
+        Domain(
+            sharding, group, dtype, own or group, across, travels_as, gathered_as, gathers.get(own or group)
+        )
         for group, dtype, gathered_as in keys
     ]
-    specs = trained.specs([keys.index(key) for key in placed])
+    units = [0] * len(placed)
+    if sharding.stage.shares_parameters:
+        numbers = _unit_numbers(trained.stages, config.param_persistence_threshold)
+        units = [numbers[parameter] for parameter in trained.parameters]
+    specs = trained.specs([keys.index(key) for key in placed], units)
     is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in domains)
     shares = [domain.num_shards for domain in domains]
     buckets = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
-    return FlatLayout(trained, domains, specs, buckets)
+    return FlatLayout(trained, domains, specs, buckets, gathers)
+
+
+def same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of these ranks, whose messages have an order of their own."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+def frozen_layout(
+    layout: FlatLayout, config: OptimizerConfig, groups: ProcessGroupCollection
+) -> FlatLayout | None:
+    """Where the frozen weights lie of which ranks keep shards; None: all stay as they are.
+
+    Args:
+        layout: of what is trained in the same stages.
+        config: bucket size, and which weights are too small.
+        groups: see `flat_layout`; of distributed experts also expt_dp.
+    """
+    stages, first = layout.held.stages, layout.domains[0]
+    numbers = _unit_numbers(stages, config.param_persistence_threshold) if layout.gathers else {}
+    named, specs, keys = [], list[ParamSpec](), list[tuple[dist.ProcessGroup, torch.dtype]]()
+    for stage, module in reversed(list(enumerate(stages))) if numbers else ():
+        for name, parameter in reversed(list(module.named_parameters())):
+            is_expert = not getattr(parameter, "allreduce", True)
+            group = getattr(groups, "expt_dp", None) if is_expert else groups.dp_cp
+            instance = first.instance if first.across is not None else group
+            is_kept = parameter.requires_grad or not numbers[parameter]
+            if is_kept or instance not in layout.gathers or parameter.device != layout.held.device:
+                continue
+            key, unit = (layout.gathers[instance], parameter.dtype), numbers[parameter]
+            keys += [] if key in keys else [key]
+            named.append((name, parameter))
+            specs.append(ParamSpec(parameter.numel(), 0, False, stage, keys.index(key), 0, unit))
+    if not named:
+        return None
+    domains = [
+        Domain(first.sharding, ranks, dtype, ranks, first.across, None, gathers=ranks)
+        for ranks, dtype in keys
+    ]
+    shares = [domain.num_shards for domain in domains]
+    buckets = lay_out(specs, config.reduce_bucket_size, shares)
+    return FlatLayout(HeldParameters(stages, named), domains, specs, buckets)
+
+
+def _unit_numbers(stages: Sequence[torch.nn.Module], smallest: int) -> dict[torch.nn.Parameter, int]:
+    """What each parameter is gathered with: the number of its module, or 0 if it is to stay whole.
+
+    That is a parameter of fewer than `smallest` elements, or one of several modules.
+    """
+    found: dict[torch.nn.Parameter, int] = {}
+    for number, unit in enumerate(unit_modules(stages), 1):
+        for parameter in unit.parameters:
+            stays = parameter.numel() < smallest or found.get(parameter, number) != number
+            found[parameter] = 0 if stays else number
+    return found
 
 
 def _instances(

@@ -91,7 +91,7 @@ class ShardStates:
         """All of them as sharded tensors, views; unless `is_loading` filled up by `zeros_of_frozen`."""
         found: ShardedStateDict = {}
         for name in self._dtypes:
-            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}")
+            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}.")
         if not is_loading:
             found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), state_dtypes, _STATE)
         return found
@@ -105,7 +105,7 @@ def sharded_ranges(
     Args:
         model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
         ranges: of the state.
-        prefix: the shards' keys are `prefix` + "." + the weight's key.
+        prefix: the shards' keys are `prefix` + the weight's key.
     Returns:
         one entry per rectangle; each holds a view of the state.
     """
@@ -121,6 +121,28 @@ def sharded_ranges(
                 begin += size
                 found |= _entry(shard, prefix, values, (offset, shape), dp_rank)
     return found
+
+
+def sharded_weights(model_state: ShardedStateDict, ranges: Iterable[StateRange]) -> ShardedStateDict:
+    """The model's state with the parts of weights that this rank keeps in the place of whole weights.
+
+    Args:
+        model_state: see `sharded_ranges`.
+        ranges: of the weights that it keeps no more of; the state may lack some.
+    """
+    known = _shards_by_parameter(model_state)
+    ranges = [part for part in ranges if id(part.parameter) in known]
+    kept = {id(part.parameter) for part in ranges}
+    return _without(model_state, kept) | sharded_ranges(model_state, ranges, "")
+
+
+def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:
+    """What holds others."""
+    return {
+        name: _without(entry, parameters) if isinstance(entry, dict) else entry
+        for name, entry in state.items()
+        if isinstance(entry, dict) or id(entry.data) not in parameters
+    }
 
 
 def zeros_of_frozen(
@@ -157,7 +179,7 @@ def zeros_of_frozen(
         offset = (0,) * len(shape)
         for name, dtype in dtypes_of(shard.data.dtype).items():
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            filled |= _entry(shard, f"{prefix}.{name}", zeros, (offset, shape), _replica(shard)[2])
+            filled |= _entry(shard, f"{prefix}.{name}.", zeros, (offset, shape), _replica(shard)[2])
     return filled
 
 
@@ -211,7 +233,7 @@ def _entry(
     shard: ShardedTensor, prefix: str, values: torch.Tensor, rectangle: Rectangle, dp_rank: int
 ) -> ShardedStateDict:
     """A state of a rectangle of a weight's shard, by its key and place."""
-    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}.{shard.key}"
+    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}{shard.key}"
     inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
     whole, global_offset = (1,) * axes + shape, (*shard.global_offset[:axes], *inner)
     found = ShardedTensor(
@@ -223,5 +245,6 @@ def _entry(
         global_offset=global_offset,
         axis_fragmentations=None,
         replica_id=(*_replica(shard)[:2], dp_rank),
+        allow_shape_mismatch=shard.allow_shape_mismatch and not prefix,
     )
     return {f"{key}{global_offset}": found}

@@ -12,7 +12,6 @@ from patch.config.choices import PRECISIONS, Recompute, ZeroStage
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
-from patch.layout.buckets import NUM_WHOLE
 from patch.numbers import counted, scaled, size_text
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.fits import fit_of, heaviest_rank
@@ -332,7 +331,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> PlanRow:
     )
     formulas = [
         f"{rank.state} state + {rank.staging} of gradients under way + "
-        + (f"{rank.whole} of weights in {NUM_WHOLE} modules + " if rank.whole else "")
+        + (f"{rank.whole} of weights that are whole + " if rank.whole else "")
         + f"{rank.eight_bits} 8-bit weights + "
         f"{kept.layers} of layers + {kept.ends} of ends + {kept.transient} of the running pass = "
         f"{rank.total} bytes",

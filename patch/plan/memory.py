@@ -118,12 +118,11 @@ def units_of(config: RunConfig, pp_rank: int | None) -> list[Unit]:
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    """Bytes of this rank's shards of what it frees; those of 8-bit weights are halves of masters."""
+    """Bytes of this rank's shards of what it frees."""
     if not (units := units_of(config, pp_rank)):
         return 0
     others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
-    narrow = _elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0
-    return (others - narrow) // config.num_state_shares + experts // config.num_expert_copies
+    return others // config.num_state_shares + experts // config.num_expert_copies
 
 
 def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
@@ -134,7 +133,12 @@ def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     sizes = [unit.total for unit in units_of(config, pp_rank)]
-    return max((sum(sizes[first : first + NUM_WHOLE]) for first in range(len(sizes))), default=0)
+    training, number = config.training, NUM_WHOLE
+    if (
+        config.recompute == "full" and training.recompute_method == "uniform"
+    ):  # a block is computed again whole
+        number += training.recompute_num_layers - 1
+    return max((sum(sizes[first : first + number]) for first in range(len(sizes))), default=0)
 
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:

@@ -219,32 +219,21 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
     Returns:
         those of each stage, in the order of the model and of a forward.
     """
-    model, training = config.model, config.training
-    size, narrow, saved = element_bytes(training.precision), range(0), 0
-    if config.gathers_8_bit_weights:
-        narrow, saved = training.fp8.layers(model.num_layers), sum(matrices_per_rank(config)) * (size - 1)
-    below = config.optimizer.param_persistence_threshold
+    size, below = element_bytes(config.training.precision), config.optimizer.param_persistence_threshold
     is_packed = config.adapter.quantize_base is not None
     cut, stage_layers = Cut.of(config.parallel, config.experts), tuple(config.stage_layers)
-    return _units(model, cut, stage_layers, below, size, is_packed, narrow, saved)
+    return _units(config.model, cut, stage_layers, below, size, is_packed)
 
 
 @lru_cache(maxsize=256)
 def _units(
-    model: ModelConfig,
-    cut: Cut,
-    stage_layers: tuple[int, ...],
-    below: int,
-    size: int,
-    is_packed: bool,
-    narrow: range,
-    saved: int,
+    model: ModelConfig, cut: Cut, stage_layers: tuple[int, ...], below: int, size: int, is_packed: bool
 ) -> tuple[tuple[Unit, ...], ...]:
-    """`freed_units`; layers in `narrow` have so many bytes less."""
+    """`freed_units`; a search of layouts asks for the same ones many times."""
     packed = {row.name for row in base_rows(model)} if is_packed else set()
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
     before, after = [Unit(0, 0)], [Unit(0, 0)]
-    layers = [Unit(-saved if layer in narrow else 0, 0) for layer in range(model.num_layers)]
+    layers = [Unit(0, 0)] * model.num_layers
     for row in weight_rows(model):
         elements, is_of_expert = elements_per_rank(row, model, cut), row.part == "expert"
         is_whole = elements // (row.num_experts // cut.ep if is_of_expert else 1) < below

@@ -170,7 +170,7 @@ def _write_adapters(run: Run) -> None:
     Before that checkpoint is complete: whoever goes on from it never finds an older folder.
     """
     load = run.config.checkpoint.load
-    with run.optimizer.full_weights():
+    with run.optimizer.full_weights(frozen=False):
         export_adapter(
             run.stages,
             Path(run.config.checkpoint.output_path) / ADAPTER_FOLDER,

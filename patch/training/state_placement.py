@@ -99,13 +99,17 @@ class OomRetry:
     Args:
         optimizer: its states are moved to the host if memory runs out.
         what: the name of the work in the log.
+        has_backward: whether `abandon_backward` sends what a rank that ran out of memory leaves unsent.
     """
 
-    def __init__(self, optimizer: OverlappedDistributedOptimizer, what: str) -> None:
+    def __init__(
+        self, optimizer: OverlappedDistributedOptimizer, what: str, *, has_backward: bool = True
+    ) -> None:
         self._optimizer, self._what = optimizer, what
         self._group = optimizer.groups.dp_cp
         is_whole = self._group.size() == dist.get_world_size() and optimizer.groups.cp.size() == 1
         is_whole &= not any(group.data_parallel_group for group in optimizer.param_groups)
+        is_whole &= has_backward or not optimizer.gathers_in_forward
         self._can_agree = optimizer.placement.is_offloading and is_whole
         self._random = random_state() if self._can_agree else {}
         self._error: Exception | None = None

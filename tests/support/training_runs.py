@@ -269,7 +269,6 @@ def bits_of_steps(run: Run) -> list[Any]:
 
 def digests(run: Run) -> tuple[str, str]:
     """Of all weights and of all optimizer states of this rank."""
-    run.optimizer.finish_param_sync()
     adam = run.optimizer.adam
     states = (
         on_host(state)
@@ -278,7 +277,8 @@ def digests(run: Run) -> tuple[str, str]:
         for first, last, *_ in shard.ranges
         for _, state in adam.state(name, index, first, last)
     )
-    return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)
+    with run.optimizer.full_weights():
+        return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)
 
 
 @contextmanager

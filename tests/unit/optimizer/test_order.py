@@ -22,7 +22,6 @@ from optimizer_runs import (
     data_parallel_groups,
     make_steps,
     states_of,
-    weights_of,
 )
 
 from patch.config.choices import ZeroStage
@@ -44,6 +43,7 @@ CASES = [
     (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, LONE),
     (ZeroStage.GRADIENTS, torch.float32, FREE, LONE),
     (ZeroStage.GRADIENTS, torch.bfloat16, CLIPPED, INSTANCES),
+    (ZeroStage.PARAMETERS, torch.bfloat16, CLIPPED, ALIKE),
 ]
 """ZeRO stage, type, clipping, and which ranks have copies: the same of all parameters; of some nobody else,
 as of an expert; or ranks in instances."""
@@ -66,8 +66,9 @@ def build(
         groups.dp_cp, groups.intra_dp_cp = dist.ProcessGroup(3, 4), dist.ProcessGroup(1, 2)
         groups.inter_dist_opt = dist.ProcessGroup(1, 2)
     config = OptimizerConfig(
-        lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0, **changes
-    )
+        lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0,
+        param_persistence_threshold=20, **changes,
+    )  # fmt: skip
     param_groups = None
     if copies == LONE:
         own = [*model.last.parameters(), model.gain]
@@ -118,7 +119,8 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
         optimizer.placement.apply()
         model.is_short = index % 3 == 1
         if index == 5:
-            model.first.load_state_dict(other.first.state_dict())
+            with optimizer.full_weights():
+                model.first.load_state_dict(other.first.state_dict())
             optimizer.reload_model_params()
         if index == 3:
             fail_midway(model, optimizer, step)
@@ -132,15 +134,18 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
             with torch.no_grad():
                 losses.append(model(step[0]))
         if index == 3:
-            saved = {name: weight.clone() for name, weight in model.state_dict().items()}
+            with optimizer.full_weights():
+                saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer.placement.apply()
-    optimizer.finish_param_sync()
+    with optimizer.full_weights():
+        weights = {name: weight.clone() for name, weight in model.named_parameters()}
     states = [torch.cat([state for state, _ in states_of(optimizer, name)]) for name in optimizer.adam.dtypes]
     fake.compute.synchronize()
     with fake.executing():
         found = {f"saved {name}": weight.float().numpy() for name, weight in saved.items()}
         found |= {f"state {index}": state.numpy() for index, state in enumerate(states)}
-        return {"bits": [norms, [loss.item() for loss in losses]], "arrays": found | weights_of(model)}
+        found |= {name: weight.detach().float().numpy() for name, weight in weights.items()}
+        return {"bits": [norms, [loss.item() for loss in losses]], "arrays": found}
 
 
 def faked(order: Order, host_bytes: int, case: tuple) -> dict[str, Any]:

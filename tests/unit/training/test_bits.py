@@ -29,6 +29,8 @@ EIGHT_ROWS = {"global_batch_size": 8, "reduce_bucket_size": 9000}
 NONE, ZERO_1, ZERO_2 = (
     EIGHT_ROWS | {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")
 )
+ZERO_3 = EIGHT_ROWS | {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
+"""Norms are sums over other buckets: the last bit of a float64 may differ."""
 BF16_GRADIENTS = {"precision": "bf16", "main_grads_dtype": "bf16"}
 INSTANCES = {"dp": 4, "num_distributed_optimizer_instances": 2}
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
@@ -82,6 +84,11 @@ RUNS = {
     "zero-1, small": Row({"dp": 2, **ZERO_1, "reduce_bucket_size": 1}, "none"),
     "zero-2": Row({"dp": 2, **ZERO_2}),
     "zero-2, small": Row({"dp": 2, **ZERO_2, "reduce_bucket_size": 1}, "zero-2"),
+    "zero-3": Row({"dp": 2, **ZERO_3}, "zero-2", ("losses", "weights")),
+    "zero-3, full": Row(
+        {"dp": 2, **ZERO_3, "recompute_granularity": "full", "gradient_accumulation_fusion": True}, "zero-2"
+    ),
+    "zero-3, bf16, half": Row({"dp": 2, **ZERO_3, **CHUNKS, **HALF}, "zero-2, bf16", ("losses", "weights")),
     "bf16 gradients": Row({"dp": 2, **NONE, **BF16_GRADIENTS}),
     "zero-1, bf16 gradients": Row({"dp": 2, **ZERO_1, **BF16_GRADIENTS}, "bf16 gradients"),
     "zero-2, bf16": Row({"dp": 2, **ZERO_2, **CHUNKS}),
@@ -93,6 +100,7 @@ RUNS = {
     "fp8, in 8 bits": Row(
         {"dp": 2, "data_parallel_sharding": "gradients", **FP8, **IN_8_BITS}, "fp8", ("losses", "weights")
     ),
+    "zero-3, fp8": Row({"dp": 2, **ZERO_3, **FP8}, "fp8", ("losses", "weights")),
     "pp3, by hand": Row({"pp": 3, BY_HAND: "E|t*3|tL", "recompute_granularity": "full"}, "one"),
     "vpp3, flush": Row({"pp": 3, BY_HAND: "E|t|t|t|t|L", **FOUR, **FLUSH}, "one, 4"),
     "vpp3, waiting": Row(
@@ -104,10 +112,12 @@ RUNS = {
     "vpp4, 9": Row({"pp": 4, "stage": 1, **NINE}, "one, 9"),
     "zero-2, pp": Row({"dp": 2, "pp": 2, **ZERO_2, **TIED}),
     "zero-2, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_2, **TIED}, "zero-2, pp"),
+    "zero-3, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_3, **TIED}, "zero-2, pp"),
     "none, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **NONE}),
     "zero-1, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_1}, "none, vpp"),
     "instances": Row({**INSTANCES, **ZERO_2, **CHUNKS}),
     "instances, half on disk": Row({**INSTANCES, **ZERO_2, **CHUNKS, **ON_DISK}, "instances", EVERYTHING),
+    "instances, zero-3": Row({**INSTANCES, **ZERO_3, **CHUNKS}, "instances", ("losses", "weights")),
     "instances, fp8": Row(FP8_INSTANCES),
     "instances, fp8, in 8 bits": Row(FP8_INSTANCES | IN_8_BITS, "instances, fp8", ("losses", "weights")),
 }  # fmt: skip

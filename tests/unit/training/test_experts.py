@@ -45,6 +45,7 @@ SP2 = {"tp": 2, "sequence_parallel": True}
 ETP1 = {"expert_tensor_parallel_size": 1}
 FULL = {"recompute_granularity": "full"}
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+ZERO3 = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP=1, ZeRO-1": {"dp": 2, "data_parallel_sharding": "optimizer"},
     "EP=2, ZeRO-2, selective": {
@@ -56,8 +57,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "EP=2 over TP=2, ETP=1": {**SP2, **EP2, **ETP1},
     "ETP=2": {**SP2, "gradient_accumulation_fusion": True},
-    "EP=2 x ETP=2 over TP x DP, ZeRO-2, half offloaded": {
-        "dp": 2, "data_parallel_sharding": "gradients", **SP2, **EP2, **ALLGATHER, **HALF
+    "EP=2 x ETP=2 over TP x DP, ZeRO-3, half offloaded": {
+        "dp": 2, **ZERO3, **SP2, **EP2, **ALLGATHER, **HALF
     },
     "EP=4 over CP x DP, full": {
         "cp": 2, "cp_comm_type": "p2p", "dp": 2, "expert_model_parallel_size": 4, **FULL
@@ -165,6 +166,7 @@ CHAIN: dict[str, dict[str, Any]] = {
     "one": {},
     "EP=2 x DP, ZeRO-2, half offloaded": {"dp": 2, "data_parallel_sharding": "gradients", **EP2, **HALF},
     "EP=2 x TP, ETP=1": {**SP2, **EP2, **ETP1},
+    "EP=2 x DP, ZeRO-3": {"dp": 4, **ZERO3, **EP2},
     "EP=2 x ETP=2 x PP, ZeRO-1": {
         "pp": 2, "dp": 2, "data_parallel_sharding": "optimizer", "expert_model_parallel_size": 2
     },

@@ -33,9 +33,10 @@ CASES = [
     ("none", 2, "full device"),
     ("optimizer", 2, "hook"),
     ("gradients", 2, "evaluation"),
-    ("none", 2, "backward"),
+    ("parameters", 2, "first forward"),
     ("gradients", 1, "backward"),
     ("optimizer", 2, "full device"),
+    ("parameters", 2, "hook"),
 ]
 """Sharding, micro-batches, and where memory runs out: `hook` is where a gradient is put in its bucket, with a
 part of them reduced. On rank 0, on rank 1 or on both."""
@@ -44,6 +45,7 @@ part of them reduced. On rank 0, on rank 1 or on both."""
 def build(level: str, num_batches: int, **changes: Any) -> Run:
     dp = dist.get_world_size()
     layout = {"dp": dp, "data_parallel_sharding": level, "global_batch_size": dp * num_batches}
+    layout |= {"param_persistence_threshold": 100} if level == "parameters" else {}
     activations = {"cpu_offloading": level != "none"}
     return build_seeded_run(small_run(**SMALL | layout | activations | changes))
 
