@@ -386,9 +386,9 @@ class RunConfig:
     @property
     def frees_weights(self) -> bool:
         """Whether weights come to a rank for each pass, from other ranks or from host memory."""
-        optimizer = self.optimizer
-        on_host = optimizer.cpu_offloading_weights and optimizer.cpu_offloading_weights_fraction != 0
-        return self.zero_stage.shares_parameters and (self.num_state_shares > 1 or on_host)
+        share = self.optimizer.cpu_offloading_weights_fraction
+        comes = self.num_state_shares > 1 or (self.optimizer.cpu_offloading_weights and share != 0)
+        return self.zero_stage.shares_parameters and comes
 
     @property
     def reductions_per_step(self) -> int:
@@ -428,10 +428,7 @@ class RunConfig:
 
     @property
     def keeps_8_bit_weights(self) -> bool:
-        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches.
-
-        Not where 16-bit weights are freed to save memory.
-        """
+        """Whether 8-bit weights are kept in a step: with several micro-batches it is worth the memory."""
         is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
 
@@ -439,8 +436,8 @@ class RunConfig:
     def gathers_8_bit_weights(self) -> bool:
         """Whether replicas send each other 8-bit weights: there are several, and they share states."""
         is_wanted = self.has_8_bits and self.training.fp8_param_gather
-        are_gathered = self.sharding not in (ZeroStage.NONE, ZeroStage.PARAMETERS)  # there in their own type
-        return is_wanted and self.num_state_shares > 1 and are_gathered
+        shares_states_alone = self.sharding not in (ZeroStage.NONE, ZeroStage.PARAMETERS)
+        return is_wanted and self.num_state_shares > 1 and shares_states_alone
 
     @property
     def sharding(self) -> Sharding:
