@@ -13,7 +13,7 @@ from patch.device import MachineFacts
 from patch.numbers import size_text
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes, host_bytes
+from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes, host_bytes, units_of
 from patch.plan.parameters import element_bytes, parameters_of
 from patch.plan.savings import Mix, share_on_host, with_mix
 from patch.plan.timing.communication import sent_bytes
@@ -68,8 +68,11 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     config = with_sharding(config, stage)
     experts, copies = parameters_of(config, None, of_experts=True), config.num_expert_copies
     of_experts = experts * element_bytes(config.training.precision)
-    sent = _sent(config, experts, of_experts, copies, copies)
     others, weights = parameters_of(config, None) - experts, gathered_bytes(config) - of_experts
+    freed, again = units_of(config, None), 2 * config.num_micro_batches - 1
+    of_experts += again * sum(unit.experts for unit in freed)
+    weights += again * sum(unit.others for unit in freed)
+    sent = _sent(config, experts, of_experts, copies, copies)
     sent += _sent(config, others, weights, config.num_state_shares, config.num_weight_copies)
     return StageCost(sent, bytes_per_rank(config).total)
 
@@ -80,7 +83,7 @@ def _sent(config: RunConfig, parameters: int, weight_bytes: int, shares: int, co
     Args:
         config: the run.
         parameters: how many.
-        weight_bytes: of their new values.
+        weight_bytes: of their values, as often as they are gathered.
         shares: ranks that share their states, if these are sharded.
         copies: ranks that have the same ones.
     """
@@ -89,8 +92,7 @@ def _sent(config: RunConfig, parameters: int, weight_bytes: int, shares: int, co
     if not config.zero_stage.shares_states:
         return 2 * gradients * (copies - 1) // copies
     travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
-    gathers = 2 * config.num_micro_batches if config.zero_stage.shares_parameters else 1
-    sent = (travelling * config.reductions_per_step + weight_bytes * gathers) * (shares - 1) // shares
+    sent = (travelling * config.reductions_per_step + weight_bytes) * (shares - 1) // shares
     return sent + 2 * gradients * (instances - 1) // copies
 
 
