@@ -34,6 +34,13 @@ def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None
         patch.setitem(sys.modules, name, module)
         for function in ("max", "sum"):  # written in Triton itself, and imported for a GPU
             patch.setattr(language, function, interpreter.InterpretedFunction(getattr(language, function).fn))
+        add_methods = interpreter._patch_lang_tensor
+
+        def add_with_index(tensor: Any, scope: Any) -> None:
+            add_methods(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda it: it.handle.data.item())  # NumPy: no int of [1]
+
+        patch.setattr(interpreter, "_patch_lang_tensor", add_with_index)
         if convert is not None:
             patch.setattr(interpreter, "_convert_float", convert(interpreter._convert_float))
         spec.loader.exec_module(module)

@@ -263,7 +263,7 @@ def prefer(run: Run) -> None:
 
 def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[Trained]:
     if world_size > 1:
-        loss.chunk_length = lambda *shape: CHUNK
+        loss.chunk_length = lambda *shape, cuda=False: CHUNK
     return [train(config) for config in configs]
 
 

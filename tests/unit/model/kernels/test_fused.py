@@ -12,6 +12,7 @@ from patch.distributed.context_group import Zigzag
 from patch.model import four_bit_product
 from patch.model.ring_attention import RingKernels, attend_around_ring
 from patch.model.ring_tiles import Tile
+from patch.model.weight_gradient import RowsOfWeight
 
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -162,21 +163,44 @@ def test_a_ring_with_the_kernel_gives_what_it_gives_without(fused):
         torch.testing.assert_close(ours, plain, rtol=0, atol=2 * MERGE_BOUND * plain.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [300, 17])
+def test_an_embeddings_gradient_is_added_to_the_main_gradient_row_by_row(fused, dtype, width):
+    """One token many times, some of other ranks (outside of the 50 rows); two micro-batches."""
+    torch.manual_seed(0)
+    weight, total = torch.randn(50, width).to(dtype).requires_grad_(), torch.full((50, width), torch.nan)
+    places = iter([(total, True), (total, False)])
+    writer = SimpleNamespace(open=lambda: next(places), stand_in=lambda: torch.zeros_like(weight))
+    weight.main_grad_writer, expected = writer, torch.zeros(50, width, dtype=torch.float64)
+    for _ in range(2):
+        tokens, direction = torch.randint(-9, 60, (3, 40)), torch.randn(3, 40, width).to(dtype)
+        tokens[:, 7:30] = 4
+        rows, is_own = RowsOfWeight.apply(tokens, weight), (tokens >= 0) & (tokens < 50)
+        assert torch.equal(rows, torch.where(is_own[..., None], weight[tokens.clamp(0, 49)], 0))
+        rows.backward(direction)
+        expected.index_add_(0, tokens[is_own], direction[is_own].double())
+    assert not weight.grad.any(), "stand-ins"
+    torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-5)
+
+
 COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from patch.model.kernels import fused
 
-INTS = {"width", "rows", "table_rows", "blocks", "token_stride", "head_stride", "queries"}
+INTS = {"width", "table_rows", "blocks", "token_stride", "head_stride", "queries"}
 SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True), "_merge_attention": (32, 128, 16, 128)}
 NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv",
-         "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward", "_merge_attention")
+         "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward", "_merge_attention",
+         "_add_rows")
 TABLES = {"table": "*fp32", "levels": "*fp32", "scales": "*fp32", "codes": "*u8"}
-TABLES |= dict.fromkeys(("weights", "of_weights", "out", "lse", "part_lse"), "*fp32")
+TABLES |= dict.fromkeys(("weights", "of_weights", "out", "lse", "part_lse", "total"), "*fp32")
+TABLES |= dict.fromkeys(("numbers", "order", "ends"), "*i64")
 for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
     kernel = getattr(fused, name)
     fixed = {"back": True, "sizes": SIZES.get(name)}
+    TABLES["rows"] = "*" + kind if name == "_add_rows" else "i32"
     fixed |= {"width": 4096} if name == "_weighted_swiglu_backward" else {}
     known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | TABLES
     signature = {a: known.get(a, "*" + kind) for a in kernel.arg_names}
@@ -193,7 +217,7 @@ def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
     """Of numbers in 4 bits a thread loads 4 bytes, so its stores are the wide ones."""
     ptx = output_of_compiler(COMPILE)
     kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
-    assert len(kernels) == 2 * 20
+    assert len(kernels) == 2 * 22
     for name, code in zip(kernels[::2], kernels[1::2], strict=True):
         assert not re.findall(r"fma\.rn\.f32|div\.full|\.local", code), name
         wide = "st" if "nf4" in name else "ld"
