@@ -57,6 +57,16 @@ def engine_obstacle(config: RunConfig) -> str:
     return _fp8_obstacle(config) if config.has_8_bits else ""
 
 
+def can_send_in_pieces(config: RunConfig) -> bool:
+    """Whether TP's messages can travel while products are computed: pieces of torch's own, in our layers."""
+    return (
+        config.parallel.tensor_model_parallel_size > 1
+        and config.model.transformer_impl != "transformer_engine"
+        and config.model.precision_align is None
+        and not (config.has_8_bits or config.adapter.quantize_base)
+    )
+
+
 def _fp8_obstacle(config: RunConfig) -> str:
     training, parallel = config.training, config.parallel
     fp8 = training.fp8

@@ -97,7 +97,8 @@ class ParallelConfig:
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     tp_comm_overlap: bool | None = flag(
-        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs",
+        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs, and on GPUs "
+        "where the plan says that a layer takes less time",
         None,
         none="auto",
     )
