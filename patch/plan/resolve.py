@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from patch.checks.rules import is_legal
 from patch.config import RunConfig, resolve_transformer_impl
-from patch.config.backends import can_send_in_pieces
 from patch.config.choices import ContextCommunication, Sharding, ZeroStage
 from patch.device import MachineFacts
 from patch.numbers import size_text
@@ -17,7 +16,7 @@ from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_of
 from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.communication import sent_bytes
-from patch.plan.timing.layer_time import layer_times, overlaps_tensor_messages, with_tensor_overlap
+from patch.plan.timing.layer_time import tensor_ways, with_tensor_overlap
 from patch.plan.timing.machine_presets import machines_of
 
 _MIB = 2**20
@@ -163,23 +162,15 @@ def resolve_tp_comm_overlap(config: RunConfig, machine: MachineFacts) -> tuple[R
         the run with a choice instead of auto, and a line about it.
     """
     device = machines_of(config, machine)
-    if (
-        config.parallel.tp_comm_overlap is not None
-        or device is None
-        or not (device.is_gpu and can_send_in_pieces(config))
-    ):
+    ways = {} if device is None else tensor_ways(config, device)
+    if config.parallel.tp_comm_overlap is not None or not ways:
         return config, []
-    runs = [with_tensor_overlap(config, overlaps) for overlaps in (False, True)]
-    apart, in_pieces = (
-        1e3 * (times.forward.total + times.backward.total)
-        for times in (layer_times(run, device) for run in runs)
-    )
-    chosen = overlaps_tensor_messages(config, device)
+    chosen = ways[True] < ways[False]
     line = (
-        f"--tp-comm-overlap auto: by the plan a layer takes {in_pieces:.2f} ms with messages in pieces of "
-        f"products, {apart:.2f} without; {'pieces are' if chosen else 'no piece is'} chosen"
+        f"--tp-comm-overlap auto: by the plan a layer takes {1e3 * ways[True]:.2f} ms with messages in "
+        f"pieces of products, {1e3 * ways[False]:.2f} without; they are {'' if chosen else 'not '}chosen"
     )
-    return runs[chosen], [line]
+    return with_tensor_overlap(config, chosen), [line]
 
 
 def resolve_8_bit_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:

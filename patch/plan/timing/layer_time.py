@@ -90,7 +90,8 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
     attention = _attention(config, machine)
     forward_bytes, backward_bytes, again = _traffic(config)
     if config.parallel.tp_comm_overlap is None:
-        config = with_tensor_overlap(config, overlaps_tensor_messages(config, machine))
+        ways = tensor_ways(config, machine)
+        config = with_tensor_overlap(config, ways[True] < ways[False] if ways else not machine.is_gpu)
     bandwidth = machine.memory_rate
     forward_cp, backward_cp = _context(config, machine, attention)
     to_experts = dispatch_seconds(config, machine)
@@ -118,18 +119,15 @@ def with_tensor_overlap(config: RunConfig, overlaps: bool) -> RunConfig:
     )
 
 
-def overlaps_tensor_messages(config: RunConfig, machine: Machine) -> bool:
-    """Whether a layer takes less time if TP's messages travel in pieces of its products; on CPUs it does.
+def tensor_ways(config: RunConfig, machine: Machine) -> dict[bool, float]:
+    """Seconds of a layer without and with TP's messages in pieces; {} where a GPU's run has no such choice.
 
     Pieces hide messages, but cost smaller products, sums by kernels of their own and the host's time.
     """
-    if not machine.is_gpu:
-        return True
-    if not can_send_in_pieces(config):
-        return False
-    ways = [layer_times(with_tensor_overlap(config, overlaps), machine) for overlaps in (False, True)]
-    apart, in_pieces = (times.forward.total + times.backward.total for times in ways)
-    return in_pieces < apart
+    if not (machine.is_gpu and can_send_in_pieces(config)):
+        return {}
+    ways = {way: layer_times(with_tensor_overlap(config, way), machine) for way in (False, True)}
+    return {way: times.forward.total + times.backward.total for way, times in ways.items()}
 
 
 def product_seconds(

@@ -9,12 +9,7 @@ from planned_runs import planned_run as run
 from patch.config.choices import ZeroStage
 from patch.plan import resolve
 from patch.plan.flops import flops_per_step
-from patch.plan.timing.layer_time import (
-    layer_times,
-    overlaps_tensor_messages,
-    product_seconds,
-    with_tensor_overlap,
-)
+from patch.plan.timing.layer_time import layer_times, product_seconds, with_tensor_overlap
 from patch.plan.timing.machine_presets import PRESETS, this_machine
 from patch.plan.timing.step_time import Travel, offloaded_fraction, step_costs, step_time
 
@@ -53,28 +48,27 @@ def test_sharded_gradients_travel_in_each_micro_batch():
     assert more > 0 and each - once == pytest.approx(7 * more, rel=1e-3)
 
 
-LAYER_OF_8B = [
-    ({"tp": 2, "flags": "--sequence-parallel"}, H100, True),
-    ({"tp": 8, "flags": "--sequence-parallel"}, H100, False),  # the host starts 112 pieces more
-    ({"tp": 8, "flags": "--sequence-parallel"}, dataclasses.replace(H100, launch_seconds=1e-6), True),
-    ({"tp": 2, "flags": "--sequence-parallel", "length": 1024}, H100, False),  # products of 512 rows
-    ({"tp": 2, "flags": "--sequence-parallel --precision fp8"}, H100, False),  # not of our own products
-    ({"tp": 2, "flags": "--sequence-parallel --transformer-impl local --no-tp-comm-overlap"}, H100, None),
-    ({}, H100, None),
-]
-
-
-@pytest.mark.parametrize(("changes", "machine", "chosen"), LAYER_OF_8B)
-def test_messages_of_tp_travel_in_pieces_where_a_layer_takes_less_time(changes, machine, chosen, monkeypatch):
-    config = run(**{"length": 8192} | changes)
+@pytest.mark.parametrize(
+    ("tp", "flags", "machine", "chosen"),
+    [
+        (2, "", H100, True),
+        (8, "", H100, False),  # the host starts 84 pieces more
+        (8, "", dataclasses.replace(H100, launch_seconds=1e-6), True),
+        (2, "--seq-length 1024", H100, False),  # products of 512 rows
+        (2, "--precision fp8", H100, None),  # not of our own products
+        (2, "--no-tp-comm-overlap", H100, None),
+        (1, "", H100, None),
+    ],
+)
+def test_tp_sends_in_pieces_where_a_layer_takes_less_time(tp, flags, machine, chosen, monkeypatch):
+    config = run(tp=tp, length=8192, flags=f"--sequence-parallel {flags}")
     monkeypatch.setattr(resolve, "machines_of", lambda config, facts: machine)
     resolved, lines = resolve.resolve_tp_comm_overlap(config, machine.facts)
-    is_open = chosen is not None and "fp8" not in changes.get("flags", "")
-    assert len(lines) == is_open and (resolved is config) != is_open
-    if is_open:
-        assert resolved.parallel.tp_comm_overlap == chosen == overlaps_tensor_messages(config, machine)
-        apart, pieces = (layer_times(with_tensor_overlap(config, way), machine) for way in (False, True))
-        assert layer_times(config, machine) == (pieces if chosen else apart)
+    assert len(lines) == (chosen is not None)
+    assert resolved.parallel.tp_comm_overlap == (
+        config.parallel.tp_comm_overlap if chosen is None else chosen
+    )
+    assert layer_times(config, machine) == layer_times(resolved, machine)
 
 
 def test_by_hand_a_message_in_pieces_costs_sums_and_smaller_products_and_hides():

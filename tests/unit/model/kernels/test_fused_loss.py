@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_runner import run_distributed
-from triton_interpreter import interpreted, output_of_compiler, rounding
+from triton_interpreter import give_writer, interpreted, output_of_compiler, rounding
 
 from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
 
@@ -106,20 +106,6 @@ def test_losses_and_gradients_are_torchs_alone_and_over_tp() -> None:
     run_distributed(run_all, 2)
 
 
-class Writer:
-    """Collects a weight's gradient, as the optimizer does."""
-
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        self.total, self.is_first = torch.full(shape, torch.nan, dtype=dtype), True
-
-    def open(self) -> tuple[torch.Tensor, bool]:
-        is_first, self.is_first = self.is_first, False
-        return self.total, is_first
-
-    def stand_in(self) -> torch.Tensor:
-        return torch.zeros(self.total.shape, dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize("expected", [0.5, 0.25, None])
 @pytest.mark.parametrize("chunk", [5, 12])
 @pytest.mark.parametrize(("kept_as", "bound"), [(torch.float32, 4e-3), (torch.bfloat16, 8e-3)])
@@ -129,22 +115,21 @@ def test_the_weights_gradient_is_added_to_the_main_gradient_without_a_rounding(
     """Two micro-batches; `bound` is that of logits and their gradients in bfloat16, and of the sum's type."""
     torch.manual_seed(0)
     weight = torch.randn(300, 16).bfloat16().requires_grad_()
-    writer, exact = Writer((300, 16), kept_as), torch.zeros(300, 16, dtype=torch.float64)
-    weight.main_grad_writer = writer  # type: ignore[attr-defined]
-    group: Any = SimpleNamespace(size=lambda: 1)
+    total, exact = torch.full((300, 16), torch.nan, dtype=kept_as), torch.zeros(300, 16, dtype=torch.float64)
+    give_writer(weight, total)
+    part = VocabularyPart(0, 290, SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
     with interpreted(MODULE, rounding):
         for _ in range(2):
             hidden, labels = torch.randn(12, 1, 16).bfloat16(), torch.randint(0, 290, (1, 12))
             learned = LearnedTokens(torch.rand(1, 12), expected)
-            part = VocabularyPart(0, 290, group)
             loss = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=True, chunk=chunk)
             (0.5 * (loss if expected else loss * learned.mask).sum()).backward()
             wide = weight.detach().double().requires_grad_()
             losses = F.cross_entropy(hidden[:, 0].double() @ wide[:290].t(), labels[0], reduction="none")
             exact += torch.autograd.grad(0.5 * (losses * learned.mask[0]).sum(), wide)[0]
     assert weight.grad is not None and not weight.grad.any(), "a stand-in"
-    assert (writer.total - exact).norm() <= bound * exact.norm()
-    assert kept_as != torch.float32 or not torch.equal(writer.total, writer.total.bfloat16().float())
+    assert (total - exact).norm() <= bound * exact.norm()
+    assert kept_as != torch.float32 or not torch.equal(total, total.bfloat16().float())
 
 
 COMPILE = """
