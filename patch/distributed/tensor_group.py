@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from patch.distributed.async_collectives import Pending, follows_on_device, start_all_reduce, start_swap
+from patch.distributed.async_collectives import Pending, start_all_reduce, start_swap
 
 _PIECES = 2
 """Into how many the rows of a rank are cut: with one, half of the product at TP=2 would hide no message. Over
@@ -45,7 +45,6 @@ class TensorGroup:
     def __init__(self, group: dist.ProcessGroup, *, is_overlapped: bool) -> None:
         self.group, self.is_overlapped = group, is_overlapped
         self.rank, self.size = group.rank(), group.size()
-        self.follows_on_device = follows_on_device(group)
 
     def start_swap(self, step: int, sent: torch.Tensor, received: torch.Tensor) -> Pending:
         """Send a tensor to the rank `step` places after this one, receive one from as many before."""
@@ -82,11 +81,11 @@ class GatheredRows:
         self._group, self._own = group, group.rows_of(0, num_rows)
         self._buffer = own.new_empty(group.size * num_rows, own.shape[1])
         self._buffer[self._own] = own
-        cuts = _cut(own, 1 if group.follows_on_device else _PIECES)
+        cuts = _cut(own, 1 if own.is_cuda else _PIECES)
         self._waiting = deque((step, rows) for step in range(1, group.size) for rows in cuts)
         self._travelling: deque[tuple[slice, Pending]] = deque()
         # NCCL's messages follow each other on a stream of their own, and would wait for products before them.
-        starts_all = is_hasty or group.follows_on_device
+        starts_all = is_hasty or own.is_cuda
         for _ in range(len(self._waiting) if starts_all else _IN_FLIGHT):
             self._start_next()
 
@@ -141,7 +140,7 @@ class ScatteredSums:
         group, num_rows = self._group, self._num_rows
         for step in range(1, group.size):
             received = self._parts[(group.rank - step) % group.size]
-            for rows in _cut(received, 1 if group.follows_on_device else _PIECES):
+            for rows in _cut(received, 1 if received.is_cuda else _PIECES):
                 place = _within(group.rows_of(step, num_rows), rows)
                 yield place
                 self._travelling.append(group.start_swap(step, self._product[place], received[rows]))

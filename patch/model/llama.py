@@ -210,7 +210,7 @@ def look_up(layer: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor
     weight, group = layer.weight, layer.tp_group
     if not (hasattr(weight, "main_grad_writer") and weight.requires_grad):
         return VocabParallelEmbedding.forward(layer, tokens)
-    rows = RowsOfWeight.apply(tokens - layer.vocab_start_index, weight)
+    rows = RowsOfWeight.apply(tokens - layer.vocab_start_index, weight, group.size() > 1)
     if layer.reduce_scatter_embeddings:
         return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=group)
     return reduce_from_tensor_model_parallel_region(rows, group=group)

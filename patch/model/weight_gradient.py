@@ -61,20 +61,22 @@ def add_gradient(weight: torch.Tensor, gradient: torch.Tensor, factor: torch.Ten
 class RowsOfWeight(torch.autograd.Function):
     """Rows of a weight [V, H] by their numbers; the gradient is added where the optimizer collects it.
 
-    By a Triton kernel: the gradient of the whole weight never exists. A number that is not one of the rows
-    gives zeros.
+    By a Triton kernel: the gradient of the whole weight never exists.
     """
 
     @staticmethod
-    def forward(ctx: Any, numbers: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Numbers [...] in; [..., H] out."""
+    def forward(ctx: Any, numbers: torch.Tensor, weight: torch.Tensor, is_part: bool) -> torch.Tensor:
+        """Numbers [...] in; [..., H] out. Of a part of a weight some may be of other rows: zeros."""
+        ctx.numbers, ctx.weight = numbers, weight
+        if not is_part:
+            return F.embedding(numbers, weight)
         is_own = (numbers >= 0) & (numbers < len(weight))
-        ctx.numbers, ctx.weight = torch.where(is_own, numbers, -1), weight
+        ctx.numbers = torch.where(is_own, numbers, -1)
         return F.embedding(numbers * is_own, weight).mul_(is_own[..., None])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         """The stand-in for the weight's gradient."""
         # Imported here, because only torch's CUDA builds come with Triton.
         from patch.model.kernels.fused import add_rows
@@ -84,7 +86,7 @@ class RowsOfWeight(torch.autograd.Function):
         if is_first:
             total.zero_()
         add_rows(total, ctx.numbers.flatten(), gradient.reshape(-1, gradient.shape[-1]))
-        return None, writer.stand_in()
+        return None, writer.stand_in(), None
 
 
 def weight_gradients(weights: Sequence[torch.Tensor], gradients: torch.Tensor) -> list[torch.Tensor]:

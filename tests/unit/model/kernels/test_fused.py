@@ -175,7 +175,7 @@ def test_an_embeddings_gradient_is_added_to_the_main_gradient_row_by_row(fused, 
     for _ in range(2):
         tokens, direction = torch.randint(-9, 60, (3, 40)), torch.randn(3, 40, width).to(dtype)
         tokens[:, 7:30] = 4
-        rows, is_own = RowsOfWeight.apply(tokens, weight), (tokens >= 0) & (tokens < 50)
+        rows, is_own = RowsOfWeight.apply(tokens, weight, True), (tokens >= 0) & (tokens < 50)
         assert torch.equal(rows, torch.where(is_own[..., None], weight[tokens.clamp(0, 49)], 0))
         rows.backward(direction)
         expected.index_add_(0, tokens[is_own], direction[is_own].double())
