@@ -89,7 +89,8 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
     products = _Products(config, machine)
     attention = _attention(config, machine)
     forward_bytes, backward_bytes, again = _traffic(config)
-    if config.parallel.tp_comm_overlap is None:
+    is_apart = machine.is_gpu and not can_send_in_pieces(config)
+    if config.parallel.tp_comm_overlap is None or is_apart:
         ways = tensor_ways(config, machine)
         config = with_tensor_overlap(config, ways[True] < ways[False] if ways else not machine.is_gpu)
     bandwidth = machine.memory_rate

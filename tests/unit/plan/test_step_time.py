@@ -7,6 +7,7 @@ import pytest
 from planned_runs import planned_run as run
 
 from patch.config.choices import ZeroStage
+from patch.device import GPU_LIBRARIES
 from patch.plan import resolve
 from patch.plan.flops import flops_per_step
 from patch.plan.timing.layer_time import layer_times, product_seconds, with_tensor_overlap
@@ -69,6 +70,9 @@ def test_tp_sends_in_pieces_where_a_layer_takes_less_time(tp, flags, machine, ch
         config.parallel.tp_comm_overlap if chosen is None else chosen
     )
     assert layer_times(config, machine) == layer_times(resolved, machine)
+    facts = dataclasses.replace(machine.facts, libraries=frozenset(GPU_LIBRARIES))
+    layers = resolve.resolve_run(config, facts)[0].model.transformer_impl
+    assert layers == ("local" if chosen else "transformer_engine")
 
 
 def test_by_hand_a_message_in_pieces_costs_sums_and_smaller_products_and_hides():
