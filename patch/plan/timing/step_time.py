@@ -33,7 +33,7 @@ from patch.plan.timing.communication import (
     neighbour_seconds,
     summing_seconds,
 )
-from patch.plan.timing.layer_time import LAUNCHES, LayerTimes, layer_times, product_seconds
+from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
 
 _LOGIT_BYTES = 20
@@ -231,9 +231,10 @@ def _passes(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
         parts.append(StepPart(title, seconds, f"{count} micro-batches x {', and '.join(texts)}"))
     total = sum(count * layers * (first.total + second.total) for layers, first, second in both)
     waiting = total - sum(part.seconds for part in parts)
-    launches = [count * machine.launch_seconds for count in LAUNCHES]
-    text = f"a layer's kernels take the host {timed(launches[0])} + {timed(launches[1])} to start"
-    parts.append(StepPart("waiting for the host", max(0.0, waiting), text))
+    launches = [timed(each.launches) for _, *passes in both[:1] for each in passes]
+    text = f"a layer's kernels take the host {' + '.join(launches)} to start"
+    # What is less than a millionth is a rounding.
+    parts.append(StepPart("waiting for the host", waiting if waiting > 1e-6 * total else 0.0, text))
     plain = sum(layers * second.total for layers, _, second in both)
     plain += costs.embedding[1] if 0 in own else 0
     again = sum(costs.backward[stage] for stage in own) - plain
