@@ -89,7 +89,7 @@ def test_by_hand_a_message_in_pieces_costs_sums_and_smaller_products_and_hides()
 
 def test_auto_offload_takes_what_the_device_has_no_room_for():
     config = run(flags="--optimizer-offload-policy auto")
-    assert 0.9 < offloaded_fraction(config, H100) <= 1
+    assert 0.85 < offloaded_fraction(config, H100) <= 1
     assert offloaded_fraction(run(dp=8, flags="--optimizer-offload-policy auto"), PRESETS["h200"]) == 0
     assert 0 < offloaded_fraction(config, PRESETS["h200"]) < 0.5
     assert offloaded_fraction(run(), H100) == 0
