@@ -53,7 +53,7 @@ def test_each_cure_fits_when_it_is_pasted_and_the_fastest_is_first(argv, devices
 def test_a_cure_by_positions_is_that_by_flags():
     run = planned(POSITIONAL)
     names = [position.name for position in POSITIONS]
-    cure = next(each for each in cures(run.resolved, H100.facts) if "--recompute" in each.flags)
+    cure = next(each for each in cures(run.resolved, H100.facts) if "--tensor-model" in each.flags)
     argv, left = list(POSITIONAL), []
     for change in cure.changes:
         left += [] if change.places else [change.flags]
