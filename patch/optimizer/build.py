@@ -51,6 +51,7 @@ def build_optimizer(
     )
     if offload is not None and isinstance(offload.device, SimulatedDevice):
         offload.device.reserve(optimizer.placement.fixed_bytes)
+        optimizer.param_buffer.count_units(offload.device)
     return optimizer
 
 

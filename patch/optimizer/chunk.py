@@ -45,6 +45,8 @@ class BucketShard(NamedTuple):
     """(n,) a view of the flat buffer of parameters."""
     ranges: list[ShardRange]
     """Its elements without padding."""
+    is_on_host: bool = False
+    """Whether the parameters lie in host memory, so that the host updates them."""
 
 
 class ChunkFullError(Exception):
@@ -124,7 +126,7 @@ class StateChunk:
         self.index = 0
         """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
-        self.is_on_host = False
+        self.is_on_host = self.stays_on_host = False
         self.states: dict[str, Chunk] = {}
         self._transfer: Future[None] | None = None
 

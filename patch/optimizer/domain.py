@@ -148,6 +148,9 @@ class Domain(NamedTuple):
     """The ranks of `instance` once more, for gathers between reductions: ranks whose unused parameters differ
     reduce at other times, and messages of one group need one order."""
 
+    is_on_host: bool = False
+    """Whether shards of the parameters lie in host memory (sharded_flat.py), on stage `parameters`."""
+
     @property
     def num_shards(self) -> int:
         """Ranks that share the sum; 1 where every rank gets all of it."""
@@ -209,10 +212,8 @@ def flat_layout(
     own, across = _instances(groups, zero_stage, dp_groups)
     # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
-        zero_stage, across = ZeroStage.NONE, None
-    if config.cpu_offloading_weights:
-        why = "weights in host memory are not built yet"
-        raise ConfigError(f"got true, expected false: {why}", field="cpu_offloading_weights")
+        alone = ZeroStage.PARAMETERS if config.cpu_offloading_weights else ZeroStage.NONE
+        zero_stage, across = alone, None
     gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
     if zero_stage.shares_parameters:
         for group in dict.fromkeys((own or group) for group in [groups.dp_cp, *dp_groups]):
@@ -226,23 +227,25 @@ def flat_layout(
             field="grad_reduce_in_bf16",
         )
     travels_as = torch.bfloat16 if config.grad_reduce_in_bf16 and sharding.shares_states else None
-    placed = []
-    for index, parameter in zip(trained.group_indices, trained.parameters, strict=True):
-        group, gathered_as = dp_groups[index], getattr(parameter, "gather_dtype", None)
-        # What nobody else needs is not gathered.
-        is_gathered = sharding.shares_states and (own or group).size() > 1
-        placed.append((group, parameter.dtype, gathered_as if is_gathered else None))
-    keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None)]
-    domains = [
-        Domain(
-            sharding, group, dtype, own or group, across, travels_as, gathered_as, gathers.get(own or group)
-        )
-        for group, dtype, gathered_as in keys
-    ]
-    units = [0] * len(placed)
+    units = [0] * len(trained.parameters)
     if sharding.stage.shares_parameters:
         numbers = _unit_numbers(trained.stages, config.param_persistence_threshold)
         units = [numbers[parameter] for parameter in trained.parameters]
+    on_host = _units_on_host(trained, units, config)
+    placed = []
+    for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True):
+        group, gathered_as = dp_groups[index], getattr(parameter, "gather_dtype", None)
+        # What nobody else needs is not gathered.
+        is_gathered = sharding.shares_states and (own or group).size() > 1
+        placed.append((group, parameter.dtype, gathered_as if is_gathered else None, unit in on_host))
+    keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None, False)]
+    domains = [
+        Domain(
+            sharding, group, dtype, own or group, across, travels_as, gathered_as, gathers.get(own or group),
+            is_on_host,
+        )
+        for group, dtype, gathered_as, is_on_host in keys
+    ]  # fmt: skip
     specs = trained.specs([keys.index(key) for key in placed], units)
     is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in domains)
     shares = [domain.num_shards for domain in domains]
@@ -301,6 +304,22 @@ def _unit_numbers(stages: Sequence[torch.nn.Module], smallest: int) -> dict[torc
         for parameter in unit.parameters:
             stays = parameter.numel() < smallest or found.get(parameter, number) != number
             found[parameter] = 0 if stays else number
+    return found
+
+
+def _units_on_host(trained: TrainedParameters, units: Sequence[int], config: OptimizerConfig) -> set[int]:
+    """The units whose shards lie in host memory: the first in backward, as of optimizer states."""
+    if not config.cpu_offloading_weights:
+        return set()
+    fraction = config.cpu_offloading_weights_fraction
+    left = (1.0 if fraction is None else fraction) * sum(
+        parameter.numel() for parameter, unit in zip(trained.parameters, units, strict=True) if unit
+    )
+    found: set[int] = set()
+    for parameter, unit in zip(trained.parameters, units, strict=True):
+        if unit and (unit in found or left > 0):
+            found.add(unit)
+            left -= parameter.numel()
     return found
 
 

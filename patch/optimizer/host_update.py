@@ -29,7 +29,7 @@ import torch
 
 from patch.compat.torch_internals import region
 from patch.memory import Event, Joinable, OffloadDevice
-from patch.optimizer.chunk import BucketShard, Chunk, StateChunk
+from patch.optimizer.chunk import BucketShard, Chunk, ChunkRange, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 
@@ -258,7 +258,7 @@ class HostUpdates:
         for r in update.chunk.ranges:
             shard = self._shards[r.shard]
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
-            if inputs.param is not None:
+            if inputs.param is not None and not shard.is_on_host:
                 copies.append((shard.param[r.in_shard], inputs.param[r.in_chunk]))
         with region("chunk %d to host", update.chunk.index):
             update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
@@ -282,14 +282,15 @@ class HostUpdates:
         update, outputs, job = speculation
         job.result()  # raises the error of the update, if it had one
         update.chunk.states, outputs.shadow = outputs.shadow, update.chunk.states
-        return self._copy_params_back(update.chunk, outputs)
+        return self._copy_params_back(update.chunk, outputs, update.chunk.ranges)
 
     def _update_in_place(
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> Event:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs, update.chunk.states)
-        return self._copy_params_back(update.chunk, outputs)
+        on_device = [r for r in update.chunk.ranges if not self._shards[r.shard].is_on_host]
+        return self._copy_params_back(update.chunk, outputs, on_device)
 
     @contextmanager
     def _inputs_of(self, update: _ChunkUpdate) -> Iterator[None]:
@@ -319,23 +320,28 @@ class HostUpdates:
         if outputs.copied is not None:
             outputs.copied.synchronize()
         begin = time.perf_counter()
-        grad, new_param = update.inputs.grad, outputs.param
-        old_param = new_param if update.inputs.param is None else update.inputs.param
-        items = [
-            UpdateItem(
-                grad[r.in_chunk],
-                adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
-                scalars[r.group],
-                adam_states(new_states, r.in_chunk, new_param[r.in_chunk]),
-            )
-            for r in update.chunk.ranges
-        ]
+        is_in_place, chunk = new_states is update.chunk.states, update.chunk
+        items = []
+        for r in chunk.ranges:
+            shard, new = self._shards[r.shard], outputs.param[r.in_chunk]
+            old = new if update.inputs.param is None else update.inputs.param[r.in_chunk]
+            if shard.is_on_host:
+                old = shard.param[r.in_shard]
+                new = old if is_in_place else new
+            items.append(
+                UpdateItem(
+                    update.inputs.grad[r.in_chunk], adam_states(chunk.states, r.in_chunk, old),
+                    scalars[r.group], adam_states(new_states, r.in_chunk, new),
+                )
+            )  # fmt: skip
         with region("chunk %d update", update.chunk.index):
             self._kernel.update(items)
         self.busy_s += time.perf_counter() - begin
 
-    def _copy_params_back(self, chunk: StateChunk, outputs: OutputBuffers) -> Event:
-        copies = [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in chunk.ranges]
+    def _copy_params_back(
+        self, chunk: StateChunk, outputs: OutputBuffers, ranges: Sequence[ChunkRange]
+    ) -> Event:
+        copies = [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in ranges]
         with region("chunk %d to device", chunk.index):
             outputs.copied = self._device.copy_to_device(copies)
         return outputs.copied

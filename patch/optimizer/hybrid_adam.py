@@ -80,7 +80,7 @@ class HybridAdam:
         """The type of each state, by its name; parameters of one type have only some of the states."""
         for shard in shards:
             self.dtypes |= state_dtypes(shard.param.dtype)
-        device = shards[0].param.device
+        device = shards[0].grad.device
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
@@ -111,6 +111,7 @@ class HybridAdam:
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
+            chunk.stays_on_host = any(shards[range_.shard].is_on_host for range_ in chunk.ranges)
             for index in sorted({range_.shard for range_ in chunk.ranges}):
                 chunks_of[index].append(chunk)
         return chunks_of
@@ -221,9 +222,9 @@ class HybridAdam:
             for r in chunk.ranges:
                 if r.shard not in wanted:
                     continue
-                grad, param, _ = self.shards[r.shard]
-                states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
-                items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))
+                shard = self.shards[r.shard]
+                states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
+                items.append(UpdateItem(shard.grad[r.in_shard], states, self._scalars[r.group]))
         with region("update of buckets %s", list(indices)):
             self._kernel.update(items)
 

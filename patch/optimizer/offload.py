@@ -82,7 +82,8 @@ class Placement:
         if self._offload is None:
             return []
         memory = DeviceMemory(self._offload.device.usable_bytes(), self.fixed_bytes)
-        return self._offload.policy.moves(self._manager.chunks, memory)
+        moves = self._offload.policy.moves(self._manager.chunks, memory)
+        return [move for move in moves if not move.chunk.stays_on_host]
 
     def _move(self, moves: list[Move]) -> list[Move]:
         """Move chunks; moves to the device may still go on when this returns.

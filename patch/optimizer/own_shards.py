@@ -53,9 +53,12 @@ class OwnShards:
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
         self._tp_groups = [_tp_group(bucket.domain, groups) for bucket in buckets]
         self.shards = [
-            BucketShard(bucket.shard, param_buffer.flat_of(index).shard(index), self._ranges(index))
+            BucketShard(
+                bucket.shard, param_buffer.flat_of(index).shard(index), self._ranges(index),
+                bucket.domain.is_on_host,
+            )
             for index, bucket in enumerate(buckets)
-        ]
+        ]  # fmt: skip
         """In the order of buckets."""
         self._sums: dict[int, torch.Tensor] = {}
         """By bucket: sums of squares of its parts, of the gradients that have arrived."""

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on
 from patch.distributed.collectives import all_or_none
+from patch.memory import SimulatedDevice
 from patch.optimizer.domain import Domain, FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 from patch.optimizer.param_flat import ParamFlat
@@ -100,6 +101,12 @@ class ParamBuffer:
         with self._lock:
             self._start_gathers()
             return not any(index in self._updating for index in indices)
+
+    def count_units(self, meter: SimulatedDevice) -> None:
+        """Let a simulated device count the memory of parameters that come and go."""
+        for flat in self._all_flats:
+            if isinstance(flat, ShardedFlat):
+                flat.meter = meter
 
     @property
     def num_bytes(self) -> int:
@@ -317,5 +324,6 @@ class ParamBuffer:
 def _kind_of(domain: Domain) -> type[ParamFlat]:
     if domain.gathered_as is not None:
         return EightBitFlat
-    is_sharded = domain.sharding.stage.shares_parameters and domain.num_shards > 1
+    is_apart = domain.num_shards > 1 or domain.is_on_host
+    is_sharded = domain.sharding.stage.shares_parameters and is_apart
     return ShardedFlat if is_sharded else ParamFlat

@@ -45,13 +45,16 @@ class ParamFlat:
         """Where each parameter begins in the buffer, by its index, in the order of buckets."""
         self.parameters = [layout.held.parameters[index] for index in self._begins]
         """In the order of buckets."""
-        dtype, device = self._domain.dtype, layout.held.device
-        self.buffer = torch.zeros(layout.numels[number], dtype=dtype, device=device)
+        self.buffer = self._new_buffer(layout.numels[number], layout.held.device)
         """What travels: (numel,), in the type in which it does."""
         with torch.no_grad():
             for parameter, whole in self._views(self.buffer):
                 parameter.data = whole.copy_(parameter)
         self._trained.note(self.parameters)
+
+    def _new_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
+        """(numel,) zeros for whole parameters."""
+        return torch.zeros(numel, dtype=self._domain.dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -135,9 +138,13 @@ class ApartFlat(ParamFlat):
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
         self._whole: torch.Tensor | None = self.buffer
-        self._own = self.buffer.new_zeros(self.buffer.numel() // self._domain.num_shards)
+        self._own = self._new_shards(self.buffer.numel() // self._domain.num_shards, layout.held.device)
         """This rank's shards, in the parameters' type."""
         self.store_whole()
+
+    def _new_shards(self, numel: int, device: torch.device) -> torch.Tensor:
+        """(numel,) zeros for this rank's shards."""
+        return torch.zeros(numel, dtype=self._domain.dtype, device=device)
 
     def shard(self, index: int) -> torch.Tensor:
         """(n,) this rank's part of a bucket, which the optimizer updates."""
@@ -151,8 +158,9 @@ class ApartFlat(ParamFlat):
 
     def new_whole(self) -> torch.Tensor | None:
         """(numel,) memory for `gather_whole`; None: parameters are whole."""
-        numel = self._own.numel() * self._domain.num_shards
-        return None if self.is_whole else self._own.new_empty(numel)
+        if self.is_whole:
+            return None
+        return self._new_buffer(self._own.numel() * self._domain.num_shards, self._own.device)
 
     @torch.no_grad()
     def gather_whole(self, whole: torch.Tensor) -> None:
@@ -170,7 +178,7 @@ class ApartFlat(ParamFlat):
     @torch.no_grad()
     def store_whole(self) -> None:
         """Keep what whole parameters hold now, the same on all ranks."""
-        if self._whole is None:
+        if self._whole is None or self._whole is self._own:
             return
         for index, bucket_range in self._ranges.items():
             begin, end = self._domain.own(bucket_range)

@@ -22,7 +22,9 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.device import streams_of
+from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
+from patch.memory import SimulatedDevice, allocate_pinned
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.param_flat import ApartFlat
 from patch.optimizer.sharded_state import StateRange
@@ -52,13 +54,14 @@ class ShardedFlat(ApartFlat):
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
-        whole, self.buffer = self.buffer, self._own
+        self.buffer = self._own
+        self._device, dtype = layout.held.device, self._own.dtype
         self._runs: dict[int, list[_Run]] = {}
         """By unit: one each, but for those that stay."""
         for unit, group in groupby(self._ranges, lambda index: self._ranges[index].unit):
             buckets = list(group)
             begin, end = self._ranges[buckets[0]].begin, self._ranges[buckets[-1]].end
-            memory = whole.new_zeros(end - begin)
+            memory = torch.empty(end - begin, dtype=dtype, device=self._device)
             views = [
                 (parameter, memory[start - begin :][: parameter.numel()].view(parameter.shape))
                 for parameter, start in zip(self.parameters, self._begins.values(), strict=True)
@@ -68,12 +71,16 @@ class ShardedFlat(ApartFlat):
                 resize_memory(memory, 0)
             self._runs.setdefault(unit, []).append(_Run(begin, buckets, memory, views))
         self._all_parameters, self._is_described = layout.held.parameters, False
-        self._nothing = whole.new_full((), math.nan if whole.is_floating_point() else 0)
+        nothing = math.nan if dtype.is_floating_point else 0
+        self._nothing = torch.full((), nothing, dtype=dtype, device=self._device)
+        self.meter: SimulatedDevice | None = None
+        """Counts the memory of units."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's shards, and of what stays gathered."""
-        return self._own.nbytes + sum(run.memory.nbytes for run in self._runs.get(0, []))
+        """Bytes on the device of this rank's shards, and of what stays gathered."""
+        own = 0 if self._domain.is_on_host else self._own.nbytes
+        return own + sum(run.memory.nbytes for run in self._runs.get(0, []))
 
     def start_gather(self, index: int) -> Pending | None:
         """Send this rank's part of an updated bucket that stays gathered; units travel when needed."""
@@ -85,18 +92,26 @@ class ShardedFlat(ApartFlat):
 
     def start_unit(self, unit: int) -> list[Pending]:
         """Gather a unit's parameters, which are to be read when that has been waited for."""
-        gathers = []
-        assert self._domain.gathers is not None, "made with the layout"
+        gathers: list[Pending] = []
+        streams = streams_of(self._device)
         for run in self._runs.get(unit, []):
             for index in run.buckets:
                 with region("bucket %d all-gather", index):
-                    part = self._part(run, index)
-                    gathers.append(start_all_gather(part, self.shard(index), self._domain.gathers))
+                    part, own = self._part(run, index), self.shard(index)
+                    if self._domain.is_on_host:
+                        rank, size = self._domain.instance.rank(), self._domain.num_shards
+                        own = part.chunk(size)[rank].copy_(own, non_blocking=True)
+                    if self._domain.gathers is not None:
+                        gathers.append(start_all_gather(part, own, self._domain.gathers))
+            if self._domain.gathers is None:  # nobody else has a part
+                gathers.append(queued_on(streams.current_stream(), self._device))
         return gathers
 
     def give_memory(self, unit: int) -> None:
         """Let the parameters of a unit have memory, without values."""
         for run in self._runs.get(unit, []):
+            if self.meter is not None:
+                self.meter.reserve(run.memory.nbytes)
             resize_memory(run.memory, run.memory.nbytes)
             for parameter, view in run.views:
                 parameter.data = view
@@ -108,7 +123,24 @@ class ShardedFlat(ApartFlat):
             for parameter, _ in run.views:
                 parameter.data = self._nothing.expand(parameter.shape)
             self._trained.note(parameter for parameter, _ in run.views)
+            if self.meter is not None and run.memory.untyped_storage().nbytes():
+                self.meter.release(run.memory.nbytes)
             resize_memory(run.memory, 0)
+
+    @torch.no_grad()
+    def gather_whole(self, whole: torch.Tensor) -> None:
+        """Give parameters all elements, in host memory; the device holds one unit at a time."""
+        for unit, runs in self._runs.items() if whole is not self._own else ():
+            if unit:
+                self.give_memory(unit)
+                for gather in self.start_unit(unit):
+                    gather.wait(self._clock)
+            for run in runs:
+                whole[run.begin : run.begin + run.memory.numel()].copy_(run.memory)
+            if unit:
+                self.free(unit)
+        self._whole = whole
+        self._point(whole)
 
     def describe(self) -> None:
         """Give parameters in shards their places, without memory: only shapes and offsets may be read."""
@@ -129,6 +161,28 @@ class ShardedFlat(ApartFlat):
         for unit in self._runs:
             if unit:
                 self.free(unit)
+
+    def new_whole(self) -> torch.Tensor | None:
+        """Memory for `gather_whole`: of one shard it is that; None: parameters are whole."""
+        return super().new_whole() if self.is_whole or self._domain.num_shards > 1 else self._own
+
+    def _new_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
+        """(numel,) zeros on the host: the device may have no room for all parameters."""
+        if self._domain.num_shards == 1:
+            return self._on_host(numel, device)
+        return super()._new_buffer(numel, torch.device("cpu"))
+
+    def _new_shards(self, numel: int, device: torch.device) -> torch.Tensor:
+        """(numel,) memory for this rank's shards; a single one is all parameters."""
+        if not self._domain.is_on_host:
+            return super()._new_shards(numel, device)
+        return self.buffer if self._domain.num_shards == 1 else self._on_host(numel, device)
+
+    def _on_host(self, numel: int, device: torch.device) -> torch.Tensor:
+        """(numel,) zeros in memory that the device copies from at full speed."""
+        if device.type == "cuda":
+            return allocate_pinned(numel, self._domain.dtype).zero_()
+        return super()._new_buffer(numel, device)
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, unless only their places are wanted.
