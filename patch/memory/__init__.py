@@ -10,7 +10,7 @@ from patch.memory.offload_device import (
     Joinable,
     OffloadDevice,
     TorchAllocator,
-    allocate_pinned,
+    host_zeros,
 )
 from patch.memory.saved_tensors import SavedTensors
 from patch.memory.simulated_device import UNLIMITED, SimulatedDevice, SimulatedOutOfMemory
@@ -31,5 +31,5 @@ __all__ = [
     "SimulatedOutOfMemory",
     "StagedCopier",
     "TorchAllocator",
-    "allocate_pinned",
+    "host_zeros",
 ]

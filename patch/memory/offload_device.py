@@ -108,6 +108,17 @@ def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return buffer
 
 
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(numel,) zeros in host memory that a device copies from and to at full speed.
+
+    Raises:
+        MemoryError: the system cannot pin that much memory.
+    """
+    if device.type == "cuda":
+        return allocate_pinned(numel, dtype).zero_()
+    return HOST.allocate(numel, dtype)
+
+
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(source, target) pairs of equal shapes and types."""
 

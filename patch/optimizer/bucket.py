@@ -159,6 +159,8 @@ class Bucket:
     @property
     def is_shard_final(self) -> bool:
         """Whether the reduction writes the final sum into the shard, with nothing to be added afterwards."""
+        if self.domain.is_on_host:
+            return False
         return not self.domain.sharding.is_staged or self._is_shard_empty
 
     def complete(self) -> None:
@@ -191,7 +193,14 @@ class Bucket:
     def _add_to_shard(self) -> None:
         """Add what was reduced to the sum of the micro-batches before, if it is not there yet."""
         if not self.is_shard_final and not self._is_shard_summed:
-            self.shard.add_(self._own_part())
+            own = self._own_part()
+            if self.domain.is_on_host:  # the device adds up, so that no thread waits for it
+                total = (
+                    own if self._is_shard_empty else own.add_(self.shard.to(own.device, non_blocking=True))
+                )
+                self.shard.copy_(total, non_blocking=True)
+            else:
+                self.shard.add_(own)
         self._is_shard_summed = True
 
     def finish_grad_sync(self, clock: WaitClock) -> None:

@@ -24,6 +24,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, RoundedSums, start_all_reduce, start_reduce_scatter
 from patch.errors import ConfigError
 from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
+from patch.memory import host_zeros
 from patch.optimizer.trained import HeldParameters, TrainedParameters, unit_modules
 
 
@@ -108,7 +109,9 @@ class ShardedGradients(Sharding):
     stage = ZeroStage.GRADIENTS
 
     def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Of this rank's shards alone."""
+        """Of this rank's shards alone; on the host if its parameters are."""
+        if domain.is_on_host:
+            return host_zeros(numel // domain.num_shards, like.dtype, like.device)
         return like.new_zeros(numel // domain.num_shards)
 
     def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
@@ -149,7 +152,7 @@ class Domain(NamedTuple):
     reduce at other times, and messages of one group need one order."""
 
     is_on_host: bool = False
-    """Whether shards of the parameters lie in host memory (sharded_flat.py), on stage `parameters`."""
+    """Whether shards of parameters and gradients lie in host memory, where they are updated."""
 
     @property
     def num_shards(self) -> int:

@@ -80,6 +80,7 @@ class GradBuffer:
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
         self._rounded_sums = _rounded_sums(largest, domains[0], like.device)
+        self._domains = domains
         self._flats = [
             domain.sharding.kept(domain, like, numel)
             for domain, numel in zip(domains, layout.numels, strict=True)
@@ -129,9 +130,10 @@ class GradBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of gradients, staging buffers included."""
+        """Bytes of gradients on the device, staging buffers included."""
         others = [part.num_bytes for part in (self._staging, self._rounded_sums) if part is not None]
-        return sum(flat.nbytes for flat in self._flats) + sum(others)
+        flats = zip(self._flats, self._domains, strict=True)
+        return sum(flat.nbytes for flat, domain in flats if not domain.is_on_host) + sum(others)
 
     def start_grad_sync(self) -> None:
         """End the step's last micro-batch, and start every reduction that is left."""

@@ -257,8 +257,10 @@ class HostUpdates:
         copies = []
         for r in update.chunk.ranges:
             shard = self._shards[r.shard]
+            if shard.is_on_host:
+                continue
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
-            if inputs.param is not None and not shard.is_on_host:
+            if inputs.param is not None:
                 copies.append((shard.param[r.in_shard], inputs.param[r.in_chunk]))
         with region("chunk %d to host", update.chunk.index):
             update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
@@ -323,17 +325,20 @@ class HostUpdates:
         is_in_place, chunk = new_states is update.chunk.states, update.chunk
         items = []
         for r in chunk.ranges:
-            shard, new = self._shards[r.shard], outputs.param[r.in_chunk]
+            shard, grad, new = (
+                self._shards[r.shard],
+                update.inputs.grad[r.in_chunk],
+                outputs.param[r.in_chunk],
+            )
             old = new if update.inputs.param is None else update.inputs.param[r.in_chunk]
             if shard.is_on_host:
-                old = shard.param[r.in_shard]
+                grad, old = shard.grad[r.in_shard], shard.param[r.in_shard]
                 new = old if is_in_place else new
-            items.append(
-                UpdateItem(
-                    update.inputs.grad[r.in_chunk], adam_states(chunk.states, r.in_chunk, old),
-                    scalars[r.group], adam_states(new_states, r.in_chunk, new),
-                )
-            )  # fmt: skip
+            before, after = (
+                adam_states(states, r.in_chunk, param)
+                for states, param in ((chunk.states, old), (new_states, new))
+            )
+            items.append(UpdateItem(grad, before, scalars[r.group], after))
         with region("chunk %d update", update.chunk.index):
             self._kernel.update(items)
         self.busy_s += time.perf_counter() - begin

@@ -80,7 +80,8 @@ class HybridAdam:
         """The type of each state, by its name; parameters of one type have only some of the states."""
         for shard in shards:
             self.dtypes |= state_dtypes(shard.param.dtype)
-        device = shards[0].grad.device
+        on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
+        device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None

@@ -106,7 +106,7 @@ class OverlappedDistributedOptimizer:
             self._on_final_gradient,
         )  # fmt: skip
         self._own = OwnShards(
-            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
+            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups, self.device
         )
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)

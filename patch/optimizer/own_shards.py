@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.torch_internals import region
+from patch.device import streams_of
 from patch.distributed.async_collectives import WaitClock
 from patch.layout.buckets import ParamRange, ParamSpec
 from patch.optimizer.bucket import Bucket
@@ -37,6 +38,7 @@ class OwnShards:
         parameters: all trainable ones; buckets refer to them by index. specs: what the layout knows of them.
         buckets: their gradients. param_buffer: their values.
         groups: dp_cp, tp, mp and embd are used; of distributed experts also expt_dp and expt_tp.
+        device: that of this rank; shards may lie in host memory.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class OwnShards:
         buckets: Sequence[Bucket],
         param_buffer: ParamBuffer,
         groups: ProcessGroupCollection,
+        device: torch.device,
     ) -> None:
         self._parameters, self._specs, self._buckets, self._groups = parameters, specs, buckets, groups
+        self._device = device
         parts = [bucket.domain.own(bucket.range) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
@@ -84,7 +88,10 @@ class OwnShards:
             for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
                 if _is_tied(self._parameters[param.parameter]):
                     with clock.waiting():
-                        dist.all_reduce(bucket.shard, group=self._groups.embd)
+                        total = bucket.shard.to(self._device)
+                        dist.all_reduce(total, group=self._groups.embd)
+                        if total is not bucket.shard:
+                            bucket.shard.copy_(total)
 
     def _sum_sequence_parallel(self, group: dist.ProcessGroup | None, clock: WaitClock) -> None:
         """In one message to the tensor-parallel ranks of these parameters."""
@@ -94,7 +101,7 @@ class OwnShards:
             if self._tp_groups[index] is group and self._is_summed_over_tp(index, param)
         ]
         if parts:
-            coalesced = torch.cat(parts)
+            coalesced = torch.cat([part.to(self._device) for part in parts])
             with clock.waiting():
                 dist.all_reduce(coalesced, group=group)
             for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
@@ -109,6 +116,8 @@ class OwnShards:
         """
         buckets = enumerate(self._buckets)
         counted = [i for i, bucket in buckets if group is not None or bucket.domain.replica == 0]
+        if any(bucket.domain.is_on_host for bucket in self._buckets):  # their last copies are under way
+            streams_of(self._device).synchronize()
         late = {index: self._counted(index) for index in counted if index not in self._sums}
         sums = self._sums_of_squares(list(chain.from_iterable(late.values())))
         by_bucket = self._sums | dict(zip(late, sums.split(list(map(len, late.values()))), strict=True))
@@ -149,8 +158,12 @@ class OwnShards:
 
     def _sums_of_squares(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The sum of each part, in float64, where there may be none."""
-        grad = self.shards[0].grad
-        return sums_of_squares(parts) if parts else grad.new_empty(0, dtype=torch.float64)
+        if not parts:
+            return torch.empty(0, dtype=torch.float64, device=self._device)
+        places = {part.device for part in parts}
+        if len(places) == 1:
+            return sums_of_squares(parts).to(self._device)
+        return torch.cat([self._sums_of_squares([part]) for part in parts])
 
     def _counted(self, index: int) -> list[torch.Tensor]:
         """The gradients of a bucket that this rank counts in the norm."""

@@ -24,7 +24,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.device import streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
-from patch.memory import SimulatedDevice, allocate_pinned
+from patch.memory import SimulatedDevice, host_zeros
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.param_flat import ApartFlat
 from patch.optimizer.sharded_state import StateRange
@@ -169,20 +169,16 @@ class ShardedFlat(ApartFlat):
     def _new_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
         """(numel,) zeros on the host: the device may have no room for all parameters."""
         if self._domain.num_shards == 1:
-            return self._on_host(numel, device)
+            return host_zeros(numel, self._domain.dtype, device)
         return super()._new_buffer(numel, torch.device("cpu"))
 
     def _new_shards(self, numel: int, device: torch.device) -> torch.Tensor:
         """(numel,) memory for this rank's shards; a single one is all parameters."""
         if not self._domain.is_on_host:
             return super()._new_shards(numel, device)
-        return self.buffer if self._domain.num_shards == 1 else self._on_host(numel, device)
-
-    def _on_host(self, numel: int, device: torch.device) -> torch.Tensor:
-        """(numel,) zeros in memory that the device copies from at full speed."""
-        if device.type == "cuda":
-            return allocate_pinned(numel, self._domain.dtype).zero_()
-        return super()._new_buffer(numel, device)
+        if self._domain.num_shards == 1:
+            return self.buffer
+        return host_zeros(numel, self._domain.dtype, device)
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, unless only their places are wanted.
