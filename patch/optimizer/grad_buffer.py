@@ -153,6 +153,17 @@ class GradBuffer:
         while self._travelling:
             self._finish_next()
 
+    def check_micro_batches(self) -> None:
+        """On a CPU learn what other ranks say of the micro-batches until now: may another one follow?
+
+        Where weights are gathered in forward, a rank that goes on alone would wait for ever.
+
+        Raises:
+            TrainingError: for some ranks the step's last one has come, for others not.
+        """
+        for check in () if self._like.is_cuda else self._checks:
+            check.wait(self._clock)
+
     def abandon_backward(self, num_micro_batches: int) -> None:
         """An error ended the step's backward: start the reductions that other ranks expect all the same.
 

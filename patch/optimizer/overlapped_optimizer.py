@@ -17,7 +17,7 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
 from patch.optimizer.param_units import ParamUnits
+from patch.optimizer.sharded_flat import has_values
 from patch.optimizer.sharded_state import ShardStates, sharded_ranges, sharded_weights
 from patch.optimizer.trained import TrainedParameters, check_arguments
 
@@ -99,7 +100,9 @@ class OverlappedDistributedOptimizer:
         self.param_buffer = ParamBuffer(
             layout, frozen, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
-        self._units = ParamUnits(layout, frozen, self.param_buffer, self._clock)
+        self._units = ParamUnits(
+            layout, frozen, self.param_buffer, self._clock, lambda: self.grad_buffer.check_micro_batches()
+        )
         ParamReads(layout, self.param_buffer, self._units)
         self.grad_buffer = GradBuffer(
             layout, config, groups.dp_cp, self._clock, self._on_backward, self._units.collected,
@@ -252,6 +255,12 @@ class OverlappedDistributedOptimizer:
         self._units.end_pass()
         self.grad_buffer.abandon_backward(num_micro_batches)
 
+    def give_frozen_memory(self) -> None:
+        """Give zeros to frozen weights that have no values yet, and that nobody shares."""
+        for parameter in (p for stage in self._trained.stages for p in stage.parameters()):
+            if not (parameter.requires_grad or self._units.flats_of([parameter]) or has_values(parameter)):
+                parameter.data = parameter.new_zeros(parameter.shape)
+
     @property
     def gathers_in_forward(self) -> bool:
         """Whether forward sends messages: weights are freed while no module needs them."""
@@ -277,12 +286,21 @@ class OverlappedDistributedOptimizer:
         """
         return self.param_buffer.whole(frozen=frozen)
 
-    def described_weights(self) -> AbstractContextManager[None]:
+    def described_weights(
+        self, *, to_write: bool = False
+    ) -> AbstractContextManager[Callable[[torch.Tensor], None] | None]:
         """Context in which the model's sharded_state_dict may be made, to save or to load; a collective.
 
-        In it weights of which ranks keep shards have shapes and no values: `sharded_weights` has these.
+        In it weights of which ranks keep shards have shapes and no values: `sharded_weights` has these. Or
+        weights are visited one after the other, for which no rank needs memory for all.
+
+        Args:
+            to_write: who visits weights writes them, instead of reading them.
+        Returns:
+            what to call with a weight, or a view of one, before it is read or written, on all ranks in one
+            order; None: all are whole.
         """
-        return self.param_buffer.described()
+        return self.param_buffer.described(to_write=to_write)
 
     def sharded_weights(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """What of the model this rank saves or loads: views of its shards where it keeps no more.

@@ -24,7 +24,7 @@ from patch.memory import SimulatedDevice
 from patch.optimizer.domain import Domain, FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 from patch.optimizer.param_flat import ParamFlat
-from patch.optimizer.sharded_flat import ShardedFlat
+from patch.optimizer.sharded_flat import ShardedFlat, UnitVisits
 from patch.optimizer.sharded_state import StateRange
 
 
@@ -265,16 +265,24 @@ class ParamBuffer:
             yield
 
     @contextmanager
-    def described(self) -> Iterator[None]:
-        """Context in which parameters in shards have shapes only, and all others are whole; a collective."""
+    def described(self, *, to_write: bool) -> Iterator[UnitVisits | None]:
+        """Context in which parameters in shards have shapes only, and all others are whole; a collective.
+
+        Args:
+            to_write: who visits a parameter writes it, instead of reading it.
+        Returns:
+            the visits that make one unit whole at a time; None: all parameters are whole.
+        """
         sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
         assert not (sharded and self._num_readers), "within whole weights nobody needs a description"
         with self._gathered([flat for flat in self._all_flats if flat not in sharded]):
             for flat in sharded:
                 flat.describe()
+            visits = UnitVisits(sharded, self._clock, is_writing=to_write)
             try:
-                yield
+                yield visits if sharded else None
             finally:
+                visits.end()
                 for flat in sharded:
                     flat.end_description()
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
 from patch.errors import TrainingError
+from patch.memory import host_zeros
 from patch.optimizer.domain import FlatLayout
 
 
@@ -45,16 +46,18 @@ class ParamFlat:
         """Where each parameter begins in the buffer, by its index, in the order of buckets."""
         self.parameters = [layout.held.parameters[index] for index in self._begins]
         """In the order of buckets."""
-        self.buffer = self._new_buffer(layout.numels[number], layout.held.device)
+        self._like = torch.empty(0, dtype=self._domain.dtype, device=layout.held.device)
+        self.buffer = self._take_over(layout.numels[number])
         """What travels: (numel,), in the type in which it does."""
-        with torch.no_grad():
-            for parameter, whole in self._views(self.buffer):
-                parameter.data = whole.copy_(parameter)
-        self._trained.note(self.parameters)
 
-    def _new_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
-        """(numel,) zeros for whole parameters."""
-        return torch.zeros(numel, dtype=self._domain.dtype, device=device)
+    @torch.no_grad()
+    def _take_over(self, numel: int) -> torch.Tensor:
+        """(numel,) the values of the parameters, which become views."""
+        buffer = self._like.new_zeros(numel)
+        for parameter, whole in self._views(buffer):
+            parameter.data = whole.copy_(parameter)
+        self._trained.note(self.parameters)
+        return buffer
 
     @property
     def num_bytes(self) -> int:
@@ -137,14 +140,15 @@ class ApartFlat(ParamFlat):
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
-        self._whole: torch.Tensor | None = self.buffer
-        self._own = self._new_shards(self.buffer.numel() // self._domain.num_shards, layout.held.device)
+        self._whole: torch.Tensor | None = self.buffer if self.buffer.numel() else None
+        numel = layout.numels[number] // self._domain.num_shards
+        self._own = (
+            host_zeros(numel, self._domain.dtype, self._like.device)
+            if self._domain.is_on_host
+            else self._like.new_zeros(numel)
+        )
         """This rank's shards, in the parameters' type."""
         self.store_whole()
-
-    def _new_shards(self, numel: int, device: torch.device) -> torch.Tensor:
-        """(numel,) zeros for this rank's shards."""
-        return torch.zeros(numel, dtype=self._domain.dtype, device=device)
 
     def shard(self, index: int) -> torch.Tensor:
         """(n,) this rank's part of a bucket, which the optimizer updates."""
@@ -158,9 +162,8 @@ class ApartFlat(ParamFlat):
 
     def new_whole(self) -> torch.Tensor | None:
         """(numel,) memory for `gather_whole`; None: parameters are whole."""
-        if self.is_whole:
-            return None
-        return self._new_buffer(self._own.numel() * self._domain.num_shards, self._own.device)
+        numel = self._own.numel() * self._domain.num_shards
+        return None if self.is_whole else self._like.new_empty(numel)
 
     @torch.no_grad()
     def gather_whole(self, whole: torch.Tensor) -> None:
@@ -178,7 +181,7 @@ class ApartFlat(ParamFlat):
     @torch.no_grad()
     def store_whole(self) -> None:
         """Keep what whole parameters hold now, the same on all ranks."""
-        if self._whole is None or self._whole is self._own:
+        if self._whole is None:
             return
         for index, bucket_range in self._ranges.items():
             begin, end = self._domain.own(bucket_range)

@@ -20,7 +20,7 @@ of its stage's forward, and from the beginning of its backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock
+from patch.errors import TrainingError
 from patch.layout.buckets import BucketRange
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.micro_batch import NO_BACKWARD, tensors_in
@@ -39,7 +40,7 @@ from patch.optimizer.trained import unit_modules
 
 
 class _Unit:
-    """Parameters that come and go together."""
+    """Parameters that come and go together; see `UnitModule`."""
 
     def __init__(self, number: int, stage: int, place_in_backward: int) -> None:
         self.number, self.stage, self.place_in_backward = number, stage, place_in_backward
@@ -83,11 +84,18 @@ class ParamUnits:
         frozen: of frozen parameters that come and go, too.
         buffer: of both.
         clock: gets the time that compute waits for gathers.
+        before_forward: called before the messages of a stage's forward.
     """
 
     def __init__(
-        self, layout: FlatLayout, frozen: FlatLayout | None, buffer: ParamBuffer, clock: WaitClock
+        self,
+        layout: FlatLayout,
+        frozen: FlatLayout | None,
+        buffer: ParamBuffer,
+        clock: WaitClock,
+        before_forward: Callable[[], None],
     ) -> None:
+        self._before_forward = before_forward
         self._buffer, self._clock, device = buffer, clock, layout.held.device
         modules = unit_modules(layout.held.stages)
         units = [_Unit(index + 1, each.stage, each.place_in_backward) for index, each in enumerate(modules)]
@@ -224,7 +232,7 @@ class ParamUnits:
         current, is_backward = self._pass, current_backward() != NO_BACKWARD
         if current is None or not self._is_in(unit.stage, is_backward=is_backward):
             current = self._begin(unit.stage, is_backward=is_backward)
-        elif unit.pending is None and unit not in current.left:  # it was freed in this pass, or left out
+        if unit.pending is None and unit not in current.left:  # it was freed in this pass, or left out
             unit.skips_backward = False
             current = self._begin(unit.stage, is_backward=is_backward, is_again=True)
         while unit in current.left:
@@ -285,7 +293,7 @@ class ParamUnits:
             if called is not module:
                 return
             unit.num_forwards -= 1
-            self._need_in_backward(output, [unit])
+            self._need_in_backward(output, [unit], module_of=unit)
             is_again = current_backward() != NO_BACKWARD
             if not (is_again or unit.is_read_outside or unit.num_forwards):
                 self._free(unit)
@@ -293,13 +301,19 @@ class ParamUnits:
         module.register_forward_pre_hook(begin, prepend=True)
         module.register_forward_hook(end)
 
-    def _need_in_backward(self, output: Any, units: list[_Unit]) -> None:
-        """Gather units as soon as a gradient comes to an output."""
+    def _need_in_backward(self, output: Any, units: list[_Unit], module_of: _Unit | None = None) -> None:
+        """Gather units as soon as a gradient comes to an output, perhaps that of a unit's module."""
 
         def on_gradient(gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and self._is_sharded:
+                raise TrainingError(
+                    "backward keeps a graph of itself (create_graph, as a gradient penalty), which reads "
+                    "weights after they are freed, expected none: use --data-parallel-sharding gradients"
+                )
             for unit in units:
                 self._need(unit)
-            self._free_frozen(units[0])
+            if module_of is not None:
+                self._free_frozen(module_of)
 
         for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:
@@ -315,6 +329,7 @@ class ParamUnits:
             for unit in self._units:
                 unit.num_forwards = 0  # an error may have ended one
             if self._is_sharded:
+                self._before_forward()
                 self._begin(number, is_backward=False)
 
         def end(called: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -15,7 +15,7 @@ Source: the memory that is resized is the idea of torch's first FSDP
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ import torch
 from patch.compat.torch_internals import region
 from patch.device import streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
-from patch.memory import SimulatedDevice, host_zeros
+from patch.memory import SimulatedDevice
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.param_flat import ApartFlat
 from patch.optimizer.sharded_state import StateRange
@@ -33,6 +33,11 @@ from patch.optimizer.sharded_state import StateRange
 def resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:
     """Give a tensor's memory so many bytes, without values, whatever views it has; 0: take it."""
     tensor.untyped_storage().resize_(num_bytes)
+
+
+def has_values(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has an element of its own for each number."""
+    return parameter.untyped_storage().nbytes() >= parameter.nbytes
 
 
 class _Run(NamedTuple):
@@ -48,33 +53,41 @@ class _Run(NamedTuple):
 
 
 class ShardedFlat(ApartFlat):
-    """The parameters of a domain, of which a rank keeps its shards; those without a unit stay gathered."""
+    """The parameters of a domain, of which a rank keeps its shards; those without a unit stay gathered.
+
+    Parameters that have no values yet (`has_values`) never get whole memory for them.
+    """
 
     form = "in shards (--data-parallel-sharding parameters)"
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
-        self.buffer = self._own
-        self._device, dtype = layout.held.device, self._own.dtype
+        self._all_parameters, self._is_described = layout.held.parameters, False
+        self._nothing = self._like.new_full((), math.nan if self._like.is_floating_point() else 0)
+        self.meter: SimulatedDevice | None = None
+        """Counts the memory of units."""
         self._runs: dict[int, list[_Run]] = {}
         """By unit: one each, but for those that stay."""
         for unit, group in groupby(self._ranges, lambda index: self._ranges[index].unit):
             buckets = list(group)
             begin, end = self._ranges[buckets[0]].begin, self._ranges[buckets[-1]].end
-            memory = torch.empty(end - begin, dtype=dtype, device=self._device)
+            memory = self._like.new_zeros(end - begin)
             views = [
                 (parameter, memory[start - begin :][: parameter.numel()].view(parameter.shape))
                 for parameter, start in zip(self.parameters, self._begins.values(), strict=True)
                 if begin <= start < end
             ]
+            run = _Run(begin, buckets, memory, views)
             if unit:
-                resize_memory(memory, 0)
-            self._runs.setdefault(unit, []).append(_Run(begin, buckets, memory, views))
-        self._all_parameters, self._is_described = layout.held.parameters, False
-        nothing = math.nan if dtype.is_floating_point else 0
-        self._nothing = torch.full((), nothing, dtype=dtype, device=self._device)
-        self.meter: SimulatedDevice | None = None
-        """Counts the memory of units."""
+                self._resize(memory, is_here=False)
+            self._runs.setdefault(unit, []).append(run)
+            if not self.is_whole:
+                self._show(run, is_here=not unit)
+        self.buffer = self._own
+
+    def _take_over(self, numel: int) -> torch.Tensor:
+        """(numel,) the values of the parameters, which become views; (0,) if they have none."""
+        return super()._take_over(numel if any(map(has_values, self.parameters)) else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -93,92 +106,84 @@ class ShardedFlat(ApartFlat):
     def start_unit(self, unit: int) -> list[Pending]:
         """Gather a unit's parameters, which are to be read when that has been waited for."""
         gathers: list[Pending] = []
-        streams = streams_of(self._device)
+        group, device = self._domain.gathers, self._like.device
         for run in self._runs.get(unit, []):
-            for index in run.buckets:
+            for index, (own, place) in zip(run.buckets, self._own_places(run), strict=True):
                 with region("bucket %d all-gather", index):
-                    part, own = self._part(run, index), self.shard(index)
                     if self._domain.is_on_host:
-                        rank, size = self._domain.instance.rank(), self._domain.num_shards
-                        own = part.chunk(size)[rank].copy_(own, non_blocking=True)
-                    if self._domain.gathers is not None:
-                        gathers.append(start_all_gather(part, own, self._domain.gathers))
-            if self._domain.gathers is None:  # nobody else has a part
-                gathers.append(queued_on(streams.current_stream(), self._device))
+                        own = place.copy_(own, non_blocking=True)
+                    if group is not None:
+                        gathers.append(start_all_gather(self._part(run, index), own, group))
+            if group is None:  # nobody else has a part
+                gathers.append(queued_on(streams_of(device).current_stream(), device))
         return gathers
 
     def give_memory(self, unit: int) -> None:
         """Let the parameters of a unit have memory, without values."""
         for run in self._runs.get(unit, []):
-            if self.meter is not None:
-                self.meter.reserve(run.memory.nbytes)
-            resize_memory(run.memory, run.memory.nbytes)
-            for parameter, view in run.views:
-                parameter.data = view
-            self._trained.note(parameter for parameter, _ in run.views)
+            self._resize(run.memory, is_here=True)
+            self._show(run, is_here=True)
 
     def free(self, unit: int) -> None:
         """Take the memory of a unit, whose gathers have arrived."""
         for run in self._runs.get(unit, []):
-            for parameter, _ in run.views:
-                parameter.data = self._nothing.expand(parameter.shape)
-            self._trained.note(parameter for parameter, _ in run.views)
-            if self.meter is not None and run.memory.untyped_storage().nbytes():
-                self.meter.release(run.memory.nbytes)
-            resize_memory(run.memory, 0)
+            self._show(run, is_here=False)
+            self._resize(run.memory, is_here=False)
 
-    @torch.no_grad()
-    def gather_whole(self, whole: torch.Tensor) -> None:
-        """Give parameters all elements, in host memory; the device holds one unit at a time."""
-        for unit, runs in self._runs.items() if whole is not self._own else ():
-            if unit:
-                self.give_memory(unit)
-                for gather in self.start_unit(unit):
-                    gather.wait(self._clock)
-            for run in runs:
-                whole[run.begin : run.begin + run.memory.numel()].copy_(run.memory)
-            if unit:
-                self.free(unit)
-        self._whole = whole
-        self._point(whole)
+    def _resize(self, memory: torch.Tensor, *, is_here: bool) -> None:
+        """Give a unit's memory its bytes, or take them."""
+        num_bytes = memory.nbytes if is_here else 0
+        if self.meter is not None:
+            self.meter.reserve(num_bytes - memory.untyped_storage().nbytes())
+        resize_memory(memory, num_bytes)
+
+    def _show(self, run: _Run, *, is_here: bool) -> None:
+        """Let parameters be their places, or NaN."""
+        for parameter, view in run.views:
+            parameter.data = view if is_here else self._nothing.expand(parameter.shape)
+        self._trained.note(parameter for parameter, _ in run.views)
 
     def describe(self) -> None:
         """Give parameters in shards their places, without memory: only shapes and offsets may be read."""
         self.leave_whole()
         self._is_described = True
         for run in self._of_units():
-            for parameter, view in run.views:
-                parameter.data = view
+            self._show(run, is_here=True)
 
     @torch.no_grad()
     def end_description(self) -> None:
         """Whoever read them may have loaded parameters: of those that stay gathered these are new shards."""
         self._is_described = False
         for run in self._runs.get(0, []):
-            for index in run.buckets:
-                begin, end = self._domain.own(self._ranges[index])
-                self.shard(index).copy_(run.memory[begin - run.begin : end - run.begin])
+            for own, place in self._own_places(run):
+                own.copy_(place)
         for unit in self._runs:
             if unit:
                 self.free(unit)
 
-    def new_whole(self) -> torch.Tensor | None:
-        """Memory for `gather_whole`: of one shard it is that; None: parameters are whole."""
-        return super().new_whole() if self.is_whole or self._domain.num_shards > 1 else self._own
+    @property
+    def units(self) -> list[int]:
+        """Those that come and go."""
+        return [unit for unit in self._runs if unit]
 
-    def _new_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
-        """(numel,) zeros on the host: the device may have no room for all parameters."""
-        if self._domain.num_shards == 1:
-            return host_zeros(numel, self._domain.dtype, device)
-        return super()._new_buffer(numel, torch.device("cpu"))
+    def memories(self, unit: int) -> list[int]:
+        """Identities of the memory of a unit."""
+        return [run.memory.untyped_storage()._cdata for run in self._runs[unit]]
 
-    def _new_shards(self, numel: int, device: torch.device) -> torch.Tensor:
-        """(numel,) memory for this rank's shards; a single one is all parameters."""
-        if not self._domain.is_on_host:
-            return super()._new_shards(numel, device)
-        if self._domain.num_shards == 1:
-            return self.buffer
-        return host_zeros(numel, self._domain.dtype, device)
+    @torch.no_grad()
+    def load_own(self, unit: int) -> None:
+        """Give a unit's memory this rank's shards."""
+        for run in self._runs[unit]:
+            for own, place in self._own_places(run):
+                place.copy_(own)
+
+    @torch.no_grad()
+    def end_visit(self, unit: int, *, is_writing: bool) -> None:
+        """Take the memory of a unit that is described, and keep what was written to it."""
+        for run in self._runs[unit]:
+            for own, place in self._own_places(run) if is_writing else ():
+                own.copy_(place)
+            self._resize(run.memory, is_here=False)
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, unless only their places are wanted.
@@ -200,6 +205,12 @@ class ShardedFlat(ApartFlat):
                         self._all_parameters[param.parameter], param.offset, values, self._domain.replica
                     )
 
+    def _own_places(self, run: _Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's shards of a run's buckets, each with its place in the run."""
+        for index in run.buckets:
+            begin, end = self._domain.own(self._ranges[index])
+            yield self.shard(index), run.memory[begin - run.begin : end - run.begin]
+
     def _of_units(self) -> Iterator[_Run]:
         return chain.from_iterable(runs for unit, runs in self._runs.items() if unit)
 
@@ -212,9 +223,7 @@ class ShardedFlat(ApartFlat):
         for unit, runs in self._runs.items():
             for run in runs if unit == 0 else ():
                 run.memory.copy_(self._whole[run.begin : run.begin + run.memory.numel()])
-                for parameter, view in run.views:
-                    parameter.data = view
-                self._trained.note(parameter for parameter, _ in run.views)
+                self._show(run, is_here=True)
             if unit:
                 self.free(unit)
         self._whole = None
@@ -223,3 +232,41 @@ class ShardedFlat(ApartFlat):
         """A bucket's place in its run."""
         bucket_range = self._ranges[index]
         return run.memory[bucket_range.begin - run.begin : bucket_range.end - run.begin]
+
+
+class UnitVisits:
+    """Parameters in shards, of which those of one unit at a time are whole while they are described.
+
+    Args:
+        flats: that are described.
+        is_writing: what visitors write is kept, the same on all ranks; otherwise they read, and every visit
+            is a collective.
+        clock: gets the time that this thread waits for other ranks.
+    """
+
+    def __init__(self, flats: Sequence[ShardedFlat], clock: WaitClock, *, is_writing: bool) -> None:
+        self._is_writing, self._clock = is_writing, clock
+        places = ((flat, unit) for flat in flats for unit in flat.units)
+        self._places = {memory: place for place in places for memory in place[0].memories(place[1])}
+        """By the identity of memory."""
+        self._open: tuple[ShardedFlat, int] | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Before a parameter, or a view of one, is read or written: it is whole until another unit is."""
+        place = self._places.get(tensor.untyped_storage()._cdata)
+        if place is None or place == self._open:
+            return
+        self.end()
+        (flat, unit), self._open = place, place
+        flat.give_memory(unit)
+        if self._is_writing:
+            flat.load_own(unit)
+        else:
+            for gather in flat.start_unit(unit):
+                gather.wait(self._clock)
+
+    def end(self) -> None:
+        """Nobody visits any more."""
+        if self._open is not None:
+            (flat, unit), self._open = self._open, None
+            flat.end_visit(unit, is_writing=self._is_writing)

@@ -127,9 +127,10 @@ def sharded_weights(model_state: ShardedStateDict, ranges: Iterable[StateRange])
 
     Args:
         model_state: see `sharded_ranges`.
-        ranges: of the weights that it keeps no more of.
+        ranges: of the weights that it keeps no more of; the state may lack some.
     """
-    ranges = list(ranges)
+    known = _shards_by_parameter(model_state)
+    ranges = [part for part in ranges if id(part.parameter) in known]
     kept = {id(part.parameter) for part in ranges}
     return _without(model_state, kept) | sharded_ranges(model_state, ranges, "")
 
@@ -243,5 +244,6 @@ def _entry(
         global_offset=global_offset,
         axis_fragmentations=None,
         replica_id=(*_replica(shard)[:2], dp_rank),
+        allow_shape_mismatch=shard.allow_shape_mismatch and not prefix,
     )
     return {f"{key}{global_offset}": found}

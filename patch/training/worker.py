@@ -217,7 +217,7 @@ def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / HF_FOLDER
     load = config.checkpoint.load
-    with this_run.optimizer.full_weights():
+    with this_run.optimizer.described_weights() as visit:
         export_hf(
             this_run.stages,
             target,
@@ -226,4 +226,5 @@ def _export(this_run: Run) -> None:
             hf_source=Path(load) if load is not None and has_hf_config(load) else None,
             tokenizer=this_run.tokenizer,
             adapter=config.adapter if config.adapter.lora_rank else None,
+            visit=visit,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,7 @@ from patch.optimizer import (
     hybrid_adam,
     micro_batch,
     own_shards,
+    param_buffer,
     param_flat,
     sharded_flat,
 )
@@ -64,6 +65,7 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(param_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(sharded_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(sharded_flat, "resize_memory", _resize_memory),
+        mock.patch.object(param_buffer, "all_or_none", nullcontext),
         mock.patch.object(domain, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())),
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
     ):

@@ -112,6 +112,10 @@ def a_gradient_penalty_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
     (step,) = make_steps(1, 2, 1)
     oracle.take_step(step)
     optimizer.zero_grad(LR)
+    if zero_stage.shares_parameters:
+        with pytest.raises(TrainingError, match=r"create_graph.*sharding gradients"):
+            penalized(model, step[rank][0], optimizer.no_sync())
+        return
     penalized(model, step[rank][0], optimizer.no_sync()).backward()
     optimizer.step()
     oracle.model = oracle.model.model
@@ -148,7 +152,9 @@ Misuse = Callable[[OddModel, OverlappedDistributedOptimizer], object]
 WITHOUT_FORWARD = r"first.\w+: a gradient without a forward.*call the model"
 MISUSES: dict[str, tuple[Misuse, str]] = {
     "two backwards of a graph": (twice_through_one_graph, "no_sync"),
-    "a gradient penalty": (lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync"),
+    "a gradient penalty": (
+        lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync|create_graph",
+    ),
     "a reentrant checkpoint": (checkpointed_outside_of_the_forward, "use_reentrant=False"),
     "no no_sync": (lambda m, _: [m(ONES).backward() for _ in range(2)], "no_sync"),
     "no forward": (lambda m, _: m.first(ONES).sum().backward(), WITHOUT_FORWARD),
@@ -339,12 +345,33 @@ def gradients_with_a_graph(rank: int, zero_stage: ZeroStage) -> None:
     optimizer = build_optimizer(model, zero_stage)
     optimizer.zero_grad(LR)
     loss = model(ONES)
+    if zero_stage.shares_parameters:
+        with pytest.raises(TrainingError, match="create_graph"):
+            loss.backward(create_graph=True)
+        return
     loss.backward(create_graph=True)
     optimizer.finish_grad_sync()
     assert not any(bucket.shard.requires_grad for bucket in optimizer.grad_buffer.buckets)
 
 
+def a_weight_read_between_two_steps(rank: int, zero_stage: ZeroStage) -> None:
+    """By one rank alone: where it has a shard only, that is an error."""
+    model = OddModel()
+    optimizer = build_optimizer(model, zero_stage)
+    take_step(model, optimizer, [ONES])
+    optimizer.finish_param_sync()
+    if rank == 0 and zero_stage.shares_parameters:
+        with pytest.raises(TrainingError, match="full_weights"):
+            model.last.weight.sum()
+        with pytest.raises(TrainingError, match="full_weights"):
+            model.state_dict()
+        assert all(parameter.isnan().all() for parameter in model.parameters())
+    elif rank == 0:
+        assert model.last.weight.isfinite().all()
+
+
 CHECKS = [
+    a_weight_read_between_two_steps,
     a_weight_in_two_reentrant_checkpoints,
     a_second_gradient_of_a_reduced_bucket,
     a_retained_graph_inside_no_sync,

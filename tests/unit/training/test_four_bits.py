@@ -71,11 +71,11 @@ def train(config: RunConfig, folder: Path) -> Trained:
     with run.optimizer.full_weights():
         weights = iter_hf_weights(run.stages, config.model, run.groups)
         base = {name: each.float().numpy() for name, each in weights}
-        checksum, factors = base_checksum(run.stages), factors_of(run)
+        factors = factors_of(run)
     steps = [(result.loss, result.grad_norm) for result in results]
     kept = [parameter.dtype for parameter in run.stages[0].decoder.parameters()]
     assert kept.count(torch.uint8) >= 4 * len(run.stages[0].decoder.layers)
-    trained = Trained(steps, base, checksum, first, factors)
+    trained = Trained(steps, base, base_checksum(run.stages, run.optimizer), first, factors)
     new_job()
     return trained
 
