@@ -169,7 +169,8 @@ class GradBuffer:
     def end_buckets(self, indices: list[int]) -> None:
         """The micro-batch that is open brings these buckets no further gradient."""
         for index in indices:
-            self.buckets[index].is_over |= self.buckets[index].is_open
+            if self.buckets[index].is_open:
+                self.buckets[index].pass_by()
         self._launch_ready()
 
     def abandon_backward(self, num_micro_batches: int) -> None:
@@ -337,6 +338,11 @@ def _check_bucket(name: str, bucket: Bucket) -> None:
             f"{name}: a gradient without a forward of stage {bucket.range.stage} in this step, expected one: "
             "call the model that the optimizer was built with (`model(...)`), not only a part of it, and "
             "`zero_grad` between steps"
+        )
+    if bucket.has_left and bucket.was_passed:
+        raise TrainingError(
+            f"{name}: a gradient after backward had come to a module before it, expected modules that run in "
+            "the order in which the model lists them: list them so, or use --data-parallel-sharding gradients"
         )
     if bucket.has_left:
         raise TrainingError(

@@ -114,7 +114,7 @@ class OverlappedDistributedOptimizer:
         self._own = OwnShards(
             self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
         )
-        fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
+        fixed_bytes = self.param_buffer.num_bytes + units.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
         self.placement = self.adam.placement
         self.placement.before_move.append(self.start_param_sync)

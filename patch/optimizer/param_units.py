@@ -196,15 +196,21 @@ class ParamUnits:
         for unit in current.begun:
             self._free(unit)
         for unit in current.left:
+            self._start(unit)
             if current.is_backward:
                 self._pass_by(unit)
-            self._start(unit)
             self._free(unit)
 
     def end_backward(self) -> None:
         """No further gradient comes; there was none at all where a rank had no backward."""
         if self._pass is not None and self._pass.is_backward and current_backward() == NO_BACKWARD:
             self.end_pass()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the two largest units, as many as are whole at a time."""
+        sizes = (sum(flat.unit_bytes(unit.number) for flat in unit.flats) for unit in self._units)
+        return sum(sorted(sizes)[-2:])
 
     @property
     def are_there(self) -> bool:
@@ -238,8 +244,17 @@ class ParamUnits:
 
     def _need(self, unit: _Unit) -> None:
         """Wait for a unit, and let the next one of the pass travel."""
-        if unit.is_here or not self._is_sharded:
+        current = self._start_up_to(unit)
+        if current is None:
             return
+        if current.left and self._buffer.is_updated(current.left[0].buckets):
+            self._start_next(current)
+        self._wait(unit)
+
+    def _start_up_to(self, unit: _Unit) -> _Pass | None:
+        """Let a unit travel, and those of the pass before it; None: it is here."""
+        if unit.is_here or not self._is_sharded:
+            return None
         current, is_backward = self._pass, current_backward() != NO_BACKWARD
         if current is None or not self._is_in(unit.stage, is_backward=is_backward):
             current = self._begin(unit.stage, is_backward=is_backward)
@@ -248,9 +263,7 @@ class ParamUnits:
             current = self._begin(unit.stage, is_backward=is_backward, is_again=True)
         while unit in current.left:
             self._start_next(current)
-        if current.left and self._buffer.is_updated(current.left[0].buckets):
-            self._start_next(current)
-        self._wait(unit)
+        return current
 
     # What comes and goes.
 
@@ -277,15 +290,15 @@ class ParamUnits:
     def _pass_by(self, now: _Unit) -> None:
         """A gradient has come to the output of a unit: backward is through with those after it in forward.
 
-        Ranks reduce their buckets now at the latest, with unused parameters or without: between the same
-        gathers, as a rank that waited for a reduction would not send what another one waits for.
+        Ranks reduce their buckets now at the latest, with unused parameters or without, between the same
+        gathers: a rank that waited for a reduction would not start the gather that another one waits for.
         """
         outside = {unit.number for unit in self._units if unit.is_read_outside}
         ends = self._ends.get(now.stage, [])
         self._on_passed([i for end, i, unit in ends if end < now.place_in_backward and unit not in outside])
         for unit in self._pass.begun if self._pass is not None else ():
             is_over = unit.place_in_backward < now.place_in_backward and not unit.is_around
-            if is_over and unit.has_frozen and not unit.is_read_outside:
+            if is_over and not unit.is_read_outside:
                 self._free(unit)
 
     def _free(self, unit: _Unit) -> None:
@@ -328,6 +341,8 @@ class ParamUnits:
                     "backward keeps a graph of itself (create_graph, as a gradient penalty), which reads "
                     "weights after they are freed, expected none: use --data-parallel-sharding gradients"
                 )
+            for unit in units:
+                self._start_up_to(unit)
             if module_of is not None and self._is_sharded:
                 self._pass_by(module_of)
             for unit in units:
