@@ -55,8 +55,9 @@ class Bucket:
         """What ranks tell each other about the micro-batch that is being reduced (stage `gradients`)."""
         self.notify_when_done = False
         """Whether the optimizer is to be told when the reduction that is under way has arrived."""
-        self._is_due = self._is_over = False
-        """State of the newest micro-batch: whether it is reduced, and whether it has ended."""
+        self._is_due = self._is_over = self.was_passed = False
+        """State of the newest micro-batch: whether it is reduced, whether it brings no more, and whether some
+        parameters then lacked gradients while others came."""
         self._missing: set[ParamRange] = set()
         """Parameters without a gradient in the micro-batch that is open."""
         self._unused = set(bucket_range.params)
@@ -79,9 +80,14 @@ class Bucket:
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """A micro-batch of the stage begins its backward."""
         self._missing = set(self.range.params)
-        self.is_open, self._is_over, self.has_left = True, False, False
+        self.is_open, self.has_left, self._is_over, self.was_passed = True, False, False, False
         self.is_last = is_last
         self._is_due = is_last or self.domain.sharding.is_staged
+
+    def pass_by(self) -> None:
+        """Backward goes on without further gradients for it."""
+        self.was_passed |= bool(self._missing) and not self._is_over
+        self._is_over = True
 
     def end_micro_batch(self) -> None:
         """The micro-batch will give no further gradient."""

@@ -59,6 +59,7 @@ class GradBuffer:
         on_backward: called with the stage before the first gradient of each micro-batch, or the zeros of one
             without any.
         on_collected: called with a parameter's index when its gradient is in its place.
+        on_end: called when a micro-batch has ended, before what is left of it is reduced.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
     """
 
@@ -68,14 +69,17 @@ class GradBuffer:
         config: OptimizerConfig,
         group: dist.ProcessGroup,
         clock: WaitClock,
+        *,
         on_backward: Callable[[int], None],
         on_collected: Callable[[int], None],
+        on_end: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
     ) -> None:
         domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.held.named
         like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.held.device)
         self._group, self._clock, self._like = group, clock, like
-        self._on_backward, self._on_collected, self._on_final = on_backward, on_collected, on_final
+        self._on_backward, self._on_final = on_backward, on_final
+        self._on_collected, self._on_end = on_collected, on_end
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
@@ -164,6 +168,13 @@ class GradBuffer:
         for check in () if self._like.is_cuda else self._checks:
             check.wait(self._clock)
 
+    def end_buckets(self, indices: list[int]) -> None:
+        """The micro-batch that is open brings these buckets no further gradient."""
+        for index in indices:
+            if self.buckets[index].is_open:
+                self.buckets[index].pass_by()
+        self._launch_ready()
+
     def abandon_backward(self, num_micro_batches: int) -> None:
         """An error ended the step's backward: start the reductions that other ranks expect all the same.
 
@@ -244,6 +255,7 @@ class GradBuffer:
             bucket.begin_micro_batch(is_last=is_last)
 
     def _end_micro_batches(self, stages: Set[int]) -> None:
+        self._on_end()
         for bucket in self.buckets:
             if bucket.range.stage in stages:
                 bucket.end_micro_batch()
@@ -328,6 +340,11 @@ def _check_bucket(name: str, bucket: Bucket) -> None:
             f"{name}: a gradient without a forward of stage {bucket.range.stage} in this step, expected one: "
             "call the model that the optimizer was built with (`model(...)`), not only a part of it, and "
             "`zero_grad` between steps"
+        )
+    if bucket.has_left and bucket.was_passed:
+        raise TrainingError(
+            f"{name}: a gradient after backward had come to a module before it, expected modules that run in "
+            "the order in which the model lists them: list them so, or use --data-parallel-sharding gradients"
         )
     if bucket.has_left:
         raise TrainingError(

@@ -100,18 +100,21 @@ class OverlappedDistributedOptimizer:
         self.param_buffer = ParamBuffer(
             layout, frozen, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
-        self._units = ParamUnits(
-            layout, frozen, self.param_buffer, self._clock, lambda: self.grad_buffer.check_micro_batches()
-        )
-        ParamReads(layout, self.param_buffer, self._units)
+        units = self._units = ParamUnits(
+            layout, frozen, self.param_buffer, self._clock,
+            before_forward=lambda: self.grad_buffer.check_micro_batches(),
+            on_passed=lambda buckets: self.grad_buffer.end_buckets(buckets),
+        )  # fmt: skip
+        ParamReads(layout, self.param_buffer, units)
         self.grad_buffer = GradBuffer(
-            layout, config, groups.dp_cp, self._clock, self._on_backward, self._units.collected,
-            self._on_final_gradient,
+            layout, config, groups.dp_cp, self._clock,
+            on_backward=self._on_backward, on_collected=units.collected, on_end=units.end_backward,
+            on_final=self._on_final_gradient,
         )  # fmt: skip
         self._own = OwnShards(
             self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups, self.device
         )
-        fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
+        fixed_bytes = self.param_buffer.num_bytes + units.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
         self.placement = self.adam.placement
         self.placement.before_move.append(self.start_param_sync)

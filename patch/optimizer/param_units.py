@@ -36,7 +36,7 @@ from patch.optimizer.domain import FlatLayout
 from patch.optimizer.micro_batch import NO_BACKWARD, tensors_in
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_flat import ShardedFlat
-from patch.optimizer.trained import unit_modules
+from patch.optimizer.trained import UnitModule, unit_modules
 
 
 class _Unit:
@@ -85,6 +85,7 @@ class ParamUnits:
         buffer: of both.
         clock: gets the time that compute waits for gathers.
         before_forward: called before the messages of a stage's forward.
+        on_passed: called with buckets to which backward brings no further gradient.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class ParamUnits:
         frozen: FlatLayout | None,
         buffer: ParamBuffer,
         clock: WaitClock,
+        *,
         before_forward: Callable[[], None],
+        on_passed: Callable[[list[int]], None],
     ) -> None:
-        self._before_forward = before_forward
+        self._before_forward, self._on_passed = before_forward, on_passed
         self._buffer, self._clock, device = buffer, clock, layout.held.device
         modules = unit_modules(layout.held.stages)
         units = [_Unit(index + 1, each.stage, each.place_in_backward) for index, each in enumerate(modules)]
@@ -121,9 +124,10 @@ class ParamUnits:
         if not self._units:
             return
         self._streams, self._aside = streams_of(device), stream_of(device, "gathers")
+        self._ends = _ends_of_buckets(layout, modules)
         for unit in self._units:
-            module, own = modules[unit.number - 1].module, modules[unit.number - 1].parameters
-            unit.is_around = len([*module.parameters()]) > len(own)
+            module = modules[unit.number - 1].module
+            unit.is_around = modules[unit.number - 1].is_around
             unit.skips_backward = type(module) in (torch.nn.Embedding, VocabParallelEmbedding)
             self._follow(module, unit)
         for number, stage in enumerate(layout.held.stages):
@@ -193,7 +197,20 @@ class ParamUnits:
             self._free(unit)
         for unit in current.left:
             self._start(unit)
+            if current.is_backward:
+                self._pass_by(unit)
             self._free(unit)
+
+    def end_backward(self) -> None:
+        """No further gradient comes; there was none at all where a rank had no backward."""
+        if self._pass is not None and self._pass.is_backward and current_backward() == NO_BACKWARD:
+            self.end_pass()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the two largest units, as many as are whole at a time."""
+        sizes = (sum(flat.unit_bytes(unit.number) for flat in unit.flats) for unit in self._units)
+        return sum(sorted(sizes)[-2:])
 
     @property
     def are_there(self) -> bool:
@@ -227,8 +244,17 @@ class ParamUnits:
 
     def _need(self, unit: _Unit) -> None:
         """Wait for a unit, and let the next one of the pass travel."""
-        if unit.is_here or not self._is_sharded:
+        current = self._start_up_to(unit)
+        if current is None:
             return
+        if current.left and self._buffer.is_updated(current.left[0].buckets):
+            self._start_next(current)
+        self._wait(unit)
+
+    def _start_up_to(self, unit: _Unit) -> _Pass | None:
+        """Let a unit travel, and those of the pass before it; None: it is here."""
+        if unit.is_here or not self._is_sharded:
+            return None
         current, is_backward = self._pass, current_backward() != NO_BACKWARD
         if current is None or not self._is_in(unit.stage, is_backward=is_backward):
             current = self._begin(unit.stage, is_backward=is_backward)
@@ -237,9 +263,7 @@ class ParamUnits:
             current = self._begin(unit.stage, is_backward=is_backward, is_again=True)
         while unit in current.left:
             self._start_next(current)
-        if current.left and self._buffer.is_updated(current.left[0].buckets):
-            self._start_next(current)
-        self._wait(unit)
+        return current
 
     # What comes and goes.
 
@@ -263,11 +287,18 @@ class ParamUnits:
             gather.wait(self._clock)
         unit.is_here = True
 
-    def _free_frozen(self, now: _Unit) -> None:
-        """A gradient has come to the output of a unit: backward is through with those after it in forward."""
+    def _pass_by(self, now: _Unit) -> None:
+        """A gradient has come to the output of a unit: backward is through with those after it in forward.
+
+        Ranks reduce their buckets now at the latest, with unused parameters or without, between the same
+        gathers: a rank that waited for a reduction would not start the gather that another one waits for.
+        """
+        outside = {unit.number for unit in self._units if unit.is_read_outside}
+        ends = self._ends.get(now.stage, [])
+        self._on_passed([i for end, i, unit in ends if end < now.place_in_backward and unit not in outside])
         for unit in self._pass.begun if self._pass is not None else ():
             is_over = unit.place_in_backward < now.place_in_backward and not unit.is_around
-            if is_over and unit.has_frozen and not unit.is_read_outside:
+            if is_over and not unit.is_read_outside:
                 self._free(unit)
 
     def _free(self, unit: _Unit) -> None:
@@ -311,9 +342,11 @@ class ParamUnits:
                     "weights after they are freed, expected none: use --data-parallel-sharding gradients"
                 )
             for unit in units:
+                self._start_up_to(unit)
+            if module_of is not None and self._is_sharded:
+                self._pass_by(module_of)
+            for unit in units:
                 self._need(unit)
-            if module_of is not None:
-                self._free_frozen(module_of)
 
         for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:
@@ -343,3 +376,17 @@ class ParamUnits:
 
         stage.register_forward_pre_hook(begin, prepend=True)
         stage.register_forward_hook(end, always_call=True)
+
+
+def _ends_of_buckets(layout: FlatLayout, modules: list[UnitModule]) -> dict[int, list[tuple[int, int, int]]]:
+    """By stage: the last place in backward of a bucket's parameters, the bucket's index, and its unit."""
+    last: dict[torch.nn.Parameter, int] = {}
+    for each in modules:
+        place = len(modules) if each.is_around else each.place_in_backward
+        for parameter in each.parameters:
+            last[parameter] = max(place, last.get(parameter, 0))
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for index, bucket_range in enumerate(layout.bucket_ranges):
+        places = [last[layout.held.parameters[param.parameter]] for param in bucket_range.params]
+        found.setdefault(bucket_range.stage, []).append((max(places, default=0), index, bucket_range.unit))
+    return found

@@ -87,7 +87,8 @@ class ShardedFlat(ApartFlat):
 
     def _take_over(self, numel: int) -> torch.Tensor:
         """(numel,) the values of the parameters, which become views; (0,) if they have none."""
-        return super()._take_over(numel if any(map(has_values, self.parameters)) else 0)
+        is_new = not any(map(has_values, self.parameters))
+        return self._like.new_zeros(0) if is_new else super()._take_over(numel)
 
     @property
     def num_bytes(self) -> int:
@@ -165,6 +166,10 @@ class ShardedFlat(ApartFlat):
     def units(self) -> list[int]:
         """Those that come and go."""
         return [unit for unit in self._runs if unit]
+
+    def unit_bytes(self, unit: int) -> int:
+        """Bytes of a unit while it is here."""
+        return sum(run.memory.nbytes for run in self._runs.get(unit, []))
 
     def memories(self, unit: int) -> list[int]:
         """Identities of the memory of a unit."""

@@ -81,6 +81,11 @@ class UnitModule(NamedTuple):
     place_in_backward: int
     """Among all of the rank."""
 
+    @property
+    def is_around(self) -> bool:
+        """Whether the module has others in it."""
+        return len([*self.module.parameters()]) > len(self.parameters)
+
 
 def unit_modules(stages: Sequence[torch.nn.Module]) -> list[UnitModule]:
     """The modules whose parameters come and go together, in the order of forward.

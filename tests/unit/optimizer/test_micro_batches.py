@@ -155,7 +155,7 @@ MISUSES: dict[str, tuple[Misuse, str]] = {
     "a gradient penalty": (
         lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync|create_graph",
     ),
-    "a reentrant checkpoint": (checkpointed_outside_of_the_forward, "use_reentrant=False"),
+    "a reentrant checkpoint": (checkpointed_outside_of_the_forward, "use_reentrant=False|full_weights"),
     "no no_sync": (lambda m, _: [m(ONES).backward() for _ in range(2)], "no_sync"),
     "no forward": (lambda m, _: m.first(ONES).sum().backward(), WITHOUT_FORWARD),
     "no second forward": (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
+from llama3_tokenizer import tiny_tokenizer
 from small_runs import hf_llama, small_run
 from training_runs import CPU, SeededReader, save
 
@@ -29,13 +30,6 @@ LEVELS: dict[str, dict[str, Any]] = {
 STEPS = 3
 
 
-class Tokenizer:
-    """Has nothing to save."""
-
-    def save_pretrained(self, folder: str) -> None:
-        pass
-
-
 def build(level: str, load: Path | None) -> Run:
     changes = LEVELS[level] | {"dp": 2, "global_batch_size": 8, "reduce_bucket_size": 9000}
     config = small_run(load=None if load is None else str(load), **changes)
@@ -49,7 +43,7 @@ def build(level: str, load: Path | None) -> Run:
 def export(run: Run, folder: Path) -> None:
     with run.optimizer.described_weights() as visit:
         export_hf(
-            run.stages, folder, run.config.model, run.groups, hf_source=None, tokenizer=Tokenizer(),
+            run.stages, folder, run.config.model, run.groups, hf_source=None, tokenizer=tiny_tokenizer(),
             visit=visit,
         )  # fmt: skip
 
