@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 Receivers = Literal["all", "first", "stage"]
 """Which ranks receive the tensors of `iter_hf_weights`."""
-Visit = Callable[[torch.Tensor], None]
-"""Makes a parameter whole before it is read or written (the optimizer's `described_weights`)."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -64,6 +62,15 @@ class ExpertRanks(NamedTuple):
             return cls(tp=TPShard(groups.tp.rank(), groups.tp.size()))
         ep, tp = groups.ep, groups.expt_tp
         return cls(ep.rank(), ep.size(), TPShard(tp.rank(), tp.size()))
+
+
+class Visit(Protocol):
+    """Where a parameter of which this rank keeps a shard is whole (the optimizer's `described_weights`)."""
+
+    device: torch.device
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For the parameter or a view of it, until the next call."""
 
 
 class MappedParameter(NamedTuple):
@@ -127,7 +134,7 @@ def iter_hf_weights(
     dtypes = {(each.name, each.layer): each.dtype for each in mapped}
     owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
     table = adapter_table(model, adapter) if adapter else weights_table(model, stages[0].vocab_size)
-    where = next(stages[0].parameters()).device
+    where = next(stages[0].parameters()).device if visit is None else visit.device
     for name, layer, expert in _in_order(table, model.num_layers):
         mapping, shard = table[name].at(layer, expert), own.get((name, layer, expert))
         if shard is not None:
@@ -154,8 +161,7 @@ def iter_hf_weights(
 
 def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: Visit | None) -> torch.Tensor:
     """A parameter's values, dense."""
-    if visit is not None:
-        visit(shard)
+    shard = shard if visit is None else visit(shard)
     return shard if shard.is_floating_point() else dequantize(shard, dtype)
 
 
@@ -325,7 +331,7 @@ def import_hf(
         folder: a Hugging Face folder, with config.json and the weights.
         model: the shape of the whole model, as `model_of(folder)` reads it.
         groups: only `tp` is used; with experts also `ep` and `expt_tp`.
-        visit: called before a parameter is written.
+        visit: where a parameter is to be written.
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
@@ -338,13 +344,12 @@ def import_hf(
         for each in mapped_parameters(stages, model, shard.size, experts):
             slices = [source[tensor.name] for tensor in each.mapping.hf]
             target, is_dense = each.parameter, each.parameter.is_floating_point()
-            if visit is not None:
-                visit(target)
+            written = target = target if visit is None else visit(target)
             if not is_dense:
                 target = target.new_empty(dense_shape(target), dtype=each.dtype)
             each.mapping.hf_to_megatron(target, slices, experts.tp if "#" in each.name else shard)
             if not is_dense:
-                each.parameter.copy_(quantize(target))
+                written.copy_(quantize(target))
 
 
 def export_hf(

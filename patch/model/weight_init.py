@@ -67,7 +67,7 @@ def initialize_weights(
     seed: int,
     *,
     adapters: bool | None = None,
-    visit: Callable[[torch.Tensor], None] | None = None,
+    visit: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
@@ -80,13 +80,13 @@ def initialize_weights(
         model: the shape they were built from.
         seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
         adapters: see `sharded_weights`.
-        visit: called before a weight is written (the optimizer's `described_weights`).
+        visit: where a weight is to be written (the optimizer's `described_weights`).
     """
     state = sharded_weights(stages, adapters=adapters)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if visit is not None:
-            visit(shard.data)
+            shard.data = visit(shard.data)
         if shard.data.ndim == 1:
             # A norm before a linear layer has its bias under `layer_norm_bias`.
             shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)

@@ -17,7 +17,7 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
 from patch.optimizer.param_units import ParamUnits
-from patch.optimizer.sharded_flat import has_values
+from patch.optimizer.sharded_flat import UnitVisits, has_values
 from patch.optimizer.sharded_state import ShardStates, sharded_ranges, sharded_weights
 from patch.optimizer.trained import TrainedParameters, check_arguments
 
@@ -289,9 +289,7 @@ class OverlappedDistributedOptimizer:
         """
         return self.param_buffer.whole(frozen=frozen)
 
-    def described_weights(
-        self, *, to_write: bool = False
-    ) -> AbstractContextManager[Callable[[torch.Tensor], None] | None]:
+    def described_weights(self, *, to_write: bool = False) -> AbstractContextManager[UnitVisits | None]:
         """Context in which the model's sharded_state_dict may be made, to save or to load; a collective.
 
         In it weights of which ranks keep shards have shapes and no values: `sharded_weights` has these. Or
@@ -300,8 +298,8 @@ class OverlappedDistributedOptimizer:
         Args:
             to_write: who visits weights writes them, instead of reading them.
         Returns:
-            what to call with a weight, or a view of one, before it is read or written, on all ranks in one
-            order; None: all are whole.
+            gives for a weight, or a view of one, where it is whole until the next is asked for, on all ranks
+            in one order; None: all are whole.
         """
         return self.param_buffer.described(to_write=to_write)
 

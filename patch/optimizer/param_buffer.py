@@ -276,9 +276,7 @@ class ParamBuffer:
         sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
         assert not (sharded and self._num_readers), "within whole weights nobody needs a description"
         with self._gathered([flat for flat in self._all_flats if flat not in sharded]):
-            for flat in sharded:
-                flat.describe()
-            visits = UnitVisits(sharded, self._clock, is_writing=to_write)
+            visits = UnitVisits(sharded, self._device, self._clock, is_writing=to_write)
             try:
                 yield visits if sharded else None
             finally:

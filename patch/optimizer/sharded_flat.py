@@ -144,12 +144,22 @@ class ShardedFlat(ApartFlat):
             parameter.data = view if is_here else self._nothing.expand(parameter.shape)
         self._trained.note(parameter for parameter, _ in run.views)
 
-    def describe(self) -> None:
-        """Give parameters in shards their places, without memory: only shapes and offsets may be read."""
+    def describe(self) -> dict[int, tuple[int, _Run]]:
+        """Give parameters in shards places in memory of the host that nobody touches: only these may be read.
+
+        Returns:
+            unit and buckets of each place, by the identity of its memory.
+        """
         self.leave_whole()
         self._is_described = True
-        for run in self._of_units():
-            self._show(run, is_here=True)
+        found = {}
+        for unit in self.units:
+            for run in self._runs[unit]:
+                place = torch.empty(0, dtype=self._like.dtype).set_(torch.UntypedStorage(run.memory.nbytes))  # type: ignore[call-overload]
+                found[place.untyped_storage()._cdata] = unit, run
+                for parameter, view in run.views:
+                    parameter.data = place.as_strided(view.shape, view.stride(), view.storage_offset())
+        return found
 
     @torch.no_grad()
     def end_description(self) -> None:
@@ -171,20 +181,19 @@ class ShardedFlat(ApartFlat):
         """Bytes of a unit while it is here."""
         return sum(run.memory.nbytes for run in self._runs.get(unit, []))
 
-    def memories(self, unit: int) -> list[int]:
-        """Identities of the memory of a unit."""
-        return [run.memory.untyped_storage()._cdata for run in self._runs[unit]]
-
     @torch.no_grad()
-    def load_own(self, unit: int) -> None:
-        """Give a unit's memory this rank's shards."""
+    def begin_visit(self, unit: int, clock: WaitClock, *, is_writing: bool) -> None:
+        """Give a unit that is described memory, with all its values, or this rank's shards alone."""
         for run in self._runs[unit]:
-            for own, place in self._own_places(run):
+            resize_memory(run.memory, run.memory.nbytes)
+            for own, place in self._own_places(run) if is_writing else ():
                 place.copy_(own)
+        for gather in () if is_writing else self.start_unit(unit):
+            gather.wait(clock)
 
     @torch.no_grad()
     def end_visit(self, unit: int, *, is_writing: bool) -> None:
-        """Take the memory of a unit that is described, and keep what was written to it."""
+        """Take the memory, and keep what was written to it."""
         for run in self._runs[unit]:
             for own, place in self._own_places(run) if is_writing else ():
                 own.copy_(place)
@@ -240,35 +249,34 @@ class ShardedFlat(ApartFlat):
 
 
 class UnitVisits:
-    """Parameters in shards, of which those of one unit at a time are whole while they are described.
+    """Parameters in shards, whole one unit at a time while they are described.
 
     Args:
-        flats: that are described.
+        flats: are described by it.
         is_writing: what visitors write is kept, the same on all ranks; otherwise they read, and every visit
             is a collective.
+        device: of the parameters.
         clock: gets the time that this thread waits for other ranks.
     """
 
-    def __init__(self, flats: Sequence[ShardedFlat], clock: WaitClock, *, is_writing: bool) -> None:
-        self._is_writing, self._clock = is_writing, clock
-        places = ((flat, unit) for flat in flats for unit in flat.units)
-        self._places = {memory: place for place in places for memory in place[0].memories(place[1])}
-        """By the identity of memory."""
+    def __init__(
+        self, flats: Sequence[ShardedFlat], device: torch.device, clock: WaitClock, *, is_writing: bool
+    ) -> None:
+        self._is_writing, self._clock, self.device = is_writing, clock, device
+        self._places = {memory: (flat, *place) for flat in flats for memory, place in flat.describe().items()}
         self._open: tuple[ShardedFlat, int] | None = None
 
-    def __call__(self, tensor: torch.Tensor) -> None:
-        """Before a parameter, or a view of one, is read or written: it is whole until another unit is."""
-        place = self._places.get(tensor.untyped_storage()._cdata)
-        if place is None or place == self._open:
-            return
-        self.end()
-        (flat, unit), self._open = place, place
-        flat.give_memory(unit)
-        if self._is_writing:
-            flat.load_own(unit)
-        else:
-            for gather in flat.start_unit(unit):
-                gather.wait(self._clock)
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where a described parameter, or a view of one, is whole until another unit is visited."""
+        found = self._places.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return tensor
+        flat, unit, run = found
+        if self._open != (flat, unit):
+            self.end()
+            flat.begin_visit(unit, self._clock, is_writing=self._is_writing)
+            self._open = flat, unit
+        return run.memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def end(self) -> None:
         """Nobody visits any more."""

@@ -311,7 +311,7 @@ def checksum(
                 continue
             assert shard.data is not None, "a state dict to save holds its tensors"
             if visit is not None:
-                visit(shard.data)
+                shard.data = visit(shard.data)
             total += _sum_of(shard) if is_main_replica(shard.replica_id) else 0
     return f"{sum(all_gather_object(total)) % 2**64:016x}"
 

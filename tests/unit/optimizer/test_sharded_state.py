@@ -154,7 +154,7 @@ def check_files(folder: Path, num_states: int) -> None:
             assert torch.equal(low, tensors[key].view(torch.int16)), key
 
 
-def check_writers(state: dict[str, Any]) -> None:
+def check_writers(state: dict[Any, Any]) -> None:
     """Each element of each stored state has one rank that writes it."""
     _, everywhere = determine_global_metadata(state)
     shards = [shard for shard in itertools.chain(*everywhere) if isinstance(shard, ShardedTensor)]
@@ -175,7 +175,7 @@ def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
                 for (state, _), value in zip(states_of(run.optimizer, name), values, strict=True):
                     state.copy_(value)
         state = sharded_state(run)
-        check_writers(state)
+        check_writers(dict(enumerate(shards_of(state))))
         save_checkpoint(root, iteration, state, {"iteration": iteration})
         if rank == 0:
             check_files(iteration_folder(root, iteration), len(run.optimizer.adam.dtypes))
