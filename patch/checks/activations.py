@@ -84,6 +84,12 @@ def weights_can_leave(config: RunConfig, machine: MachineFacts) -> None:
         expected = f"false, or {where('data_parallel_sharding')} parameters"
         why = "only there are weights gathered for each pass, and freed after it"
         refuse("cpu_offloading_weights", "true", expected, why)
+    policy, share = optimizer.optimizer_offload_policy, optimizer.cpu_offloading_weights_fraction
+    states = optimizer.optimizer_offload_fraction if policy == "static" else float(policy is not None)
+    if states < (share or 0):
+        expected = f"static or auto at {where('optimizer_offload_policy')}, of as large a share"
+        why = "weights in host memory are updated there"
+        refuse("cpu_offloading_weights", "true", f"false, or {expected}", why)
     is_auto, has_device = optimizer.cpu_offloading_weights_fraction is None, machine.cuda_devices
     if is_auto and not has_device and not optimizer.simulated_device_memory:
         expected = "0 to 1, or auto with --simulated-device-memory BYTES"

@@ -384,6 +384,13 @@ class RunConfig:
         return self.num_state_shares if self.zero_stage.shares_parameters else 1
 
     @property
+    def frees_weights(self) -> bool:
+        """Whether weights come to a rank for each pass, from other ranks or from host memory."""
+        share = self.optimizer.cpu_offloading_weights_fraction
+        comes = self.num_state_shares > 1 or (self.optimizer.cpu_offloading_weights and share != 0)
+        return self.zero_stage.shares_parameters and comes
+
+    @property
     def reductions_per_step(self) -> int:
         """How often a step reduces all gradients."""
         return self.num_micro_batches if self.zero_stage.shares_gradients else 1

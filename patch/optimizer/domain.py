@@ -11,7 +11,8 @@ What these ranks share of them is the domain's `Sharding`, one class for each Ze
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -230,11 +231,10 @@ def flat_layout(
             field="grad_reduce_in_bf16",
         )
     travels_as = torch.bfloat16 if config.grad_reduce_in_bf16 and sharding.shares_states else None
-    units = [0] * len(trained.parameters)
+    units, on_host = [0] * len(trained.parameters), set[int]()
     if sharding.stage.shares_parameters:
         numbers = _unit_numbers(trained.stages, config.param_persistence_threshold)
-        units = [numbers[parameter] for parameter in trained.parameters]
-    on_host = _units_on_host(trained, units, config)
+        units, on_host = [numbers[each] for each in trained.parameters], _units_on_host(numbers, config)
     placed = []
     for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True):
         group, gathered_as = dp_groups[index], getattr(parameter, "gather_dtype", None)
@@ -272,26 +272,32 @@ def frozen_layout(
         groups: see `flat_layout`; of distributed experts also expt_dp.
     """
     stages, first = layout.held.stages, layout.domains[0]
-    numbers = _unit_numbers(stages, config.param_persistence_threshold) if layout.gathers else {}
-    named, specs, keys = [], list[ParamSpec](), list[tuple[dist.ProcessGroup, torch.dtype]]()
-    for stage, module in reversed(list(enumerate(stages))) if numbers else ():
+    if not first.sharding.stage.shares_parameters:
+        return None
+    numbers = _unit_numbers(stages, config.param_persistence_threshold)
+    on_host = _units_on_host(numbers, config)
+    named, specs, keys = [], list[ParamSpec](), list[tuple[dist.ProcessGroup, torch.dtype, bool]]()
+    for stage, module in reversed(list(enumerate(stages))):
         for name, parameter in reversed(list(module.named_parameters())):
             is_expert = not getattr(parameter, "allreduce", True)
             group = getattr(groups, "expt_dp", None) if is_expert else groups.dp_cp
-            instance = first.instance if first.across is not None else group
-            is_kept = parameter.requires_grad or not numbers[parameter]
-            if is_kept or instance not in layout.gathers or parameter.device != layout.held.device:
+            instance, unit = first.instance if first.across is not None else group, numbers[parameter]
+            is_kept = parameter.requires_grad or not unit or parameter.device != layout.held.device
+            if is_kept or instance is None or (instance not in layout.gathers and unit not in on_host):
                 continue
-            key, unit = (layout.gathers[instance], parameter.dtype), numbers[parameter]
+            key = layout.gathers.get(instance, instance), parameter.dtype, unit in on_host
             keys += [] if key in keys else [key]
             named.append((name, parameter))
             specs.append(ParamSpec(parameter.numel(), 0, False, stage, keys.index(key), 0, unit))
     if not named:
         return None
     domains = [
-        Domain(first.sharding, ranks, dtype, ranks, first.across, None, gathers=ranks)
-        for ranks, dtype in keys
-    ]
+        Domain(
+            first.sharding, ranks, dtype, ranks, first.across, None,
+            gathers=ranks if ranks.size() > 1 else None, is_on_host=is_on_host,
+        )
+        for ranks, dtype, is_on_host in keys
+    ]  # fmt: skip
     shares = [domain.num_shards for domain in domains]
     buckets = lay_out(specs, config.reduce_bucket_size, shares)
     return FlatLayout(HeldParameters(stages, named), domains, specs, buckets)
@@ -310,19 +316,47 @@ def _unit_numbers(stages: Sequence[torch.nn.Module], smallest: int) -> dict[torc
     return found
 
 
-def _units_on_host(trained: TrainedParameters, units: Sequence[int], config: OptimizerConfig) -> set[int]:
-    """The units whose shards lie in host memory: the first in backward, as of optimizer states."""
-    if not config.cpu_offloading_weights:
-        return set()
+def check_on_host(domains: Sequence[Domain], *, is_offloading: bool) -> None:
+    """Refuse weights in host memory that nobody there updates, or whose gradients travel from there.
+
+    Args:
+        domains: all of this rank's.
+        is_offloading: whether optimizer states may go to the host.
+    Raises:
+        ConfigError: states stay on the device, or there are several instances.
+    """
+    on_host = [domain for domain in domains if domain.is_on_host]
+    if on_host and not is_offloading:
+        raise ConfigError(
+            "got true, expected false, or static or auto at --optimizer-offload-policy: weights in host "
+            "memory are updated there",
+            field="cpu_offloading_weights",
+        )
+    if any(domain.across is not None for domain in on_host):
+        raise ConfigError(
+            "got several instances, expected 1 beside --cpu-offloading-weights: they sum gradients on the "
+            "device, and those of weights in host memory lie there too",
+            field="num_distributed_optimizer_instances",
+        )
+
+
+def _units_on_host(numbers: Mapping[torch.nn.Parameter, int], config: OptimizerConfig) -> set[int]:
+    """The units whose shards lie in host memory: the first in backward, as of optimizer states.
+
+    Args:
+        numbers: see `_unit_numbers`.
+        config: which share of what comes and goes.
+    """
     fraction = config.cpu_offloading_weights_fraction
-    left = (1.0 if fraction is None else fraction) * sum(
-        parameter.numel() for parameter, unit in zip(trained.parameters, units, strict=True) if unit
-    )
-    found: set[int] = set()
-    for parameter, unit in zip(trained.parameters, units, strict=True):
-        if unit and (unit in found or left > 0):
+    share = (1.0 if fraction is None else fraction) if config.cpu_offloading_weights else 0.0
+    sizes = Counter[int]()
+    for parameter, unit in numbers.items():
+        sizes[unit] += parameter.numel() if unit else 0
+    left, found = share * sizes.total(), set[int]()
+    for unit in sorted(filter(None, sizes), reverse=True):
+        if left > 0:
             found.add(unit)
-            left -= parameter.numel()
+        left -= sizes[unit]
     return found
 
 

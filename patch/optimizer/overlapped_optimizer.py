@@ -31,7 +31,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
-from patch.optimizer.domain import flat_layout, frozen_layout
+from patch.optimizer.domain import check_on_host, flat_layout, frozen_layout
 from patch.optimizer.eight_bit_flat import check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
@@ -89,7 +89,8 @@ class OverlappedDistributedOptimizer:
         self.param_groups, self.parameters, self.device = param_groups, trained.parameters, trained.device
         self.config, self.groups = config, groups
         layout = flat_layout(trained, config, zero_stage, groups)
-        check_gathers(layout.domains, is_offloading=offload is not None)
+        for check in (check_gathers, check_on_host):
+            check(layout.domains, is_offloading=offload is not None)
         self.is_sharded = layout.domains[0].sharding.shares_states
         self.loss_scale = loss_scale_of(config, [domain.dtype for domain in layout.domains])
         self._clock = WaitClock(self.device)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.torch_internals import region
-from patch.device import streams_of
 from patch.distributed.async_collectives import WaitClock
 from patch.layout.buckets import ParamRange, ParamSpec
 from patch.optimizer.bucket import Bucket
@@ -116,8 +115,8 @@ class OwnShards:
         """
         buckets = enumerate(self._buckets)
         counted = [i for i, bucket in buckets if group is not None or bucket.domain.replica == 0]
-        if any(bucket.domain.is_on_host for bucket in self._buckets):  # their last copies are under way
-            streams_of(self._device).synchronize()
+        if any(bucket.domain.is_on_host for bucket in self._buckets):
+            torch.zeros((), device=self._device).item()  # waits for this stream, and so for their last copies
         late = {index: self._counted(index) for index in counted if index not in self._sums}
         sums = self._sums_of_squares(list(chain.from_iterable(late.values())))
         by_bucket = self._sums | dict(zip(late, sums.split(list(map(len, late.values()))), strict=True))

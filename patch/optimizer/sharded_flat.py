@@ -185,7 +185,7 @@ class ShardedFlat(ApartFlat):
     def begin_visit(self, unit: int, clock: WaitClock, *, is_writing: bool) -> None:
         """Give a unit that is described memory, with all its values, or this rank's shards alone."""
         for run in self._runs[unit]:
-            resize_memory(run.memory, run.memory.nbytes)
+            self._resize(run.memory, is_here=True)
             for own, place in self._own_places(run) if is_writing else ():
                 place.copy_(own)
         for gather in () if is_writing else self.start_unit(unit):

@@ -152,7 +152,7 @@ def build_model(
         groups: the process groups of this rank.
         device: the device of this rank.
     """
-    is_sharded, least = config.num_param_parts > 1, config.optimizer.param_persistence_threshold
+    is_sharded, least = config.frees_weights, config.optimizer.param_persistence_threshold
     with forgetting_weights(least) if is_sharded else nullcontext():  # a rank may have no memory for all
         stages = build_llama_model(config.model, groups, device, config.execution)
     forget_weights(stages)  # otherwise they exist twice while the buffer is allocated

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -65,11 +66,17 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(param_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(sharded_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(sharded_flat, "resize_memory", _resize_memory),
+        mock.patch.object(domain, "host_zeros", partial(_host_zeros, fake)),
+        mock.patch.object(param_flat, "host_zeros", partial(_host_zeros, fake)),
         mock.patch.object(param_buffer, "all_or_none", nullcontext),
         mock.patch.object(domain, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())),
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
     ):
         yield
+
+
+def _host_zeros(fake: FakeDevice, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return fake.pinned(numel, dtype).zero_()
 
 
 def _resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:

@@ -37,16 +37,20 @@ from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
 CLIPPED, FREE = 0.3, 0.0
-ALIKE, LONE, INSTANCES = "alike", "lone", "instances"
+ALIKE, LONE, INSTANCES, ALONE = "alike", "lone", "instances", "alone"
 CASES = [
     (ZeroStage.NONE, torch.bfloat16, FREE, ALIKE),
     (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, LONE),
     (ZeroStage.GRADIENTS, torch.float32, FREE, LONE),
     (ZeroStage.GRADIENTS, torch.bfloat16, CLIPPED, INSTANCES),
     (ZeroStage.PARAMETERS, torch.bfloat16, CLIPPED, ALIKE),
+    (ZeroStage.PARAMETERS, torch.float32, FREE, ALIKE),
+    (ZeroStage.PARAMETERS, torch.bfloat16, FREE, ALONE),
 ]
 """ZeRO stage, type, clipping, and which ranks have copies: the same of all parameters; of some nobody else,
-as of an expert; or ranks in instances."""
+as of an expert; ranks in instances; or nobody of any."""
+ON_HOST = CASES[-2:]
+"""Where weights and gradients lie in host memory, but for the reference."""
 TIGHT = 20 * CHUNK * 12
 """Host memory for the states, and hardly more: the buffers that updates share go round."""
 
@@ -60,7 +64,7 @@ def build(
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
-    if zero_stage is not ZeroStage.NONE:
+    if zero_stage is not ZeroStage.NONE and copies != ALONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
     if copies == INSTANCES:
         groups.dp_cp, groups.intra_dp_cp = dist.ProcessGroup(3, 4), dist.ProcessGroup(1, 2)
@@ -113,7 +117,8 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
         steps = [[batch.to(dtype) for batch in step[0]] for step in make_steps(NUM_STEPS, 1, 2)]
     model.last.bias.shared_embedding = True
     fake.adopt(list(model.parameters()))
-    optimizer = build(model, zero_stage, clip_grad, copies, offload)
+    on_host = case in ON_HOST and offload is not None
+    optimizer = build(model, zero_stage, clip_grad, copies, offload, cpu_offloading_weights=on_host)
     norms, losses = [], []
     for index, step in enumerate(steps):
         optimizer.placement.apply()
@@ -126,6 +131,8 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
             fail_midway(model, optimizer, step)
         accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
         with torch.no_grad():
+            if on_host:  # as a copy from pinned memory does
+                fake.compute.synchronize()
             late_sums(optimizer)
         if index % 4 == 2:  # a step that is not taken
             continue

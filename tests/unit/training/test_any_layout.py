@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from small_runs import small_run
+from small_runs import ON_HOST, small_run
 from training_runs import build_seeded_run, save, stored_tensors
 
 from patch.distributed.collectives import max_over_world
@@ -54,8 +54,9 @@ CHAIN = {
     "TP x DP, ZeRO-3, half offloaded": Place(4, {"tp": 2, "dp": 2, **ZERO_3, **HALF}, False),
     "TP x CP in the other order, ZeRO-2": Place(4, BOTH | ZERO_2, False),
     "PP x CP, interleaved, half offloaded": Place(4, INTERLEAVED | ZERO_1 | HALF, False),
+    "TP x DP, on the host": Place(4, {"tp": 2, "dp": 2, "sequence_parallel": True, **ON_HOST}, False),
     "PP3, by hand": Place(3, {"pp": 3, BY_HAND: "E|ttt|tL"}),
-    "one again": Place(1, {"reduce_bucket_size": 50_000, **HALF, "optimizer_offload_fraction": 1.0}),
+    "one again, on the host": Place(1, {"reduce_bucket_size": 50_000, **ON_HOST}),
 }
 
 

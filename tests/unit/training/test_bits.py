@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from distributed_runner import new_job, run_distributed
-from small_runs import small_run
+from small_runs import ON_HOST, small_run
 from training_runs import build_seeded_run, digest_of, digests, train_run
 from upstream_models import ACCOUNTED
 
@@ -87,6 +87,15 @@ RUNS = {
         {"dp": 2, **ZERO_3, "recompute_granularity": "full", "gradient_accumulation_fusion": True}, "zero-2"
     ),
     "zero-3, bf16, half": Row({"dp": 2, **ZERO_3, **CHUNKS, **HALF}, "zero-2, bf16", ("losses", "weights")),
+    "host": Row({**ON_HOST, **FOUR, "reduce_bucket_size": 9000}, "one, 4", ("losses", "weights")),
+    "host, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_3, **TIED, **ON_HOST}, "zero-2, pp"),
+    "host, half, full": Row(
+        {
+            "dp": 2, **ZERO_3, **CHUNKS, **ON_HOST, "optimizer_offload_fraction": 0.6,
+            "cpu_offloading_weights_fraction": 0.5, "recompute_granularity": "full",
+        },
+        "zero-2, bf16", ("losses", "weights"),
+    ),
     "bf16 gradients": Row({"dp": 2, **NONE, **BF16_GRADIENTS}),
     "zero-1, bf16 gradients": Row({"dp": 2, **ZERO_1, **BF16_GRADIENTS}, "bf16 gradients"),
     "zero-2, bf16": Row({"dp": 2, **ZERO_2, **CHUNKS}),

@@ -219,6 +219,8 @@ def changes_of(row: Row) -> dict[str, Any]:
     changes = {key: value for column, name in row.items() for key, value in COLUMNS[column][name].items()}
     if row["stages"] == "by hand":
         changes |= {"stage": 0, "pipeline_model_parallel_layout": BY_HAND[row["PP"], row["VPP"]]}
+    if (row["DO"], row["offload"], row["instances"]) == ("parameters", "half", "1"):
+        changes |= {"cpu_offloading_weights": True, "cpu_offloading_weights_fraction": 0.5}
     num_layers = LAYERS_OF_A_PROCESS * int(row["PP"])
     if row["model"] == "deepseek":
         changes["moe_layer_freq"] = f"[0]+[1]*{num_layers - 1}"
