@@ -50,8 +50,7 @@ def build_optimizer(
         stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups
     )
     if offload is not None and isinstance(offload.device, SimulatedDevice):
-        offload.device.reserve(optimizer.placement.fixed_bytes)
-        optimizer.param_buffer.count_units(offload.device)
+        optimizer.count_on(offload.device)
     return optimizer
 
 

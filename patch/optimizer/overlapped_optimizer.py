@@ -31,6 +31,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
+from patch.memory import SimulatedDevice
 from patch.optimizer.domain import check_on_host, flat_layout, frozen_layout
 from patch.optimizer.eight_bit_flat import check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
@@ -133,6 +134,15 @@ class OverlappedDistributedOptimizer:
         self.adam.grad_ready(index, after)
         if after is None and self.device.type == "cpu":  # a GPU computes all norms at the end, at one go
             self._own.start_norm(index)
+
+    def count_on(self, device: SimulatedDevice) -> None:
+        """Let a simulated device count weights and gradients, those that come and go while they are here.
+
+        Raises:
+            torch.OutOfMemoryError: it has no room for them.
+        """
+        device.reserve(self.placement.fixed_bytes - self._units.num_bytes)
+        self.param_buffer.count_units(device)
 
     def connect(self, model_config: ModelParallelConfig) -> None:
         """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig, where megatron-core looks."""
