@@ -49,7 +49,7 @@ def export(run: Run, folder: Path) -> None:
 
 
 def peak_of(run: Run, found: list[int]) -> None:
-    """Note, as each layer begins, the bytes of weights that come and go."""
+    """Note, within forward and backward of each layer, the bytes of weights that come and go."""
     flats = [flat for flat in run.optimizer.param_buffer.flats if isinstance(flat, ShardedFlat)]
 
     def note(*arguments: Any) -> None:
@@ -57,8 +57,8 @@ def peak_of(run: Run, found: list[int]) -> None:
         found.append(sum(memory.untyped_storage().nbytes() for memory in memories))
 
     for layer in run.stages[0].decoder.layers:
-        layer.register_forward_hook(note)
-        layer.register_full_backward_hook(note)
+        layer.mlp.register_forward_hook(note)
+        layer.mlp.register_full_backward_hook(note)
 
 
 def go(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -119,4 +119,4 @@ def test_losses_and_weights_are_bitwise_those_of_whole_weights_and_levels_resume
 def test_at_most_two_layers_are_whole_at_a_time(ranks: list) -> None:
     """Of four; the embedding (0.4 of a layer) before the first, and the head behind the last one."""
     for found in ranks:
-        assert found["gradients"][2] == 0 and 1.5 < found["parameters"][2] <= 2
+        assert found["gradients"][2] == 0 and 1.9 < found["parameters"][2] <= 2
