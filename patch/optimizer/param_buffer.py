@@ -278,7 +278,7 @@ class ParamBuffer:
                     flat.end_description()
 
     def own_parts(self) -> tuple[list[StateRange], set[int]]:
-        """This rank's parts of parameters of which it keeps no more: views; the ids of all these parameters."""
+        """This rank's parts of parameters of which it keeps no more: views; and ids of the parameters."""
         sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
         ids = {id(parameter) for flat in sharded for parameter in flat.in_shards()}
         return [part for flat in sharded for part in flat.own_parts()], ids

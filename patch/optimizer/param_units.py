@@ -67,13 +67,15 @@ class _Unit:
         self.awaited: Counter[int] = Counter()
         """By the number of the stage's forward: outputs of the module whose gradient has not come."""
 
-    def is_over(self, forward: int) -> bool:
-        """Whether backward, which has come to a later output of that forward, needs it no more.
+    def is_over(self, forward: int | None) -> bool:
+        """Whether backward, which has come to a later output of that forward, needs it no more; None: ended.
 
         Graphs of later forwards are other micro-batches', those of earlier ones may be of the same.
         """
-        return not (self.is_around or self.is_read_outside) and all(
-            number > forward for number, count in self.awaited.items() if count
+        return (
+            forward is None
+            or not (self.is_around or self.is_read_outside)
+            and all(number > forward for number, count in self.awaited.items() if count)
         )
 
 
@@ -213,7 +215,7 @@ class ParamUnits:
         for unit in current.left:
             self._start(unit)
             if current.is_backward:
-                self._pass_by(unit, self._num_forwards)
+                self._pass_by(unit, None)
             self._free(unit)
 
     def end_backward(self) -> None:
@@ -302,7 +304,7 @@ class ParamUnits:
             gather.wait(self._clock)
         unit.is_here = True
 
-    def _pass_by(self, now: _Unit, forward: int) -> None:
+    def _pass_by(self, now: _Unit, forward: int | None) -> None:
         """A gradient has come to an output of a unit: backward is through with those after it in forward.
 
         Ranks reduce their buckets now at the latest, with unused parameters or without, between the same
