@@ -428,10 +428,7 @@ class RunConfig:
 
     @property
     def keeps_8_bit_weights(self) -> bool:
-        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches.
-
-        Not where 16-bit weights are freed to save memory.
-        """
+        """Whether 8-bit weights are kept in a step: with several micro-batches it is worth the memory."""
         is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
 

@@ -120,7 +120,8 @@ class HybridAdam:
     def _build_host_updates(self, offload: Offload) -> HostUpdates:
         size = self.manager.size
         chunk_bytes = size * sum(dtype.itemsize for dtype in self.dtypes.values())
-        spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
+        there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
+        spare_bytes = max(0, offload.host_bytes - there - chunk_bytes * len(self.manager.chunks))
         return HostUpdates(self.shards, self.dtypes, size, offload.device, spare_bytes)
 
     def _resize_host_buffers(self) -> None:

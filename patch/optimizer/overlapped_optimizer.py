@@ -320,7 +320,7 @@ class OverlappedDistributedOptimizer:
         Args:
             model_state: the model's sharded_state_dict, made within `described_weights`.
         """
-        return sharded_weights(model_state, self.param_buffer.own_parts())
+        return sharded_weights(model_state, *self.param_buffer.own_parts())
 
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""

@@ -284,10 +284,11 @@ class ParamBuffer:
                 for flat in sharded:
                     flat.end_description()
 
-    def own_parts(self) -> list[StateRange]:
-        """This rank's parts of parameters of which it keeps no more: views."""
-        sharded = (flat for flat in self._all_flats if isinstance(flat, ShardedFlat))
-        return [part for flat in sharded for part in flat.own_parts()]
+    def own_parts(self) -> tuple[list[StateRange], set[int]]:
+        """This rank's parts of parameters of which it keeps no more: views; and ids of the parameters."""
+        sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
+        ids = {id(parameter) for flat in sharded for parameter in flat.in_shards()}
+        return [part for flat in sharded for part in flat.own_parts()], ids
 
     @property
     def _all_flats(self) -> list[ParamFlat]:

@@ -64,6 +64,19 @@ class _Unit:
         """Whether anybody ever read one outside of them."""
         self.missing: set[int] = set()
         """Parameters without a gradient since they were gathered."""
+        self.awaited: Counter[int] = Counter()
+        """By the number of the stage's forward: outputs of the module whose gradient has not come."""
+
+    def is_over(self, forward: int | None) -> bool:
+        """Whether backward, which has come to a later output of that forward, needs it no more; None: ended.
+
+        Graphs of later forwards are other micro-batches', those of earlier ones may be of the same.
+        """
+        return (
+            forward is None
+            or not (self.is_around or self.is_read_outside)
+            and all(number > forward for number, count in self.awaited.items() if count)
+        )
 
 
 class _Pass:
@@ -119,12 +132,14 @@ class ParamUnits:
         self._pass: _Pass | None = None
         self._stage: int | None = None
         """The stage whose forward is under way, outside of any backward."""
+        self._num_forwards = 0
+        """Of all stages."""
         self._num_ahead: Counter[int] = Counter()
         """By stage: forwards of the step without a backward so far."""
         if not self._units:
             return
         self._streams, self._aside = streams_of(device), stream_of(device, "gathers")
-        self._ends = _ends_of_buckets(layout, modules)
+        self._ends = _ends_of_buckets(layout, modules, units)
         for unit in self._units:
             module = modules[unit.number - 1].module
             unit.is_around = modules[unit.number - 1].is_around
@@ -176,6 +191,8 @@ class ParamUnits:
         """Forget the forwards before: they were no part of it."""
         self.end_pass()
         self._num_ahead.clear()
+        for unit in self._units:
+            unit.awaited.clear()
 
     def collected(self, parameter: int) -> None:
         """The gradient of a parameter, by its index, has been collected."""
@@ -198,7 +215,7 @@ class ParamUnits:
         for unit in current.left:
             self._start(unit)
             if current.is_backward:
-                self._pass_by(unit)
+                self._pass_by(unit, None)
             self._free(unit)
 
     def end_backward(self) -> None:
@@ -287,18 +304,19 @@ class ParamUnits:
             gather.wait(self._clock)
         unit.is_here = True
 
-    def _pass_by(self, now: _Unit) -> None:
-        """A gradient has come to the output of a unit: backward is through with those after it in forward.
+    def _pass_by(self, now: _Unit, forward: int | None) -> None:
+        """A gradient has come to an output of a unit: backward is through with those after it in forward.
 
         Ranks reduce their buckets now at the latest, with unused parameters or without, between the same
         gathers: a rank that waited for a reduction would not start the gather that another one waits for.
         """
-        outside = {unit.number for unit in self._units if unit.is_read_outside}
-        ends = self._ends.get(now.stage, [])
-        self._on_passed([i for end, i, unit in ends if end < now.place_in_backward and unit not in outside])
+        passed = []
+        for index, owners in self._ends.get(now.stage, []):
+            if all(u.place_in_backward < now.place_in_backward and u.is_over(forward) for u in owners):
+                passed.append(index)
+        self._on_passed(passed)
         for unit in self._pass.begun if self._pass is not None else ():
-            is_over = unit.place_in_backward < now.place_in_backward and not unit.is_around
-            if is_over and not unit.is_read_outside:
+            if unit.place_in_backward < now.place_in_backward and unit.is_over(forward):
                 self._free(unit)
 
     def _free(self, unit: _Unit) -> None:
@@ -335,7 +353,13 @@ class ParamUnits:
     def _need_in_backward(self, output: Any, units: list[_Unit], module_of: _Unit | None = None) -> None:
         """Gather units as soon as a gradient comes to an output, perhaps that of a unit's module."""
 
+        forward, is_awaited = self._num_forwards, False
+
         def on_gradient(gradient: torch.Tensor) -> None:
+            nonlocal is_awaited
+            if is_awaited and module_of is not None:
+                module_of.awaited[forward] -= 1
+                is_awaited = False
             if torch.is_grad_enabled() and self._is_sharded:
                 raise TrainingError(
                     "backward keeps a graph of itself (create_graph, as a gradient penalty), which reads "
@@ -344,13 +368,16 @@ class ParamUnits:
             for unit in units:
                 self._start_up_to(unit)
             if module_of is not None and self._is_sharded:
-                self._pass_by(module_of)
+                self._pass_by(module_of, forward)
             for unit in units:
                 self._need(unit)
 
         for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_gradient)
+                is_awaited = current_backward() == NO_BACKWARD
+        if is_awaited and module_of is not None:
+            module_of.awaited[forward] += 1
 
     def _follow_stage(self, stage: torch.nn.Module, number: int) -> None:
         """Let each forward of a stage be a pass."""
@@ -359,6 +386,7 @@ class ParamUnits:
             if called is not stage or current_backward() != NO_BACKWARD:
                 return
             self._stage = number
+            self._num_forwards += 1
             for unit in self._units:
                 unit.num_forwards = 0  # an error may have ended one
             if self._is_sharded:
@@ -378,15 +406,18 @@ class ParamUnits:
         stage.register_forward_hook(end, always_call=True)
 
 
-def _ends_of_buckets(layout: FlatLayout, modules: list[UnitModule]) -> dict[int, list[tuple[int, int, int]]]:
-    """By stage: the last place in backward of a bucket's parameters, the bucket's index, and its unit."""
-    last: dict[torch.nn.Parameter, int] = {}
-    for each in modules:
-        place = len(modules) if each.is_around else each.place_in_backward
+def _ends_of_buckets(
+    layout: FlatLayout, modules: list[UnitModule], units: list[_Unit]
+) -> dict[int, list[tuple[int, list[_Unit]]]]:
+    """By stage: the index of each bucket, and the units whose modules' backward gives it gradients."""
+    owners: dict[torch.nn.Parameter, list[_Unit]] = {}
+    for each, unit in zip(modules, units, strict=True):
         for parameter in each.parameters:
-            last[parameter] = max(place, last.get(parameter, 0))
-    found: dict[int, list[tuple[int, int, int]]] = {}
+            owners.setdefault(parameter, []).append(unit)
+    found: dict[int, list[tuple[int, list[_Unit]]]] = {}
     for index, bucket_range in enumerate(layout.bucket_ranges):
-        places = [last[layout.held.parameters[param.parameter]] for param in bucket_range.params]
-        found.setdefault(bucket_range.stage, []).append((max(places, default=0), index, bucket_range.unit))
+        parameters = (layout.held.parameters[param.parameter] for param in bucket_range.params)
+        of_bucket = list(dict.fromkeys(unit for each in parameters for unit in owners[each]))
+        if all(unit.flats for unit in of_bucket):  # else their modules are not followed
+            found.setdefault(bucket_range.stage, []).append((index, of_bucket))
     return found

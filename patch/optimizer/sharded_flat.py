@@ -219,6 +219,10 @@ class ShardedFlat(ApartFlat):
                         self._all_parameters[param.parameter], param.offset, values, self._domain.replica
                     )
 
+    def in_shards(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters that do not stay gathered."""
+        return (parameter for run in self._of_units() for parameter, _ in run.views)
+
     def _own_places(self, run: _Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's shards of a run's buckets, each with its place in the run."""
         for index in run.buckets:

@@ -122,17 +122,19 @@ def sharded_ranges(
     return found
 
 
-def sharded_weights(model_state: ShardedStateDict, ranges: Iterable[StateRange]) -> ShardedStateDict:
+def sharded_weights(
+    model_state: ShardedStateDict, ranges: Iterable[StateRange], in_shards: set[int]
+) -> ShardedStateDict:
     """The model's state with the parts of weights that this rank keeps in the place of whole weights.
 
     Args:
         model_state: see `sharded_ranges`.
         ranges: of the weights that it keeps no more of; the state may lack some.
+        in_shards: ids of these weights, also of those whose parts are all on other ranks.
     """
     known = _shards_by_parameter(model_state)
     ranges = [part for part in ranges if id(part.parameter) in known]
-    kept = {id(part.parameter) for part in ranges}
-    return _without(model_state, kept) | sharded_ranges(model_state, ranges, "")
+    return _without(model_state, in_shards) | sharded_ranges(model_state, ranges, "")
 
 
 def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:

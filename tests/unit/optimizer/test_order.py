@@ -95,7 +95,7 @@ def fail_midway(
     def fail(gradient: torch.Tensor) -> None:
         raise MemoryError
 
-    hook = model.first.weight.register_hook(fail)
+    hook = dict(model.named_parameters())["first.weight"].register_hook(fail)
     with pytest.raises(MemoryError):
         accumulate(model, optimizer, batches[:1])
     hook.remove()

@@ -55,7 +55,7 @@ def export(run: Run, folder: Path) -> None:
 
 
 def peak_of(run: Run, found: list[int]) -> None:
-    """Note, as each layer begins, the bytes of weights that come and go."""
+    """Note, within forward and backward of each layer, the bytes of weights that come and go."""
     flats = [flat for flat in run.optimizer.param_buffer.flats if isinstance(flat, ShardedFlat)]
 
     def note(*arguments: Any) -> None:
@@ -63,8 +63,8 @@ def peak_of(run: Run, found: list[int]) -> None:
         found.append(sum(memory.untyped_storage().nbytes() for memory in memories))
 
     for layer in run.stages[0].decoder.layers:
-        layer.register_forward_hook(note)
-        layer.register_full_backward_hook(note)
+        layer.mlp.register_forward_hook(note)
+        layer.mlp.register_full_backward_hook(note)
 
 
 def go(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_at_most_two_layers_are_whole_at_a_time(ranks: list) -> None:
     """Of four; the embedding (0.4 of a layer) before the first, and the head behind the last one."""
     for found in ranks:
         assert found["gradients"][2] == 0
-        assert all(1.5 < found[level][2] <= 2 for level in ("parameters", "host"))
+        assert all(1.9 < found[level][2] <= 2 for level in ("parameters", "host"))
 
 
 LARGE = {
