@@ -64,9 +64,13 @@ class Hit(NamedTuple):
 # The run.
 
 
-def settings(output: Path, *, is_async: bool, interval: int, lora_rank: int) -> dict[str, Any]:
+def settings(output: Path, *, is_async: bool, interval: int, lora_rank: int, on_disk: bool) -> dict[str, Any]:
     """The changes of `small_run` that make the run."""
-    return {
+    offload = {
+        "optimizer_offload_policy": "static", "optimizer_offload_chunk_size": 5000,
+        "offload_folder": str(output.parent / "states"), "optimizer_offload_host_share": 0.0,
+    }  # fmt: skip
+    return (offload if on_disk else {}) | {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
         "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
         "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 5,
@@ -253,10 +257,14 @@ class Killing:
         is_async: whether checkpoints are written in the background.
         seed: of all that is drawn.
         lora_rank: of the adapters that train; 0: all weights do.
+        on_disk: whether most optimizer states lie in an offload folder.
     """
 
-    def __init__(self, folder: Path, *, is_async: bool, seed: int, lora_rank: int = 0) -> None:
-        self._folder, self._how = folder, {"is_async": is_async, "lora_rank": lora_rank}
+    def __init__(
+        self, folder: Path, *, is_async: bool, seed: int, lora_rank: int = 0, on_disk: bool = False
+    ) -> None:
+        self._folder = folder
+        self._how = {"is_async": is_async, "lora_rank": lora_rank, "on_disk": on_disk}
         self._random = random.Random(seed)
         self.hits: list[Hit] = []
         self._moments: list[str] = []
@@ -353,12 +361,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--save", choices=("sync", "async"), default="async")
     parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--on-disk", action="store_true")
     chosen = parser.parse_args(arguments)
     print(chosen, flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        killing = Killing(
-            Path(folder), is_async=chosen.save == "async", seed=chosen.seed, lora_rank=chosen.lora_rank
-        )
+        how = {"is_async": chosen.save == "async", "lora_rank": chosen.lora_rank, "on_disk": chosen.on_disk}
+        killing = Killing(Path(folder), seed=chosen.seed, **how)
         try:
             killing.run(chosen.kills)
         finally:

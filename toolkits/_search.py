@@ -17,6 +17,7 @@ from patch.config.positions import POSITIONS, VARIABLES, position_word
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.numbers import scaled, size_text, timed
+from patch.plan.memory import weights_on_host
 from patch.plan.planned_run import NAMED_LATER, Planned
 from patch.plan.report import budget, budget_line, machine_line
 from patch.plan.savings import share_on_host
@@ -93,6 +94,7 @@ def row(planned: Planned, layout: Found, tokens: float | None) -> dict[str, Any]
         "bucket_size": run.optimizer.reduce_bucket_size,
         "recompute": run.recompute or "none",
         "host_fraction": share_on_host(run),
+        "weights_on_host": weights_on_host(run),
         "device_bytes": layout.fit.device_needed,
         "step_seconds": layout.time.seconds,
         "tokens_per_second_per_device": layout.time.tokens_per_second / run.world_size,
@@ -199,6 +201,7 @@ def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -
         sizes = [str(row[name]) for name in fields]
         speed = [timed(row["step_seconds"]), scaled(row["tokens_per_second_per_device"]).strip()]
         host, memory = f"{row['host_fraction']:.0%}", size_text(row["device_bytes"])
+        host += f", weights {row['weights_on_host']:.0%}" if row["weights_on_host"] else ""
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         cost = [f"{row['days']:.3g}", f"{row['device_hours']:,.1f}"] if by_count else []
         cost += [f"{row['price']:,.0f}"] if by_count and row["price"] is not None else []

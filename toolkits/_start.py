@@ -21,12 +21,13 @@ from patch.errors import ConfigError, MemoryLackError, TrainingError, about
 from patch.logger import configure_logging, get_logger
 from patch.plan.describe import describe_length, start_lines
 from patch.plan.fits import fit_of
+from patch.plan.memory import disk_bytes
 from patch.plan.resolve import resolve_run
 from patch.preflight.cluster import slurm_task
 from patch.preflight.hub_names import fetch_from_hub, weights_here
 from patch.preflight.parse import Invocation, parse_args
 from patch.preflight.resume_guard import resume_notes
-from patch.preflight.validate import run_warnings, validate_run
+from patch.preflight.validate import check_offload_room, run_warnings, validate_run
 from patch.storage.hub import push_model
 from patch.storage.names import HF_FOLDER, PUSHED_FILE
 from patch.training import OBJECTIVES
@@ -81,6 +82,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, chosen = resolve_run(config, machine)
+    check_offload_room(config, disk_bytes(config, machine) * config.parallel.nproc_per_node * 3 // 2)
     notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 

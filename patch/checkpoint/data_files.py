@@ -34,6 +34,7 @@ from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
 from patch.compat.checkpoint_format import StorageInfo, common_files
 from patch.device import start_thread
+from patch.memory import on_host
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.names import METADATA_FILE
 from patch.storage.places import AnyPath, retried
@@ -181,9 +182,11 @@ def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor with a storage of its own size, which is all that torch.save writes.
 
+    What is on a disk (patch/memory/disk.py) is read now, so that no more than this is in memory.
+
     A view of a larger CPU storage is not copied.
     """
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = on_host(tensor.detach()).contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if not tensor.numel():

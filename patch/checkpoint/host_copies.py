@@ -31,8 +31,9 @@ class HostCopies:
         """Prepare to copy values as all work that is queued on their GPU by now leaves them.
 
         Args:
-            values: tensors on the host or one GPU, and opaque objects, which are not copied. The function
-                replaces each tensor by its copy, so that one that only this list holds is freed at once.
+            values: tensors on the host or one GPU; opaque objects and tensors on a disk, which are not
+                copied. The function replaces each tensor by its copy, so that one that only this list holds
+                is freed at once.
 
         Returns:
             a function that copies, in any thread, and returns the list; the copies are complete then, and
@@ -50,7 +51,7 @@ class HostCopies:
         with streams.stream(stream):
             self._reserve(sum(map(_room, values)), is_pinned=device.type == "cuda")
             for index, value in enumerate(values):
-                if isinstance(value, io.BytesIO):
+                if isinstance(value, io.BytesIO) or value.is_meta:
                     continue
                 begin, end = end, end + _room(value)
                 copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
@@ -77,4 +78,6 @@ class HostCopies:
 
 def _room(value: Value) -> int:
     """Bytes of a value's place in the buffer."""
-    return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT if isinstance(value, torch.Tensor) else 0
+    if isinstance(value, io.BytesIO) or value.is_meta:
+        return 0
+    return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT

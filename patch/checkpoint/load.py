@@ -40,6 +40,7 @@ from patch.compat.unpickle import load_plain, read_metadata
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.memory import write_values
 from patch.storage.names import COMMON_FILE, METADATA_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
@@ -152,7 +153,10 @@ def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str,
         return data
 
     loaded = dict_list_map_outplace(value_of, extract_sharded_base(state)[0])
-    reader.fill(targets)
+    reader.fill(target for target in targets if not target[2].is_meta)
+    for key, box, target in targets:
+        if target.is_meta:  # on a disk: one part after the other, so that memory holds no more
+            write_values(target, reader.read(key, box).to(target.dtype))
     return apply_factory_merges(loaded, factories)
 
 

@@ -171,6 +171,9 @@ class Save:
         self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
+        self._reads_disk = any(isinstance(value, torch.Tensor) and value.is_meta for value in planner.values)
+        """Whether values lie on a disk, of which there are no copies: the state may change once all is
+        written."""
         self._copy: Callable[[], list[Value]] | None = None
         if host_copies is not None:
             self._copy = host_copies.prepare(planner.values)
@@ -305,14 +308,17 @@ class Save:
         values = self._planner.values
         try:
             if self._copy is not None:
-                values, self._copy = self._copy(), None
+                values = self._copy()
                 self._planner.values = values if self._spare is not None else []
+            if not self._reads_disk:
+                self._copy = None
+                self._copied.set()
+            partial = self._partial
+            if isinstance(partial, Path):
+                _wait_for_folder(partial, self._cancelled)
+            self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
         finally:
             self._copied.set()
-        partial = self._partial
-        if isinstance(partial, Path):
-            _wait_for_folder(partial, self._cancelled)
-        self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[WrittenFiles]) -> None:
         """Write the index and the checksums, and publish the folder; in a thread of rank 0."""

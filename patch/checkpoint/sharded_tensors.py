@@ -44,6 +44,7 @@ _SAME_MODEL = Cure(
     "take the model shape and the tokenizer that the checkpoint was trained with", "model_size"
 )
 SAME_PRECISION = Cure("take the checkpoint's precision", "precision")
+SAME_MOMENTS = Cure("take its --exp-avg-dtype and --exp-avg-sq-dtype", "exp_avg_dtype")
 _SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
 NO_CURES: Mapping[str, Cure] = MappingProxyType({})
 
@@ -191,10 +192,11 @@ def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights
             field=cure.field,
         )
     if weights is None and stored.properties.dtype != shard.dtype:
+        cure = SAME_MOMENTS if ".exp_avg" in shard.key else SAME_PRECISION
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
-            + SAME_PRECISION.advice,
-            field=SAME_PRECISION.field,
+            + cure.advice,
+            field=cure.field,
         )
 
 

@@ -188,7 +188,7 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
         why = "it shards gradients in addition to the optimizer's states"
         refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
     if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
-        expected = "optimizer, gradients, auto, or none with DO=false"
+        expected = "optimizer, gradients, parameters, auto, or none with DO=false"
         refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
 
 
@@ -204,6 +204,10 @@ def instances_share_states(config: RunConfig, machine: MachineFacts) -> None:
         fitting = [str(number) for number in range(1, copies) if copies % number == 0] or ["1"]
         why = f"{copies} replicas (DP x CP) form instances of equally many, at least two, ranks"
         refuse("num_distributed_optimizer_instances", instances, " or ".join(fitting), why)
+    if config.optimizer.cpu_offloading_weights:
+        why = "instances sum gradients on the device, and those of weights in host memory lie there too"
+        expected = f"1 beside {where('cpu_offloading_weights')}"
+        refuse("num_distributed_optimizer_instances", instances, expected, why)
 
 
 def gradients_can_be_rounded(config: RunConfig, machine: MachineFacts) -> None:

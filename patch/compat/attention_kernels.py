@@ -3,12 +3,13 @@
 Context parallelism computes attention key piece by key piece. To merge the results it needs the log-sum-exp,
 and in backward it gives each piece the log-sum-exp and the output of all pieces. torch's public function
 returns neither; `varlen_attn` does, on CUDA and in forward only. torch's own ring
-(torch/distributed/tensor/experimental/_context_parallel/_attention.py:658-760) calls the same private
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py:658-900) calls the same private
 functions; it has no kernel for CPUs, takes no mask, and is itself private. Delete when torch has a public
 attention, forward and backward, that takes and returns the log-sum-exp.
 
     CPU                             flash kernel: fp64, fp32, bf16, fp16; masks; grouped heads
-    CUDA, fp16 or bf16, no mask     FlashAttention: grouped heads
+    CUDA, fp16 or bf16, no mask     cuDNN if it is wanted (its plan is for one shape), else FlashAttention:
+                                    grouped heads
     CUDA otherwise                  memory-efficient attention: masks; heads are repeated
 
 Shapes: B rows, N query heads, G key/value heads with G dividing N, Q queries, K keys, D head size.
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 _aten = torch.ops.aten
 _NO_DROPOUT = 0.0
 _LARGEST_FLASH_HEAD = 256
+_LARGEST_CUDNN_HEAD = 128
 _LSE_ALIGNMENT = 32
 """The memory-efficient kernel's log-sum-exp is padded to a multiple of this (kAlignLSE)."""
 _BIAS_ALIGNMENT = 16
@@ -36,6 +38,7 @@ def attend_with_lse(
     *,
     is_causal: bool,
     scale: float,
+    takes_cudnn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and the log-sum-exp of the scores.
 
@@ -44,6 +47,7 @@ def attend_with_lse(
         bias: [Q, K] of the same dtype, added to the scores; -inf where a query does not see a key.
         is_causal: query i sees keys 0 to i; without bias and with Q == K.
         scale: of the scores.
+        takes_cudnn: whether cuDNN attends on CUDA, where it can.
     Returns:
         [B, N, Q, D] of the same dtype, and [B, N, Q] in float32 (float64 for float64).
     """
@@ -51,7 +55,12 @@ def attend_with_lse(
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, _NO_DROPOUT, is_causal, attn_mask=bias, scale=scale
         )
-    if _takes_flash(query, bias):
+    if takes_cudnn and _takes_16_bits(query, bias, _LARGEST_CUDNN_HEAD):
+        out, lse = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, _NO_DROPOUT, is_causal, scale=scale
+        )[:2]
+        return out, lse.squeeze(-1)
+    if _takes_16_bits(query, bias, _LARGEST_FLASH_HEAD):
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, _NO_DROPOUT, is_causal, scale=scale
         )[:2]
@@ -73,12 +82,13 @@ def attend_backward(
     *,
     is_causal: bool,
     scale: float,
+    takes_cudnn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of queries, keys and values, as far as they come from these keys.
 
     Args:
         gradient: [B, N, Q, D], of the output over all keys.
-        query, key, value, bias, is_causal, scale: as in `attend_with_lse`.
+        query, key, value, bias, is_causal, scale, takes_cudnn: as in `attend_with_lse`.
         out: [B, N, Q, D], the output over all keys.
         lse: [B, N, Q], the log-sum-exp over all keys.
     Returns:
@@ -90,10 +100,15 @@ def attend_backward(
             gradient, query, key, value, out, lse, _NO_DROPOUT, is_causal, attn_mask=bias, scale=scale
         )
     # Without dropout the kernels do not read the state of the random generator.
-    random = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0, dtype=torch.uint64)
-    gradient = gradient.contiguous()
-    if _takes_flash(query, bias):
-        out = out.contiguous()
+    if takes_cudnn and _takes_16_bits(query, bias, _LARGEST_CUDNN_HEAD):
+        random = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, query, key, value, out, lse[..., None], *random, None, None, None, query.shape[2],
+            key.shape[2], _NO_DROPOUT, is_causal, scale=scale,
+        )  # fmt: skip
+    if _takes_16_bits(query, bias, _LARGEST_FLASH_HEAD):
+        # Gradient and output as they are: the kernel takes [B, Q, N, D], which is how one row lies in memory.
+        random = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
         return _aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], _NO_DROPOUT,
             is_causal, *random, scale=scale,
@@ -101,6 +116,7 @@ def attend_backward(
     # With 16 bits the kernel reads the output as the forward kernel lays it out, [B, Q, N, D], whatever its
     # strides (mem_eff_attention/kernel_backward.h:684).
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    gradient = gradient.contiguous()
     lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=torch.inf)
     seed = torch.zeros((), dtype=torch.int64)
     gradients = _aten._scaled_dot_product_efficient_attention_backward(
@@ -112,12 +128,12 @@ def attend_backward(
     return of_query, of_key, of_value
 
 
-def _takes_flash(query: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _takes_16_bits(query: torch.Tensor, bias: torch.Tensor | None, largest_head: int) -> bool:
     return (
         bias is None
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= _LARGEST_FLASH_HEAD
+        and query.shape[-1] <= largest_head
     )
 
 

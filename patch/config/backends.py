@@ -3,11 +3,13 @@
 `choose_backends` decides by what is installed, the GPU and the run. The rules refuse what cannot be had;
 `auto` takes the fastest that is installed and allowed. Facts behind the order of attention kernels:
 
-    Hopper      cuDNN is 1.7 to 2.3 x as fast as FlashAttention-2 (huggingface/transformers#48163) and not
-                slower than FlashAttention-3 (Transformer Engine 2.11 prefers it to both, "for performance")
+    Hopper      cuDNN is 1.7 to 2.3 x as fast as FlashAttention-2 (huggingface/transformers#48163), and
+                FlashAttention-3 1.14 x as fast as cuDNN (toolkits/benchmarks/RESULTS.md, 26 Nov 2026)
     Ampere, Ada FlashAttention-2 is as fast as cuDNN, or faster (the same thread)
     cuDNN       is not deterministic, which torch knows; the FlashAttentions are in deterministic mode
     FlashAttention-3    only Hopper; torch's SDPA, varlen_attn and our ring then use it instead of its own
+    the ring    takes cuDNN where that is first, but for packed rows and windows: it builds a plan for each
+                shape, of which these have many
 
 Not used even if installed: flash-attn 2, because torch has its kernels; liger-kernel, because its SwiGLU
 takes gate and up, and its RoPE q and k, as tensors with memory of their own, not the merged products, and its
@@ -55,6 +57,16 @@ def engine_obstacle(config: RunConfig) -> str:
     return _fp8_obstacle(config) if config.has_8_bits else ""
 
 
+def can_send_in_pieces(config: RunConfig) -> bool:
+    """Whether TP's messages can travel while products are computed: pieces of torch's own, in our layers."""
+    return (
+        config.parallel.tensor_model_parallel_size > 1
+        and config.model.transformer_impl != "transformer_engine"
+        and config.model.precision_align is None
+        and not (config.has_8_bits or config.adapter.quantize_base)
+    )
+
+
 def _fp8_obstacle(config: RunConfig) -> str:
     training, parallel = config.training, config.parallel
     fp8 = training.fp8
@@ -84,7 +96,8 @@ SdpaKernel = Literal["flash", "cudnn", "efficient", "math"]
 
 _HOPPER = 9
 _CUDNN_FIRST = (9, 10)
-"""Major compute capabilities where cuDNN's attention is the fastest: Hopper, and Blackwell for servers."""
+"""Major compute capabilities where of torch's own attention cuDNN's is the fastest: Hopper, and Blackwell for
+servers."""
 
 
 class Served(NamedTuple):
@@ -213,7 +226,7 @@ def _sdpa_order(
     wish = model.attention_backend
     if wish == "unfused":
         return ("math",)
-    is_cudnn_fast = machine.compute_capability[0] in _CUDNN_FIRST and not (wish == "flash" and has_fa3)
+    is_cudnn_fast = machine.compute_capability[0] in _CUDNN_FIRST and not has_fa3
     if execution.deterministic_mode:
         return ("flash", "efficient", "math")
     if wish == "fused" or is_cudnn_fast:
@@ -270,8 +283,8 @@ def _attention(
     names = {"flash": flash, "cudnn": "cuDNN", "efficient": "memory-efficient SDPA", "math": "all scores"}
     order = backends.sdpa
     if cp_size > 1 and execution.cp_comm_type == "p2p":
-        order = tuple(kernel for kernel in order if kernel != "cudnn")
-        reasons.append("cuDNN gives the ring no log-sum-exp")
+        is_last = order[:1] != ("cudnn",)  # the ring asks no second one
+        order = tuple(kernel for kernel in order if not (kernel == "cudnn" and is_last))
     if execution.precision == "fp32":
         order = tuple(kernel for kernel in order if kernel not in ("flash", "cudnn"))
         reasons.append("the others take no fp32")

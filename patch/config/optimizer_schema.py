@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
-from patch.config.choices import GradientType, OffloadPolicy
+from patch.config.choices import MOMENT_BYTES, GradientType, MomentType, OffloadPolicy
 from patch.flag_field import flag
 
 
@@ -26,6 +27,12 @@ class OptimizerConfig:
     adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)
     adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
     adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
+    exp_avg_dtype: MomentType = flag(
+        "type in which first moments are kept: bf16 is rounded stochastically, 8bit has a scale for "
+        "every 64 elements; Megatron-LM's fp16 and fp8 are not built",
+        "fp32",
+    )
+    exp_avg_sq_dtype: MomentType = flag("type in which second moments are kept; see --exp-avg-dtype", "fp32")
     initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
     loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
     min_loss_scale: float = flag("fp16: the scale is never halved below this", 1.0, above=0)
@@ -66,6 +73,50 @@ class OptimizerConfig:
     optimizer_offload_chunk_size: int | None = flag(
         "elements of a chunk, the unit in which states are placed and moved; 0: searched", none=0
     )
+    param_persistence_threshold: int = flag(
+        "--data-parallel-sharding parameters: parameters of fewer elements stay whole on every rank",
+        100_000,
+        at_least=0,
+    )
+    offload_folder: str | None = flag(
+        "folder on a fast disk of each machine, for optimizer states that leave the GPU and have no room in "
+        "host memory; several runs may share it",
+        none="none",
+    )
+    optimizer_offload_host_share: float = flag(
+        "--offload-folder: share of a process's host memory for its states", 0.5, at_least=0, at_most=1
+    )
+    cpu_offloading_weights: bool = flag(
+        "--data-parallel-sharding parameters: weights lie in host memory, and visit the device for each pass",
+        False,
+    )
+    cpu_offloading_weights_fraction: float | None = flag(
+        "--cpu-offloading-weights: share of a process's weights; auto: what the device has no room for",
+        1.0,
+        none="auto",
+        at_least=0,
+        at_most=1,
+    )
     simulated_device_memory: int | None = flag(
         "without a GPU: bytes of each process's simulated GPU; 0: no limit", none=0
     )
+
+    def host_state_bytes(self, host_bytes: int) -> int:
+        """Bytes of a process's states that stay in host memory beside --offload-folder; all without one.
+
+        Args:
+            host_bytes: the process's share of the host memory.
+        """
+        if self.offload_folder is None:
+            return sys.maxsize
+        return int(host_bytes * self.optimizer_offload_host_share)
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether a moment is rounded stochastically."""
+        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of a weight's two moments."""
+        return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]

@@ -89,15 +89,17 @@ class ParallelConfig:
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     tp_comm_overlap: bool | None = flag(
-        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs", none="auto"
+        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs, and on GPUs "
+        "where the plan says that a layer takes less time",
+        none="auto",
     )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
     )
     data_parallel_sharding: Sharding | None = flag(
-        "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2) or auto; default: as the two "
-        "flags above say",
+        "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2), parameters (ZeRO-3) or auto; "
+        "default: as the two flags above say",
         none="default",
     )
     num_distributed_optimizer_instances: int = flag(
@@ -352,6 +354,18 @@ class RunConfig:
         return self.num_state_shares if self.zero_stage.shares_gradients else 1
 
     @property
+    def num_param_parts(self) -> int:
+        """Parts in which ranks keep weights between passes; 1: each keeps all of its own."""
+        return self.num_state_shares if self.zero_stage.shares_parameters else 1
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether weights come to a rank for each pass, from other ranks or from host memory."""
+        share = self.optimizer.cpu_offloading_weights_fraction
+        comes = self.num_state_shares > 1 or (self.optimizer.cpu_offloading_weights and share != 0)
+        return self.zero_stage.shares_parameters and comes
+
+    @property
     def reductions_per_step(self) -> int:
         """How often a step reduces all gradients."""
         return self.num_micro_batches if self.zero_stage.shares_gradients else 1
@@ -389,15 +403,16 @@ class RunConfig:
 
     @property
     def keeps_8_bit_weights(self) -> bool:
-        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
+        """Whether 8-bit weights are kept in a step: with several micro-batches it is worth the memory."""
         is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
-        return is_wanted and self.num_micro_batches > 1
+        return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
 
     @property
     def gathers_8_bit_weights(self) -> bool:
         """Whether replicas send each other 8-bit weights: there are several, and they share states."""
         is_wanted = self.has_8_bits and self.training.fp8_param_gather
-        return is_wanted and self.num_state_shares > 1 and self.sharding is not ZeroStage.NONE
+        shares_states_alone = self.sharding not in (ZeroStage.NONE, ZeroStage.PARAMETERS)
+        return is_wanted and self.num_state_shares > 1 and shares_states_alone
 
     @property
     def sharding(self) -> Sharding:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,15 @@ class ExpertRanks(NamedTuple):
         return cls(ep.rank(), ep.size(), TPShard(tp.rank(), tp.size()))
 
 
+class Visit(Protocol):
+    """Where a parameter of which this rank keeps a shard is whole (the optimizer's `described_weights`)."""
+
+    device: torch.device
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For the parameter or a view of it, until the next call."""
+
+
 class MappedParameter(NamedTuple):
     """A parameter of this rank with the mapping to its Hugging Face tensors."""
 
@@ -96,6 +105,7 @@ def iter_hf_weights(
     receivers: Receivers = "all",
     device: torch.device | None = None,
     adapter: AdapterConfig | None = None,
+    visit: Visit | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the Hugging Face tensors of a running model that is sharded over TP, PP and VPP.
 
@@ -108,11 +118,10 @@ def iter_hf_weights(
 
     Args:
         stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP).
-        model: the shape of the whole model.
-        groups: only `tp` and `pp` are used; with experts also `ep` and `expt_tp`.
+        model: the shape of it all. groups: `tp` and `pp`; with experts also `ep` and `expt_tp`.
         receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank does.
             "stage": TP rank 0 of each pipeline rank gets those of its own stages.
-        device: the device of the tensors; None: the device of the parameters.
+        device: of the tensors; None: of the parameters. visit: called before one is read, on all replicas.
         adapter: iterate over its tensors, by PEFT's names after `base_model.model.`; None: over the base's.
     Yields:
         name and full tensor, in the type of the parameter.
@@ -125,11 +134,11 @@ def iter_hf_weights(
     dtypes = {(each.name, each.layer): each.dtype for each in mapped}
     owners = {} if receivers == "stage" else _find_owners(dtypes, pp)
     table = adapter_table(model, adapter) if adapter else weights_table(model, stages[0].vocab_size)
-    where = next(stages[0].parameters()).device
+    where = next(stages[0].parameters()).device if visit is None else visit.device
     for name, layer, expert in _in_order(table, model.num_layers):
         mapping, shard = table[name].at(layer, expert), own.get((name, layer, expert))
-        if shard is not None and not shard.is_floating_point():
-            shard = dequantize(shard, dtypes[name, layer])
+        if shard is not None:
+            shard = _readable(shard, dtypes[name, layer], visit)
         shares = groups.expt_tp if "#" in name else tp
         shape = mapping.shard_shape(shares.size())
         if "#" in name and (name, layer) in dtypes:
@@ -148,6 +157,12 @@ def iter_hf_weights(
             if shards and (to_all or tp.rank() == 0):
                 names = [tensor.name for tensor in mapping.hf]
                 yield from zip(names, mapping.megatron_to_hf(shards, device), strict=True)
+
+
+def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: Visit | None) -> torch.Tensor:
+    """A parameter's values, dense."""
+    shard = shard if visit is None else visit(shard)
+    return shard if shard.is_floating_point() else dequantize(shard, dtype)
 
 
 class Receipt:
@@ -298,7 +313,12 @@ def _gather_shards(
 
 
 def import_hf(
-    stages: Sequence[GPTModel], folder: StrPath, model: ModelConfig, groups: ProcessGroupCollection
+    stages: Sequence[GPTModel],
+    folder: StrPath,
+    model: ModelConfig,
+    groups: ProcessGroupCollection,
+    *,
+    visit: Visit | None = None,
 ) -> None:
     """Fill this rank's pipeline stages from a Hugging Face folder; a collective over the whole job.
 
@@ -311,6 +331,7 @@ def import_hf(
         folder: a Hugging Face folder, with config.json and the weights.
         model: the shape of the whole model, as `model_of(folder)` reads it.
         groups: only `tp` is used; with experts also `ep` and `expt_tp`.
+        visit: where a parameter is to be written.
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
@@ -323,11 +344,12 @@ def import_hf(
         for each in mapped_parameters(stages, model, shard.size, experts):
             slices = [source[tensor.name] for tensor in each.mapping.hf]
             target, is_dense = each.parameter, each.parameter.is_floating_point()
+            written = target = target if visit is None else visit(target)
             if not is_dense:
                 target = target.new_empty(dense_shape(target), dtype=each.dtype)
             each.mapping.hf_to_megatron(target, slices, experts.tp if "#" in each.name else shard)
             if not is_dense:
-                each.parameter.copy_(quantize(target))
+                written.copy_(quantize(target))
 
 
 def export_hf(
@@ -340,6 +362,7 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     file_bytes: int = FILE_BYTES,
     adapter: AdapterConfig | None = None,
+    visit: Visit | None = None,
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
@@ -350,10 +373,9 @@ def export_hf(
         folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
-        hf_source: the folder of the weights' origin, whose config files are kept where they say the same.
-        tokenizer: the tokenizer to save beside the weights.
-        file_bytes: largest size of a safetensors file.
-        adapter: the stages have these adapters, which are merged into the weights.
+        hf_source: of the weights' origin, whose config files are kept where they say the same.
+        tokenizer: saved beside the weights. file_bytes: of the largest safetensors file.
+        adapter: of the stages, merged into the weights. visit: called, on all ranks, before one is read.
     Raises:
         ConversionError: on every rank, if one cannot write, or `folder` has anything else than such a model.
     """
@@ -373,12 +395,12 @@ def export_hf(
                 stack.enter_context(staging(folder, [hf_source] if hf_source else [], overwrite=True))
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
-            if is_writer or experts.size > 1:
-                factors = iter_hf_weights(stages, model, groups, adapter=adapter, **_STAGE) if adapter else ()
-                own, weights = dict(factors), iter_hf_weights(stages, model, groups, **_STAGE)
-                scale = adapter.scale if adapter else 1.0
+            if is_writer or experts.size > 1 or visit:
+                how = _STAGE | {"visit": visit}
+                own = dict(iter_hf_weights(stages, model, groups, adapter=adapter, **how)) if adapter else {}
+                scale, has_all = adapter.scale if adapter else 1.0, is_writer and groups.tp.rank() == 0
                 write_received(
-                    weights, partial, dtypes if is_writer and groups.tp.rank() == 0 else {}, layout,
+                    iter_hf_weights(stages, model, groups, **how), partial, dtypes if has_all else {}, layout,
                     lambda name, tensor: HFBlock(name, 0, 0, merged(name, tensor, own.get, scale)),
                 )  # fmt: skip
         with all_or_none():

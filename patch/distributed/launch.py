@@ -18,6 +18,7 @@ from pathlib import Path
 
 from patch.checks.layout import usable_sizes
 from patch.config import RunConfig
+from patch.config.backends import can_send_in_pieces
 from patch.device import MachineFacts
 from patch.distributed.worker_process import DETERMINISTIC, LAUNCHER, read_reply
 from patch.errors import ConfigError
@@ -133,10 +134,13 @@ def worker_environment(
         "TOKENIZERS_PARALLELISM": "true",
         **allocator_environment(environ),
     }
-    if config.parallel.tensor_model_parallel_size > 1 and machine.compute_capability < BLACKWELL:
+    in_pieces = config.parallel.tp_comm_overlap and can_send_in_pieces(config)
+    is_tensor_parallel = config.parallel.tensor_model_parallel_size > 1
+    if is_tensor_parallel and not in_pieces and machine.compute_capability < BLACKWELL:
         # megatron-core's tensor-parallel layers rely on a single queue for the order of their kernels. At
-        # TP=1 it would keep gradient reductions from overlapping with backward. Blackwell does not need it
-        # (Megatron-LM's megatron/training/arguments.py, validate_args).
+        # TP=1 it would keep gradient reductions from overlapping with backward, and in pieces a message that
+        # waits for the one before would hold products up. Blackwell does not need it (Megatron-LM's
+        # megatron/training/arguments.py, validate_args).
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
         defaults |= DETERMINISTIC

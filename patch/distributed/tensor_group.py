@@ -25,12 +25,13 @@ import torch.distributed as dist
 from patch.distributed.async_collectives import Pending, start_all_reduce, start_swap
 
 _PIECES = 2
-"""Into how many the rows of a rank are cut: with one, half of the product at TP=2 would hide no message."""
+"""Into how many the rows of a rank are cut: with one, half of the product at TP=2 would hide no message. Over
+NCCL it is one for what is gathered or scattered: half of the product takes longer than such a message."""
 _LEAST_ROWS, _LEAST_BYTES = 16, 2**16
 """The least size of a piece: smaller ones are slow, and for products of few rows MKL has kernels that give
 other bits."""
 _IN_FLIGHT = 2
-"""Messages that a gather has started before it waits for the first."""
+"""Messages over gloo that a gather has started before it waits for the first."""
 
 
 class TensorGroup:
@@ -80,10 +81,12 @@ class GatheredRows:
         self._group, self._own = group, group.rows_of(0, num_rows)
         self._buffer = own.new_empty(group.size * num_rows, own.shape[1])
         self._buffer[self._own] = own
-        cuts = _cut(own, _PIECES)
+        cuts = _cut(own, 1 if own.is_cuda else _PIECES)
         self._waiting = deque((step, rows) for step in range(1, group.size) for rows in cuts)
         self._travelling: deque[tuple[slice, Pending]] = deque()
-        for _ in range(len(self._waiting) if is_hasty else _IN_FLIGHT):
+        # NCCL's messages follow each other on a stream of their own, and would wait for products before them.
+        starts_all = is_hasty or own.is_cuda
+        for _ in range(len(self._waiting) if starts_all else _IN_FLIGHT):
             self._start_next()
 
     def _start_next(self) -> None:
@@ -137,7 +140,7 @@ class ScatteredSums:
         group, num_rows = self._group, self._num_rows
         for step in range(1, group.size):
             received = self._parts[(group.rank - step) % group.size]
-            for rows in _cut(received, _PIECES):
+            for rows in _cut(received, 1 if received.is_cuda else _PIECES):
                 place = _within(group.rows_of(step, num_rows), rows)
                 yield place
                 self._travelling.append(group.start_swap(step, self._product[place], received[rows]))

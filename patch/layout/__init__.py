@@ -7,19 +7,25 @@ from collections.abc import Iterator, Mapping
 
 _LEAST_CHUNK_BYTES = 2**26
 """Bytes of float32 logits: enough for efficient products."""
+_LEAST_CUDA_CHUNK = 2048
+"""c tokens are 2 c V H FLOPs for a float32 sum of V H numbers that is read and written, c / 4 for each byte.
+An H100 has 989.5 TFLOP/s and 3.35 TB/s, 295 FLOPs a byte: 1024 tokens would wait for its memory."""
 
 
-def chunk_length(vocab_rows: int, hidden_size: int) -> int:
+def chunk_length(vocab_rows: int, hidden_size: int, *, cuda: bool = False) -> int:
     """Tokens of the loss that are computed at once.
 
     Their float32 logits have `_LEAST_CHUNK_BYTES`, or a quarter of the weight's bytes in float32, if that is
-    more: each chunk is added to the weight's gradient, which must be cheap against the products.
+    more: each chunk is added to the weight's gradient, which must be cheap against the products. On a GPU
+    there are at least `_LEAST_CUDA_CHUNK`.
 
     Args:
         vocab_rows: rows of the padded vocabulary on one TP rank.
         hidden_size: width of the hidden states.
+        cuda: whether a GPU computes them.
     """
-    return max(1, max(_LEAST_CHUNK_BYTES // 4, vocab_rows * hidden_size // 4) // vocab_rows)
+    least = _LEAST_CUDA_CHUNK if cuda else 1
+    return max(least, max(_LEAST_CHUNK_BYTES // 4, vocab_rows * hidden_size // 4) // vocab_rows)
 
 
 def apart(axes: Mapping[str, int], axis: str) -> int:

@@ -1,6 +1,7 @@
 """Memory of an offload device and of the host, and copies between them; see README.md."""
 
 from patch.memory.cuda_device import CudaDevice
+from patch.memory.disk import DiskMemory, on_host, write_values
 from patch.memory.offload_device import (
     HOST,
     Allocator,
@@ -10,6 +11,7 @@ from patch.memory.offload_device import (
     Joinable,
     OffloadDevice,
     TorchAllocator,
+    host_zeros,
 )
 from patch.memory.saved_tensors import SavedTensors
 from patch.memory.simulated_device import UNLIMITED, SimulatedDevice, SimulatedOutOfMemory
@@ -21,6 +23,7 @@ __all__ = [
     "Allocator",
     "Copies",
     "CudaDevice",
+    "DiskMemory",
     "Event",
     "HostAllocator",
     "Joinable",
@@ -30,4 +33,7 @@ __all__ = [
     "SimulatedOutOfMemory",
     "StagedCopier",
     "TorchAllocator",
+    "host_zeros",
+    "on_host",
+    "write_values",
 ]

@@ -40,24 +40,31 @@ class TorchAllocator:
 
 
 class HostAllocator:
-    """Pageable host memory of exactly the requested size, in huge pages if the system has them."""
+    """Pageable host memory: whole pages, as disks want them, in huge ones if the system has them."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros."""
         # Private: shared memory does not get huge pages.
-        pages = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pages = mmap.mmap(-1, whole_pages(numel * dtype.itemsize), flags=flags)
+        pages.madvise(mmap.MADV_DONTFORK)  # a page copied for a child would not get what a disk still sends
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             except OSError:  # this kernel has no huge pages
                 pass
-        return torch.frombuffer(pages, dtype=dtype, count=numel)
+        return torch.frombuffer(pages, dtype=dtype)[:numel]
 
     def free(self, buffer: torch.Tensor) -> None:
         """Do nothing: the pages are unmapped with the buffer."""
 
 
 HOST = HostAllocator()
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The bytes of the pages that hold `num_bytes`; at least one page."""
+    return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 class _PinnedPages(mmap.mmap):
@@ -106,6 +113,17 @@ def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
     pages.register(buffer.data_ptr())
     return buffer
+
+
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(numel,) zeros in host memory that a device copies from and to at full speed.
+
+    Raises:
+        MemoryError: the system cannot pin that much memory.
+    """
+    if device.type == "cuda":
+        return allocate_pinned(numel, dtype).zero_()
+    return HOST.allocate(numel, dtype)
 
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]

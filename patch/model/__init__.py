@@ -11,7 +11,7 @@ from patch.model.llama import (
 )
 from patch.model.loss import LearnedTokens, ScoredTokens, sum_aligned
 from patch.model.packed_sequences import PackedSequences
-from patch.model.weight_init import forget_weights, initialize_weights
+from patch.model.weight_init import forget_weights, forgetting_weights, initialize_weights
 
 __all__ = [
     "SOURCES",
@@ -23,6 +23,7 @@ __all__ = [
     "ScoredTokens",
     "build_llama_model",
     "forget_weights",
+    "forgetting_weights",
     "initialize_weights",
     "sharded_weights",
     "sources_of",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,6 +21,7 @@ from patch.distributed.collectives import all_gather_object
 from patch.families import attended_channels
 from patch.logger import get_logger
 from patch.model.attention import CausalAttention
+from patch.model.context_parallel import ContextParallelAttention
 
 _logger = get_logger(__name__)
 _CPU = MachineFacts(cuda_devices=0, cpu_cores=1)
@@ -51,8 +54,8 @@ def backends_on(
     if machine.cuda_devices:
         is_engine = backends.transformer_impl == "transformer_engine" and model.attention_backend != "local"
         is_ring = cp_size > 1 and execution.cp_comm_type == "p2p"
-        tried = () if is_engine or is_ring else backends.sdpa  # others' kernels
-        own = faults_of(tried, upstream, model.seq_length, attended_channels(model), device)
+        tried = () if is_engine and cp_size == 1 else backends.sdpa  # else others' kernels
+        own = faults_of(tried, upstream, model.seq_length, attended_channels(model), device, is_ring=is_ring)
         faults = {kernel: why for found in all_gather_object(own) for kernel, why in found.items()}
         for kernel, why in faults.items():
             _logger.warning("attention by %s fails here, and is not used: %s", kernel, why)
@@ -67,6 +70,8 @@ def faults_of(
     length: int,
     head_size: int,
     device: torch.device,
+    *,
+    is_ring: bool = False,
 ) -> dict[SdpaKernel, str]:
     """The kernels that raise, forward and backward, at one sequence of a model, and what they say.
 
@@ -79,13 +84,22 @@ def faults_of(
         length: S, tokens of a sequence.
         head_size: channels of a head in attention.
         device: where.
+        is_ring: whether context parallelism's ring calls them: cuDNN, or one that needs no trial.
     """
     found: dict[SdpaKernel, str] = {}
-    num_ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    num_ranks = config.tensor_model_parallel_size * (1 if is_ring else config.context_parallel_size)
+    kind: Callable[..., CausalAttention] = CausalAttention
+    if is_ring:
+        kernels, length = (
+            [each for each in kernels if each == "cudnn"],
+            length // config.context_parallel_size,
+        )
+        alone = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+        kind = partial(ContextParallelAttention, cp_comm_type="p2p", pg_collection=alone)
     num_groups = config.num_query_groups or 1
     counts = config.num_attention_heads, num_groups, num_groups
     for kernel in (each for each in kernels if each != "math"):
-        attend = CausalAttention(
+        attend = kind(
             config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
             kernels=(kernel,),
         )  # fmt: skip

@@ -148,7 +148,7 @@ def _layer_settings(
         overlaps = execution.tp_comm_overlap  # of tensor parallelism's messages with products
         return {
             "transformer_impl": "local",
-            "tp_comm_overlap": not cuda if overlaps is None else overlaps,  # where that was measured
+            "tp_comm_overlap": not cuda if overlaps is None else overlaps,  # else resolved
             "recompute_modules": _recomputed_modules(dtype, aligned, cuda=cuda),
         }
     # Its norms are parts of its linear layers, its messages overlap only through user buffers (not set up).

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.nn.attention import SDPBackend
 
 from patch.distributed.context_group import ContextGroup, join_parts, split_parts
 from patch.model.attention import CausalAttention
 from patch.model.packed_sequences import PackedSequences
-from patch.model.ring_attention import attend_around_ring
+from patch.model.ring_attention import RingKernels, attend_around_ring
 from patch.model.ring_tiles import PlacedSequence, tiles_of_piece
 
 
@@ -33,12 +34,20 @@ class ContextParallelAttention(CausalAttention):
     Args:
         cp_comm_type: p2p, or a2a, for which CP divides the query heads of this TP rank.
         pg_collection: `cp` is used.
+        is_fused: whether the ring's tiles are merged by a Triton kernel.
         arguments: those of CausalAttention.
     """
 
-    def __init__(self, *, cp_comm_type: str, pg_collection: ProcessGroupCollection, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        cp_comm_type: str,
+        pg_collection: ProcessGroupCollection,
+        is_fused: bool = False,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
-        self._is_ring = cp_comm_type == "p2p"
+        self._is_ring, self._is_fused = cp_comm_type == "p2p", is_fused
         self.group = ContextGroup(pg_collection.cp)
 
     def _attend_tokens(
@@ -64,7 +73,11 @@ class ContextParallelAttention(CausalAttention):
         length = query.shape[0] * zigzag.size
         tiles = partial(tiles_of_piece, _placed(packed, length), zigzag, length=length, window=self.window)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = attend_around_ring(query, key, value, self.group, tiles, self.scale)
+        # cuDNN builds a plan for each shape, of which packed sequences and windows have many.
+        has_few_shapes = packed is None and self.window is None
+        takes_cudnn = has_few_shapes and self.backends[:1] == [SDPBackend.CUDNN_ATTENTION]
+        kernels = RingKernels(self.scale, self._is_fused, takes_cudnn)
+        context = attend_around_ring(query, key, value, self.group, tiles, kernels)
         return context.permute(2, 0, 1, 3).flatten(2)
 
 

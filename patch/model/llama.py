@@ -26,6 +26,8 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnBackend
 
@@ -54,6 +56,7 @@ from patch.model.loss import (
 from patch.model.packed_sequences import give_own_positions
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.spec import Blueprint
+from patch.model.weight_gradient import RowsOfWeight
 
 
 class LlamaModel(GPTModel):
@@ -107,6 +110,10 @@ class LlamaModel(GPTModel):
             )
             own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
             self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
+        if self.pre_process and self._is_fused:
+            # An instance's `forward` precedes its class's: upstream builds this layer itself.
+            layer = self.embedding.word_embeddings
+            layer.forward = partial(look_up, layer)
         if traits.embedding_norm and self.pre_process:
             # The spec does not cover the embedding. With SP the norm gets the rank's part of the tokens.
             self.embedding.norm = blueprint.norm(self.config, model.hidden_size, model.norm_epsilon)
@@ -189,6 +196,24 @@ class LlamaModel(GPTModel):
         return super().compute_language_model_loss(
             labels, hide_padded_vocabulary(logits, self.num_vocab_rows)
         )
+
+
+def look_up(layer: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor:
+    """Upstream's lookup (layers.py:259-292); its gradient is added where the optimizer collects it.
+
+    Args:
+        layer: the embedding.
+        tokens: [B, S].
+    Returns:
+        [B, S, H]; if the layer scatters, [S / TP, B, H].
+    """
+    weight, group = layer.weight, layer.tp_group
+    if not (hasattr(weight, "main_grad_writer") and weight.requires_grad):
+        return VocabParallelEmbedding.forward(layer, tokens)
+    rows = RowsOfWeight.apply(tokens - layer.vocab_start_index, weight, group.size() > 1)
+    if layer.reduce_scatter_embeddings:
+        return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=group)
+    return reduce_from_tensor_model_parallel_region(rows, group=group)
 
 
 @contextmanager

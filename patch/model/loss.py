@@ -7,7 +7,8 @@ forward has to know what backward will bring: `LearnedTokens`. Where it follows 
 
 One chunk gives the bits of upstream's `ColumnParallelLinear` and `vocab_parallel_cross_entropy`. Several give
 another order of summation in the weight's gradient, in float32 also for fp16 and bf16. On CUDA the losses
-and the logits' gradients are two Triton kernels (kernels/fused_loss.py), with another order of sums.
+and the logits' gradients are two Triton kernels (kernels/fused_loss.py), with another order of sums, and the
+weight's gradient stays in float32 until backward adds it to the main gradient.
 
 Where logits exist (each token's loss, `--precision-align`), the loss is upstream's vocabulary-parallel cross
 entropy, or in Hugging Face's order of operations `aligned_losses`.
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from patch.layout import chunk_length
-from patch.model.weight_gradient import add_product, has_epilogue
+from patch.model.weight_gradient import add_gradient, add_product, has_epilogue
 
 
 class LearnedTokens(NamedTuple):
@@ -82,9 +83,11 @@ def linear_cross_entropy(
     Returns:
         a float32 number, or [B, S] float32, equal on all TP ranks.
     """
-    chunk = chunk or chunk_length(*weight.shape)
+    chunk = chunk or chunk_length(*weight.shape, cuda=weight.is_cuda)
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
-    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, _How(part, chunk, is_fused, needed))
+    is_written = is_fused and hasattr(weight, "main_grad_writer")
+    how = _How(part, chunk, is_fused, needed, is_written)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, how)
 
 
 def log_probabilities(
@@ -134,6 +137,8 @@ class _How(NamedTuple):
     is_fused: bool
     needed: list[bool]
     """Whether hidden states and weight need gradients."""
+    is_written: bool
+    """Whether backward adds the weight's gradient, in float32, where the optimizer collects it."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -146,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learned: LearnedTokens,
         how: _How,
     ) -> torch.Tensor:
-        mask, ctx.expected, ctx.how = learned.mask, learned.gradient, how
+        mask, ctx.expected, ctx.how, ctx.weight = learned.mask, learned.gradient, how, weight
         if ctx.expected is None:
             ctx.save_for_backward(hidden, weight, labels)
             return _in_chunks(hidden, weight, labels, mask, how._replace(needed=[False, False]))[0]
@@ -159,11 +164,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.expected is None:
             hidden, weight, labels = ctx.saved_tensors
-            return *_in_chunks(hidden, weight, labels, gradient, ctx.how)[1], *[None] * 3
-        factor = gradient / ctx.expected
-        # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used again;
-        # autograd says so.
-        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 3
+            of_hidden, of_weight = _in_chunks(hidden, weight, labels, gradient, ctx.how)[1]
+            factor = gradient.new_ones(())
+        else:
+            (of_hidden, of_weight), factor = ctx.saved_tensors, gradient / ctx.expected
+            # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used
+            # again; autograd says so.
+            for own in (of_hidden, None if ctx.how.is_written else of_weight):
+                if own is not None:
+                    own.mul_(factor)
+        if of_weight is not None and ctx.how.is_written:
+            of_weight = add_gradient(ctx.weight, of_weight, factor)
+        return of_hidden, of_weight, None, None, None
 
 
 def _in_chunks(
@@ -199,7 +211,11 @@ class _Chunks:
         if not how.is_fused and hidden.dtype != torch.float32:
             self._wide = self._logits.new_empty(self._logits.shape, dtype=torch.float32)
         self._hidden_gradient = torch.empty_like(hidden) if how.needed[0] else None
-        self._weight_gradient = torch.empty_like(weight) if how.needed[1] else None
+        self._weight_gradient: torch.Tensor | None = None
+        if how.needed[1]:
+            dtype = torch.float32 if how.is_written else weight.dtype
+            self._weight_gradient = torch.empty_like(weight, dtype=dtype)
+        self._is_written = how.is_written
         is_narrow = hidden.dtype != torch.float32
         self._adds_in_float32 = is_narrow and has_epilogue(hidden.device, hidden.dtype, torch.float32)
         self._weight_sum: torch.Tensor | None = None
@@ -247,7 +263,9 @@ class _Chunks:
         self, gradient: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, *, is_first: bool
     ) -> None:
         is_only = len(hidden) == len(self._hidden)
-        if not is_only and self._adds_in_float32:
+        if self._is_written:
+            add_product(gradient, logits.t(), hidden, overwrite=is_first)
+        elif not is_only and self._adds_in_float32:
             if self._weight_sum is None:
                 self._weight_sum = torch.empty_like(gradient, dtype=torch.float32)
             add_product(self._weight_sum, logits.t(), hidden, overwrite=is_first)

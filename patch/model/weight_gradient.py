@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 
 class MainGradWriter(Protocol):
@@ -40,6 +42,51 @@ def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, input: torch.T
     total, is_first = writer.open()
     add_product(total, gradient.t(), input, overwrite=is_first)
     return writer.stand_in()
+
+
+def add_gradient(weight: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Add a gradient that is there, times a factor, where the weight's belongs; returns the stand-in for it.
+
+    Args:
+        weight: [O, I], with a `main_grad_writer`.
+        gradient: [O, I] float32.
+        factor: a float32 number.
+    """
+    writer: MainGradWriter = weight.main_grad_writer  # type: ignore[attr-defined]
+    total, is_first = writer.open()
+    torch.mul(gradient, factor, out=total) if is_first else total.addcmul_(gradient, factor)
+    return writer.stand_in()
+
+
+class RowsOfWeight(torch.autograd.Function):
+    """Rows of a weight [V, H] by their numbers; the gradient is added where the optimizer collects it.
+
+    By a Triton kernel: the gradient of the whole weight never exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, weight: torch.Tensor, is_part: bool) -> torch.Tensor:
+        """Numbers [...] in; [..., H] out. Of a part of a weight some may be of other rows: zeros."""
+        ctx.numbers, ctx.weight = numbers, weight
+        if not is_part:
+            return F.embedding(numbers, weight)
+        is_own = (numbers >= 0) & (numbers < len(weight))
+        ctx.numbers = torch.where(is_own, numbers, -1)
+        return F.embedding(numbers * is_own, weight).mul_(is_own[..., None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        """The stand-in for the weight's gradient."""
+        # Imported here, because only torch's CUDA builds come with Triton.
+        from patch.model.kernels.fused import add_rows
+
+        writer: MainGradWriter = ctx.weight.main_grad_writer
+        total, is_first = writer.open()
+        if is_first:
+            total.zero_()
+        add_rows(total, ctx.numbers.flatten(), gradient.reshape(-1, gradient.shape[-1]))
+        return None, writer.stand_in(), None
 
 
 def weight_gradients(weights: Sequence[torch.Tensor], gradients: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from patch.config.schema import ModelConfig
 from patch.families.adapters import INSIDE
@@ -38,9 +40,34 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
         parameter.data = parameter.new_zeros(1).expand(parameter.shape)
 
 
+@contextmanager
+def forgetting_weights(least: int) -> Iterator[None]:
+    """Context in which models are built whose larger weights are forgotten, module by module.
+
+    Args:
+        least: elements of a weight that is forgotten.
+    """
+
+    def forget(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        for parameter in part.parameters() if part is not None else ():
+            if parameter.requires_grad and parameter.numel() >= least:
+                parameter.data = parameter.new_zeros(1).expand(parameter.shape)
+
+    handle = register_module_module_registration_hook(forget)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 @torch.no_grad()
 def initialize_weights(
-    stages: Sequence[GPTModel], model: ModelConfig, seed: int, *, adapters: bool | None = None
+    stages: Sequence[GPTModel],
+    model: ModelConfig,
+    seed: int,
+    *,
+    adapters: bool | None = None,
+    visit: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
@@ -53,10 +80,13 @@ def initialize_weights(
         model: the shape they were built from.
         seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
         adapters: see `sharded_weights`.
+        visit: where a weight is to be written (the optimizer's `described_weights`).
     """
     state = sharded_weights(stages, adapters=adapters)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
+        if visit is not None:
+            shard.data = visit(shard.data)
         if shard.data.ndim == 1:
             # A norm before a linear layer has its bias under `layer_norm_bias`.
             shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)

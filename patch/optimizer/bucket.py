@@ -55,8 +55,9 @@ class Bucket:
         """What ranks tell each other about the micro-batch that is being reduced (stage `gradients`)."""
         self.notify_when_done = False
         """Whether the optimizer is to be told when the reduction that is under way has arrived."""
-        self._is_due = self._is_over = False
-        """State of the newest micro-batch: whether it is reduced, and whether it has ended."""
+        self._is_due = self._is_over = self.was_passed = False
+        """State of the newest micro-batch: whether it is reduced, whether it brings no more, and whether some
+        parameters then lacked gradients while others came."""
         self._missing: set[ParamRange] = set()
         """Parameters without a gradient in the micro-batch that is open."""
         self._unused = set(bucket_range.params)
@@ -79,9 +80,14 @@ class Bucket:
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """A micro-batch of the stage begins its backward."""
         self._missing = set(self.range.params)
-        self.is_open, self._is_over, self.has_left = True, False, False
+        self.is_open, self.has_left, self._is_over, self.was_passed = True, False, False, False
         self.is_last = is_last
         self._is_due = is_last or self.domain.sharding.is_staged
+
+    def pass_by(self) -> None:
+        """Backward goes on without further gradients for it."""
+        self.was_passed |= bool(self._missing) and not self._is_over
+        self._is_over = True
 
     def end_micro_batch(self) -> None:
         """The micro-batch will give no further gradient."""
@@ -159,6 +165,8 @@ class Bucket:
     @property
     def is_shard_final(self) -> bool:
         """Whether the reduction writes the final sum into the shard, with nothing to be added afterwards."""
+        if self.domain.is_on_host:
+            return False
         return not self.domain.sharding.is_staged or self._is_shard_empty
 
     def complete(self) -> None:
@@ -191,7 +199,14 @@ class Bucket:
     def _add_to_shard(self) -> None:
         """Add what was reduced to the sum of the micro-batches before, if it is not there yet."""
         if not self.is_shard_final and not self._is_shard_summed:
-            self.shard.add_(self._own_part())
+            own = self._own_part()
+            if self.domain.is_on_host:  # the device adds up, so that no thread waits for it
+                total = (
+                    own if self._is_shard_empty else own.add_(self.shard.to(own.device, non_blocking=True))
+                )
+                self.shard.copy_(total, non_blocking=True)
+            else:
+                self.shard.add_(own)
         self._is_shard_summed = True
 
     def finish_grad_sync(self, clock: WaitClock) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.memory import UNLIMITED, CudaDevice, OffloadDevice, SimulatedDevice
+from patch.memory import UNLIMITED, CudaDevice, DiskMemory, OffloadDevice, SimulatedDevice
 from patch.optimizer.offload import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
@@ -27,6 +29,7 @@ def build_optimizer(
     *,
     param_groups: Sequence[ParamGroup] | None = None,
     host_bytes: int = UNLIMITED,
+    model_state: ShardedStateDict | None = None,
 ) -> OverlappedDistributedOptimizer:
     """Build the optimizer of some modules, with its states where the configuration says.
 
@@ -38,19 +41,22 @@ def build_optimizer(
         param_groups: parameters with their weight decay and learning rates; None: `default_param_groups`, in
             which only what has two dimensions or more decays (no norms, biases, or other vectors).
         host_bytes: host memory of this process, for offloaded states.
+        model_state: the model's sharded_state_dict, whose entries hold the parameters themselves: with it
+            bf16 moments have the same bits in every layout. None: parameters are whole, known by their names.
     Raises:
         ConfigError: other arguments than these; parameters that cannot be trained, or that are in no
             parameter group or in several.
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+        TrainingError: --offload-folder has no room for the states.
     """
     check_arguments(stages, zero_stage)
     device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
     offload = _build_offload(config, device, host_bytes)
     optimizer = OverlappedDistributedOptimizer(
-        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups
+        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups, model_state
     )
     if offload is not None and isinstance(offload.device, SimulatedDevice):
-        offload.device.reserve(optimizer.placement.fixed_bytes)
+        optimizer.count_on(offload.device)
     return optimizer
 
 
@@ -73,4 +79,8 @@ def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: in
         if config.optimizer_offload_policy == "static"
         else AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     )
-    return Offload(offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes)
+    chunk_size = config.optimizer_offload_chunk_size or 0
+    if config.offload_folder is None:
+        return Offload(offload_device, policy, chunk_size, host_bytes)
+    disk = DiskMemory(Path(config.offload_folder))
+    return Offload(offload_device, policy, chunk_size, host_bytes, disk, config.host_state_bytes(host_bytes))

@@ -18,10 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from patch.memory import HOST, Allocator, StagedCopier
+from patch.memory import HOST, UNLIMITED, Allocator, StagedCopier, TorchAllocator, write_values
+from patch.optimizer.kernels.narrow import Draw, elements_of
 
 # The search for a chunk size tries this many multiples of a unit: 8 Mi elements, or 1/64 of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
+_NOWHERE = TorchAllocator(torch.device("meta"))
+"""Memory of chunks whose bytes are only counted."""
 
 
 class ShardRange(NamedTuple):
@@ -34,6 +37,8 @@ class ShardRange(NamedTuple):
     needs_extra_reduction: bool
     """Whether the gradient is summed over more ranks after the reduction of its bucket (over tensor-parallel
     ranks, or over the two stages of a tied embedding), so that it is not final before."""
+    draw: Draw | None = None
+    """What the random numbers of their bf16 moments depend on."""
 
 
 class BucketShard(NamedTuple):
@@ -45,6 +50,8 @@ class BucketShard(NamedTuple):
     """(n,) a view of the flat buffer of parameters."""
     ranges: list[ShardRange]
     """Its elements without padding."""
+    is_on_host: bool = False
+    """Whether the parameters lie in host memory, so that the host updates them."""
 
 
 class ChunkFullError(Exception):
@@ -104,6 +111,8 @@ class ChunkRange(NamedTuple):
     """Index of the parameter group."""
     offset: int
     """First element, counted in the chunk."""
+    draw: Draw | None = None
+    """What the random numbers of their bf16 moments depend on."""
 
     @property
     def in_shard(self) -> slice:
@@ -124,7 +133,9 @@ class StateChunk:
         self.index = 0
         """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
-        self.is_on_host = False
+        self.is_on_host = self.stays_on_host = False
+        """Whether the states are not on the device: they are in host memory, or on the host's disk; and
+        whether they never come, as their parameters lie there."""
         self.states: dict[str, Chunk] = {}
         self._transfer: Future[None] | None = None
 
@@ -134,6 +145,11 @@ class StateChunk:
         return self.ranges[-1].in_chunk.stop if self.ranges else 0
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether the states are on a disk: their buffers have no values (patch/memory/disk.py)."""
+        return any(chunk.data.is_meta for chunk in self.states.values())
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated for all states, including unused space."""
         return sum(chunk.data.nbytes for chunk in self.states.values())
@@ -141,7 +157,8 @@ class StateChunk:
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
 
-        None where parameters of this type have no such state.
+        A view of scales has one number for several elements (`elements_of`). There is none where parameters
+        of this type have no such state.
 
         Args:
             name: the state.
@@ -155,15 +172,16 @@ class StateChunk:
         for range_ in self.ranges:
             first, last = max(begin, range_.begin), min(end, range_.end)
             if range_.shard == shard and first < last:
-                offset = range_.offset + first - range_.begin
-                yield first, self.states[name].data[offset : offset + last - first]
+                offset, each = range_.offset + first - range_.begin, elements_of(name)
+                yield first, self.states[name].data[offset // each : (offset + last - first) // each]
 
     def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Allocator) -> None:
         """Allocate a buffer of zeros in `memory` for each state."""
         size = self.numel if self.needs_extra_reduction else self.size
-        self.states = {name: Chunk(size, memory, dtype) for name, dtype in dtypes.items()}
-        for chunk in self.states.values():
-            chunk.alloc_tensor(self.numel)
+        self.states = {}
+        for name, dtype in dtypes.items():
+            self.states[name] = Chunk(size // elements_of(name), memory, dtype)
+            self.states[name].alloc_tensor(self.numel // elements_of(name))
 
     def reset_device(self, memory: Allocator, copier: StagedCopier, *, is_host: bool) -> None:
         """Move all states to other memory; views of them become invalid.
@@ -174,9 +192,10 @@ class StateChunk:
         Args:
             memory: where the new buffers are allocated.
             copier: copies the states.
-            is_host: whether `memory` is host memory.
+            is_host: whether `memory` is host memory, or its disk.
         Raises:
             OutOfMemoryError: the device has too little free memory; no state was moved.
+            TrainingError: the disk is full or fails.
         """
         self.wait_for_transfer()
         twins: dict[str, Chunk] = {}
@@ -188,7 +207,10 @@ class StateChunk:
                 memory.free(twin.data)
             raise
         copies = [(chunk.data, twins[name].data) for name, chunk in self.states.items()]
-        if is_host:
+        if is_host and self.is_on_host:
+            for source, target in copies:
+                write_values(target, source)
+        elif is_host:
             copier.copy_to_host(copies)
         else:
             self._transfer = copier.copy_to_device(copies)
@@ -210,10 +232,20 @@ class ChunkManager:
         size: elements of a chunk.
         device: the memory of chunks that are not on the host.
         copier: copies chunks that move; None if chunks never move.
+        disk: where chunks on the host lie that have no room in its memory; None: they all have.
+        host_bytes: the room of states in host memory.
     """
 
-    def __init__(self, size: int, device: Allocator, copier: StagedCopier | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: Allocator,
+        copier: StagedCopier | None = None,
+        disk: Allocator | None = None,
+        host_bytes: int = UNLIMITED,
+    ) -> None:
         self.size, self._device, self._copier = size, device, copier
+        self._disk, self._host_bytes = disk, host_bytes
         self.chunks: list[StateChunk] = []
         self._open: dict[tuple[bool, torch.dtype], StateChunk] = {}
 
@@ -225,7 +257,7 @@ class ChunkManager:
             elements: the range; ranges whose gradients need an extra reduction go to separate chunks.
             param_dtype: type of its parameters; a chunk contains parameters of one type.
         """
-        begin, end, group, needs_extra_reduction = elements
+        begin, end, group, needs_extra_reduction, draw = elements
         kind = needs_extra_reduction, param_dtype
         while begin < end:
             chunk = self._open.get(kind)
@@ -233,7 +265,8 @@ class ChunkManager:
                 chunk = self._open[kind] = StateChunk(self.size, *kind)
                 self.chunks.append(chunk)
             stop = min(end, begin + self.size - chunk.numel)
-            chunk.ranges.append(ChunkRange(shard, begin, stop, group, chunk.numel))
+            here = draw and draw._replace(skip=draw.skip + begin - elements.begin)
+            chunk.ranges.append(ChunkRange(shard, begin, stop, group, chunk.numel, here))
             begin = stop
 
     def finish_registration(self) -> None:
@@ -251,17 +284,43 @@ class ChunkManager:
             dtypes_of: names and types of the states of parameters of some type.
         """
         for chunk in self.chunks:
-            chunk.allocate(dtypes_of(chunk.param_dtype), HOST if chunk.is_on_host else self._device)
+            chunk.allocate(dtypes_of(chunk.param_dtype), _NOWHERE)
+        memories = dict(self._host_memories())
+        for chunk in self.chunks:
+            chunk.allocate(dtypes_of(chunk.param_dtype), memories.get(chunk, self._device))
+
+    def _host_memories(self) -> list[tuple[StateChunk, Allocator]]:
+        """Where each chunk on the host should lie: on the disk those for which there is the most time.
+
+        They come first, because they free memory.
+        """
+        left, found = self._host_bytes, []
+        for chunk in reversed([chunk for chunk in self.chunks if chunk.is_on_host]):
+            left -= chunk.num_bytes
+            found.append((chunk, HOST if self._disk is None or left >= 0 else self._disk))
+        return found[::-1]
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
         """Move a chunk that is not being updated to the host or to the device.
 
         Raises:
             OutOfMemoryError: the device has too little free memory; nothing was moved.
+            TrainingError: the disk is full or fails.
         """
         if to_host != chunk.is_on_host:
             assert self._copier is not None, "these chunks never move"
-            chunk.reset_device(HOST if to_host else self._device, self._copier, is_host=to_host)
+            try:
+                if chunk.is_on_disk:
+                    chunk.reset_device(HOST, self._copier, is_host=True)
+                chunk.reset_device(HOST if to_host else self._device, self._copier, is_host=to_host)
+            finally:
+                self._settle(self._copier)
+
+    def _settle(self, copier: StagedCopier) -> None:
+        """Move states between host memory and disk, so that the one holds what it has room for."""
+        for chunk, memory in self._host_memories() if self._disk is not None else ():
+            if chunk.is_on_disk != (memory is self._disk):
+                chunk.reset_device(memory, copier, is_host=True)
 
     @property
     def num_elements(self) -> int:
@@ -275,8 +334,13 @@ class ChunkManager:
         return on_host / max(1, self.num_elements)
 
     def total_bytes(self, *, on_host: bool) -> int:
-        """Bytes of states on the host, or on the device."""
+        """Bytes of states on the host, its disk included, or on the device."""
         return sum(chunk.num_bytes for chunk in self.chunks if chunk.is_on_host == on_host)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of states on the disk."""
+        return sum(chunk.num_bytes for chunk in self.chunks if chunk.is_on_disk)
 
 
 def find_best_chunk_size(numels: Sequence[int]) -> int:

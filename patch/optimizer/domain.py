@@ -6,12 +6,14 @@ What these ranks share of them is the domain's `Sharding`, one class for each Ze
     NONE         once a step, all-reduce              the sums of all       nothing
     OPTIMIZER    once a step, reduce-scatter          full buffers          each bucket, after its update
     GRADIENTS    every micro-batch, reduce-scatter    the rank's shards     each bucket, after its update
+    PARAMETERS   every micro-batch, reduce-scatter    the rank's shards     each unit, for each pass
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -23,7 +25,8 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, RoundedSums, start_all_reduce, start_reduce_scatter
 from patch.errors import ConfigError
 from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
-from patch.optimizer.trained import TrainedParameters
+from patch.memory import host_zeros
+from patch.optimizer.trained import HeldParameters, TrainedParameters, unit_modules
 
 
 class Places(NamedTuple):
@@ -107,7 +110,9 @@ class ShardedGradients(Sharding):
     stage = ZeroStage.GRADIENTS
 
     def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Of this rank's shards alone."""
+        """Of this rank's shards alone; on the host if its parameters are."""
+        if domain.is_on_host:
+            return host_zeros(numel // domain.num_shards, like.dtype, like.device)
         return like.new_zeros(numel // domain.num_shards)
 
     def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
@@ -115,7 +120,15 @@ class ShardedGradients(Sharding):
         return Places(kept[bucket.begin // domain.num_shards : bucket.end // domain.num_shards], None)
 
 
-SHARDINGS = {each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients())}
+class ShardedParameters(ShardedGradients):
+    """`PARAMETERS`: parameters, too, have memory for a rank's shards only (sharded_flat.py)."""
+
+    stage = ZeroStage.PARAMETERS
+
+
+SHARDINGS = {
+    each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients(), ShardedParameters())
+}
 
 
 class Domain(NamedTuple):
@@ -135,6 +148,12 @@ class Domain(NamedTuple):
     """The type in which gradients travel inside an instance; None: that in which they are collected."""
     gathered_as: torch.dtype | None = None
     """The 8-bit type in which parameters travel (eight_bit_flat.py); None: their own."""
+    gathers: dist.ProcessGroup | None = None
+    """The ranks of `instance` once more, for gathers between reductions: ranks whose unused parameters differ
+    reduce at other times, and messages of one group need one order."""
+
+    is_on_host: bool = False
+    """Whether shards of parameters and gradients lie in host memory, where they are updated."""
 
     @property
     def num_shards(self) -> int:
@@ -162,7 +181,7 @@ class Domain(NamedTuple):
 class FlatLayout:
     """Where each parameter of a rank lies."""
 
-    trained: TrainedParameters
+    held: HeldParameters
     """The parameters; the rest refers to them by index."""
     domains: list[Domain]
     """All of one sharding; at least one."""
@@ -170,6 +189,8 @@ class FlatLayout:
     """Of the parameters."""
     bucket_ranges: list[BucketRange]
     """Buckets in the order of backward, which refer to domains by index."""
+    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = field(default_factory=dict)
+    """Of each group that shares parameters its ranks once more (see `Domain`)."""
 
     @property
     def numels(self) -> list[int]:
@@ -195,7 +216,13 @@ def flat_layout(
     own, across = _instances(groups, zero_stage, dp_groups)
     # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
-        zero_stage, across = ZeroStage.NONE, None
+        alone = ZeroStage.PARAMETERS if config.cpu_offloading_weights else ZeroStage.NONE
+        zero_stage, across = alone, None
+    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    if zero_stage.shares_parameters:
+        for group in dict.fromkeys((own or group) for group in [groups.dp_cp, *dp_groups]):
+            if group.size() > 1:
+                gathers[group] = same_ranks(group)
     sharding = SHARDINGS[zero_stage]
     if config.grad_reduce_in_bf16 and sharding.stage.sums_on_the_way(groups.dp_cp.size()):
         raise ConfigError(
@@ -204,22 +231,133 @@ def flat_layout(
             field="grad_reduce_in_bf16",
         )
     travels_as = torch.bfloat16 if config.grad_reduce_in_bf16 and sharding.shares_states else None
+    units, on_host = [0] * len(trained.parameters), set[int]()
+    if sharding.stage.shares_parameters:
+        numbers = _unit_numbers(trained.stages, config.param_persistence_threshold)
+        units, on_host = [numbers[each] for each in trained.parameters], _units_on_host(numbers, config)
     placed = []
-    for index, parameter in zip(trained.group_indices, trained.parameters, strict=True):
+    for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True):
         group, gathered_as = dp_groups[index], getattr(parameter, "gather_dtype", None)
         # What nobody else needs is not gathered.
         is_gathered = sharding.shares_states and (own or group).size() > 1
-        placed.append((group, parameter.dtype, gathered_as if is_gathered else None))
-    keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None)]
+        placed.append((group, parameter.dtype, gathered_as if is_gathered else None, unit in on_host))
+    keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None, False)]
     domains = [
-        Domain(sharding, group, dtype, own or group, across, travels_as, gathered_as)
-        for group, dtype, gathered_as in keys
-    ]
-    specs = trained.specs([keys.index(key) for key in placed])
+        Domain(
+            sharding, group, dtype, own or group, across, travels_as, gathered_as, gathers.get(own or group),
+            is_on_host,
+        )
+        for group, dtype, gathered_as, is_on_host in keys
+    ]  # fmt: skip
+    specs = trained.specs([keys.index(key) for key in placed], units)
     is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in domains)
     shares = [domain.num_shards for domain in domains]
     buckets = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
-    return FlatLayout(trained, domains, specs, buckets)
+    return FlatLayout(trained, domains, specs, buckets, gathers)
+
+
+def same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of these ranks, whose messages have an order of their own."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+def frozen_layout(
+    layout: FlatLayout, config: OptimizerConfig, groups: ProcessGroupCollection
+) -> FlatLayout | None:
+    """Where the frozen weights lie of which ranks keep shards; None: all stay as they are.
+
+    Args:
+        layout: of what is trained in the same stages.
+        config: bucket size, and which weights are too small.
+        groups: see `flat_layout`; of distributed experts also expt_dp.
+    """
+    stages, first = layout.held.stages, layout.domains[0]
+    if not first.sharding.stage.shares_parameters:
+        return None
+    numbers = _unit_numbers(stages, config.param_persistence_threshold)
+    on_host = _units_on_host(numbers, config)
+    named, specs, keys = [], list[ParamSpec](), list[tuple[dist.ProcessGroup, torch.dtype, bool]]()
+    for stage, module in reversed(list(enumerate(stages))):
+        for name, parameter in reversed(list(module.named_parameters())):
+            is_expert = not getattr(parameter, "allreduce", True)
+            group = getattr(groups, "expt_dp", None) if is_expert else groups.dp_cp
+            instance, unit = first.instance if first.across is not None else group, numbers[parameter]
+            is_kept = parameter.requires_grad or not unit or parameter.device != layout.held.device
+            if is_kept or instance is None or (instance not in layout.gathers and unit not in on_host):
+                continue
+            key = layout.gathers.get(instance, instance), parameter.dtype, unit in on_host
+            keys += [] if key in keys else [key]
+            named.append((name, parameter))
+            specs.append(ParamSpec(parameter.numel(), 0, False, stage, keys.index(key), 0, unit))
+    if not named:
+        return None
+    domains = [
+        Domain(
+            first.sharding, ranks, dtype, ranks, first.across, None,
+            gathers=ranks if ranks.size() > 1 else None, is_on_host=is_on_host,
+        )
+        for ranks, dtype, is_on_host in keys
+    ]  # fmt: skip
+    shares = [domain.num_shards for domain in domains]
+    buckets = lay_out(specs, config.reduce_bucket_size, shares)
+    return FlatLayout(HeldParameters(stages, named), domains, specs, buckets)
+
+
+def _unit_numbers(stages: Sequence[torch.nn.Module], smallest: int) -> dict[torch.nn.Parameter, int]:
+    """What each parameter is gathered with: the number of its module, or 0 if it is to stay whole.
+
+    That is a parameter of fewer than `smallest` elements, or one of several modules.
+    """
+    found: dict[torch.nn.Parameter, int] = {}
+    for number, unit in enumerate(unit_modules(stages), 1):
+        for parameter in unit.parameters:
+            stays = parameter.numel() < smallest or found.get(parameter, number) != number
+            found[parameter] = 0 if stays else number
+    return found
+
+
+def check_on_host(domains: Sequence[Domain], *, is_offloading: bool) -> None:
+    """Refuse weights in host memory that nobody there updates, or whose gradients travel from there.
+
+    Args:
+        domains: all of this rank's.
+        is_offloading: whether optimizer states may go to the host.
+    Raises:
+        ConfigError: states stay on the device, or there are several instances.
+    """
+    on_host = [domain for domain in domains if domain.is_on_host]
+    if on_host and not is_offloading:
+        raise ConfigError(
+            "got true, expected false, or static or auto at --optimizer-offload-policy: weights in host "
+            "memory are updated there",
+            field="cpu_offloading_weights",
+        )
+    if any(domain.across is not None for domain in on_host):
+        raise ConfigError(
+            "got several instances, expected 1 beside --cpu-offloading-weights: they sum gradients on the "
+            "device, and those of weights in host memory lie there too",
+            field="num_distributed_optimizer_instances",
+        )
+
+
+def _units_on_host(numbers: Mapping[torch.nn.Parameter, int], config: OptimizerConfig) -> set[int]:
+    """The units whose shards lie in host memory: the first in backward, as of optimizer states.
+
+    Args:
+        numbers: see `_unit_numbers`.
+        config: which share of what comes and goes.
+    """
+    fraction = config.cpu_offloading_weights_fraction
+    share = (1.0 if fraction is None else fraction) if config.cpu_offloading_weights else 0.0
+    sizes = Counter[int]()
+    for parameter, unit in numbers.items():
+        sizes[unit] += parameter.numel() if unit else 0
+    left, found = share * sizes.total(), set[int]()
+    for unit in sorted(filter(None, sizes), reverse=True):
+        if left > 0:
+            found.add(unit)
+        left -= sizes[unit]
+    return found
 
 
 def _instances(

@@ -56,7 +56,10 @@ class GradBuffer:
         config: the type in which gradients are collected, and whether layers add them up themselves.
         group: the data-parallel ranks, which have equally many micro-batches at stage `gradients`.
         clock: gets the time that compute waits for reductions.
-        on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
+        on_backward: called with the stage before the first gradient of each micro-batch, or the zeros of one
+            without any.
+        on_collected: called with a parameter's index when its gradient is in its place.
+        on_end: called when a micro-batch has ended, before what is left of it is reduced.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
     """
 
@@ -66,17 +69,22 @@ class GradBuffer:
         config: OptimizerConfig,
         group: dist.ProcessGroup,
         clock: WaitClock,
-        on_backward: Callable[[], None],
+        *,
+        on_backward: Callable[[int], None],
+        on_collected: Callable[[int], None],
+        on_end: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
     ) -> None:
-        domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.trained.named
-        like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.trained.device)
+        domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.held.named
+        like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.held.device)
         self._group, self._clock, self._like = group, clock, like
         self._on_backward, self._on_final = on_backward, on_final
+        self._on_collected, self._on_end = on_collected, on_end
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
         self._rounded_sums = _rounded_sums(largest, domains[0], like.device)
+        self._domains = domains
         self._flats = [
             domain.sharding.kept(domain, like, numel)
             for domain, numel in zip(domains, layout.numels, strict=True)
@@ -93,7 +101,7 @@ class GradBuffer:
         self._leaving: deque[Bucket] = deque()
         """Buckets that are to be reduced, in the one order in which they leave."""
         self.micro_batches = MicroBatches(
-            layout.trained.stages, self._begin_micro_batch, self._end_micro_batches
+            layout.held.stages, self._begin_micro_batch, self._end_micro_batches
         )
         self._checks: list[LastMicroBatchCheck] = []
         self.local_check: LocalCheck | None = None
@@ -126,9 +134,10 @@ class GradBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of gradients, staging buffers included."""
+        """Bytes of gradients on the device, staging buffers included."""
         others = [part.num_bytes for part in (self._staging, self._rounded_sums) if part is not None]
-        return sum(flat.nbytes for flat in self._flats) + sum(others)
+        flats = zip(self._flats, self._domains, strict=True)
+        return sum(flat.nbytes for flat, domain in flats if not domain.is_on_host) + sum(others)
 
     def start_grad_sync(self) -> None:
         """End the step's last micro-batch, and start every reduction that is left."""
@@ -147,6 +156,24 @@ class GradBuffer:
         self._checks = []
         while self._travelling:
             self._finish_next()
+
+    def check_micro_batches(self) -> None:
+        """On a CPU learn what other ranks say of the micro-batches until now: may another one follow?
+
+        Where weights are gathered in forward, a rank that goes on alone would wait for ever.
+
+        Raises:
+            TrainingError: for some ranks the step's last one has come, for others not.
+        """
+        for check in () if self._like.is_cuda else self._checks:
+            check.wait(self._clock)
+
+    def end_buckets(self, indices: list[int]) -> None:
+        """The micro-batch that is open brings these buckets no further gradient."""
+        for index in indices:
+            if self.buckets[index].is_open:
+                self.buckets[index].pass_by()
+        self._launch_ready()
 
     def abandon_backward(self, num_micro_batches: int) -> None:
         """An error ended the step's backward: start the reductions that other ranks expect all the same.
@@ -197,6 +224,7 @@ class GradBuffer:
             part = None if is_written else _part(gradient, param, len(parts))
             bucket.collect(param, part, is_nested=is_nested)
             self._launch_ready()
+        self._on_collected(parts[0][1].parameter)
 
     def _begin_writing(self, name: str, parts: list[tuple[Bucket, ParamRange]]) -> None:
         """A gradient of a parameter is about to be written to its buckets."""
@@ -218,7 +246,7 @@ class GradBuffer:
         return place.view(shape), is_first
 
     def _begin_micro_batch(self, stage: int, is_last: bool) -> None:
-        self._on_backward()
+        self._on_backward(stage)
         begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
         if self._staging is not None and begun:
             self._checks.append(LastMicroBatchCheck(stage, is_last, self._group, self._like))
@@ -227,6 +255,7 @@ class GradBuffer:
             bucket.begin_micro_batch(is_last=is_last)
 
     def _end_micro_batches(self, stages: Set[int]) -> None:
+        self._on_end()
         for bucket in self.buckets:
             if bucket.range.stage in stages:
                 bucket.end_micro_batch()
@@ -311,6 +340,11 @@ def _check_bucket(name: str, bucket: Bucket) -> None:
             f"{name}: a gradient without a forward of stage {bucket.range.stage} in this step, expected one: "
             "call the model that the optimizer was built with (`model(...)`), not only a part of it, and "
             "`zero_grad` between steps"
+        )
+    if bucket.has_left and bucket.was_passed:
+        raise TrainingError(
+            f"{name}: a gradient after backward had come to a module before it, expected modules that run in "
+            "the order in which the model lists them: list them so, or use --data-parallel-sharding gradients"
         )
     if bucket.has_left:
         raise TrainingError(

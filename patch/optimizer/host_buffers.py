@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from patch.memory import HOST, Event, OffloadDevice
+from patch.memory import HOST, Allocator, Event, OffloadDevice
 from patch.optimizer.chunk import BucketShard, Chunk
+from patch.optimizer.kernels.narrow import bytes_of, elements_of
 
 # The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5
@@ -65,6 +66,7 @@ class HostBuffers:
         like: a bucket shard; all shards have the same types of gradients and parameters.
         device: the device that gradients come from and parameters go to.
         spare_bytes: host memory of this process without the states.
+        memory: of the states of speculative updates.
     """
 
     def __init__(
@@ -74,11 +76,14 @@ class HostBuffers:
         like: BucketShard,
         device: OffloadDevice,
         spare_bytes: int,
+        memory: Allocator = HOST,
     ) -> None:
         self._size, self._dtypes, self._like, self._device = size, dtypes, like, device
+        self._memory = memory
         grad_bytes, param_bytes = like.grad.dtype.itemsize, like.param.dtype.itemsize
-        shadow_bytes = size * (param_bytes + sum(dtype.itemsize for dtype in dtypes.values()))
-        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes) // shadow_bytes
+        state_bytes = bytes_of(dtypes) if memory is HOST else 0
+        shadow_bytes = size * (param_bytes + state_bytes)
+        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes / shadow_bytes)
         input_bytes = size * (grad_bytes + param_bytes)
         self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * spare_bytes) // input_bytes
         self.inputs: deque[InputBuffers] = deque()
@@ -103,8 +108,15 @@ class HostBuffers:
             self.shadow_outputs.pop()
         while len(self.shadow_outputs) < num_shadows:
             outputs = self._make_outputs()
-            outputs.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
+            outputs.shadow = self.make_states(self._memory)
             self.shadow_outputs.append(outputs)
+
+    def make_states(self, memory: Allocator) -> dict[str, Chunk]:
+        """Buffers in `memory` for the states of any chunk."""
+        return {
+            name: Chunk(self._size // elements_of(name), memory, dtype)
+            for name, dtype in self._dtypes.items()
+        }
 
     def _make_outputs(self) -> OutputBuffers:
         return OutputBuffers(self._size, self._like, self._device)

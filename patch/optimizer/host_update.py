@@ -28,10 +28,11 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
-from patch.memory import Event, Joinable, OffloadDevice
-from patch.optimizer.chunk import BucketShard, Chunk, StateChunk
+from patch.memory import HOST, Allocator, Event, Joinable, OffloadDevice
+from patch.optimizer.chunk import BucketShard, Chunk, ChunkRange, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
+from patch.optimizer.kernels.narrow import elements_of
 
 # Speculation pauses while it has failed in more than this share of recent steps.
 _MAX_FAILURE_RATE = 0.2
@@ -47,11 +48,16 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
         in_chunk: the elements, counted in the chunk.
         param: (n,) the parameters of these elements.
     """
+    def part(name: str) -> torch.Tensor | None:
+        each = elements_of(name)
+        return states[name].data[in_chunk.start // each : in_chunk.stop // each] if name in states else None
+
     moments = states["exp_avg"].data[in_chunk], states["exp_avg_sq"].data[in_chunk]
+    scales = part("exp_avg_scale"), part("exp_avg_sq_scale")
     for name in ("master", "master_low"):
         if name in states:
-            return AdamStates(states[name].data[in_chunk], *moments, param)
-    return AdamStates(param, *moments)
+            return AdamStates(states[name].data[in_chunk], *moments, param, *scales)
+    return AdamStates(param, *moments, None, *scales)
 
 
 class _ChunkUpdate:
@@ -88,6 +94,7 @@ class HostUpdates:
         size: elements of a chunk.
         device: the device that gradients come from and parameters go to.
         spare_bytes: host memory of this process without the states.
+        memory: of the states of speculative updates.
     """
 
     def __init__(
@@ -97,9 +104,10 @@ class HostUpdates:
         size: int,
         device: OffloadDevice,
         spare_bytes: int,
+        memory: Allocator = HOST,
     ) -> None:
         self._shards, self._device = shards, device
-        self._buffers = HostBuffers(size, dtypes, shards[0], device, spare_bytes)
+        self._buffers = HostBuffers(size, dtypes, shards[0], device, spare_bytes, memory)
         self._kernel = adam_kernel(torch.device("cpu"))
         self._worker = ThreadPoolExecutor(1, "host-adam", initializer=device.set_device)
         self._lock = Lock()
@@ -119,6 +127,8 @@ class HostUpdates:
         """Seconds that the worker has updated chunks."""
         self.waited_s = 0.0
         """Seconds that other threads have waited for the worker."""
+        self.disk_wait_s = 0.0
+        """Seconds that the worker has waited for a disk."""
 
     def resize_buffers(self, num_chunks: int) -> None:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
@@ -166,6 +176,7 @@ class HostUpdates:
         if self._expected is not None:
             self.failure_rate = _FAILURE_RATE_DECAY * self.failure_rate + (1 - _FAILURE_RATE_DECAY) * is_wrong
         speculated = self._end_speculation(is_wrong)
+        self._expected = None
         now = self._device.record_event()
         updates = {
             chunk: self._updates.get(chunk) or _ChunkUpdate(chunk, now)
@@ -183,7 +194,7 @@ class HostUpdates:
                 self._jobs[chunk] = self._worker.submit(
                     self._update_in_place, updates[chunk], next(outputs_in_turn), scalars
                 )
-        self._updates, self._expected = {}, None
+        self._updates = {}
 
     def cancel_step(self) -> None:
         """Cancel the current step: wait for its speculative updates and ignore their results."""
@@ -257,6 +268,8 @@ class HostUpdates:
         copies = []
         for r in update.chunk.ranges:
             shard = self._shards[r.shard]
+            if shard.is_on_host:
+                continue
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
             if inputs.param is not None:
                 copies.append((shard.param[r.in_shard], inputs.param[r.in_chunk]))
@@ -275,21 +288,25 @@ class HostUpdates:
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> None:
         with self._inputs_of(update):
-            self._compute(update, scalars, outputs, outputs.shadow)
+            self._compute(update, scalars, outputs, update.chunk.states, outputs.shadow)
 
     def _commit(self, speculation: _Speculation) -> Event:
         """Replace the states of a chunk by those of its speculative update."""
         update, outputs, job = speculation
         job.result()  # raises the error of the update, if it had one
         update.chunk.states, outputs.shadow = outputs.shadow, update.chunk.states
-        return self._copy_params_back(update.chunk, outputs)
+        return self._copy_params_back(update.chunk, outputs, update.chunk.ranges)
 
     def _update_in_place(
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> Event:
         with self._inputs_of(update):
-            self._compute(update, scalars, outputs, update.chunk.states)
-        return self._copy_params_back(update.chunk, outputs)
+            self._compute(update, scalars, outputs, update.chunk.states, update.chunk.states)
+        return self._copy_params_back(update.chunk, outputs, self._on_device(update.chunk))
+
+    def _on_device(self, chunk: StateChunk) -> list[ChunkRange]:
+        """What of a chunk has its parameters on the device."""
+        return [r for r in chunk.ranges if not self._shards[r.shard].is_on_host]
 
     @contextmanager
     def _inputs_of(self, update: _ChunkUpdate) -> Iterator[None]:
@@ -312,6 +329,7 @@ class HostUpdates:
         update: _ChunkUpdate,
         scalars: Sequence[AdamScalars],
         outputs: OutputBuffers,
+        states: Mapping[str, Chunk],
         new_states: Mapping[str, Chunk],
     ) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
@@ -319,23 +337,25 @@ class HostUpdates:
         if outputs.copied is not None:
             outputs.copied.synchronize()
         begin = time.perf_counter()
-        grad, new_param = update.inputs.grad, outputs.param
-        old_param = new_param if update.inputs.param is None else update.inputs.param
-        items = [
-            UpdateItem(
-                grad[r.in_chunk],
-                adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
-                scalars[r.group],
-                adam_states(new_states, r.in_chunk, new_param[r.in_chunk]),
+        inputs, items = update.inputs, []
+        for r in update.chunk.ranges:
+            shard, grad, new = self._shards[r.shard], inputs.grad[r.in_chunk], outputs.param[r.in_chunk]
+            old = new if inputs.param is None else inputs.param[r.in_chunk]
+            if shard.is_on_host:
+                grad, old = shard.grad[r.in_shard], shard.param[r.in_shard]
+                new = new if outputs.shadow else old  # a speculative one may prove wrong
+            before, after = (
+                adam_states(each, r.in_chunk, param) for each, param in ((states, old), (new_states, new))
             )
-            for r in update.chunk.ranges
-        ]
+            items.append(UpdateItem(grad, before, scalars[r.group], after, r.draw))
         with region("chunk %d update", update.chunk.index):
             self._kernel.update(items)
         self.busy_s += time.perf_counter() - begin
 
-    def _copy_params_back(self, chunk: StateChunk, outputs: OutputBuffers) -> Event:
-        copies = [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in chunk.ranges]
+    def _copy_params_back(
+        self, chunk: StateChunk, outputs: OutputBuffers, ranges: Sequence[ChunkRange]
+    ) -> Event:
+        copies = [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in ranges]
         with region("chunk %d to device", chunk.index):
             outputs.copied = self._device.copy_to_device(copies)
         return outputs.copied

@@ -12,11 +12,14 @@ from typing import NamedTuple
 import torch
 
 from patch.compat.torch_internals import region
+from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
-from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator
+from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator, write_values
 from patch.optimizer.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
+from patch.optimizer.disk_update import DiskUpdates
 from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels.narrow import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.offload import Offload, Placement
 from patch.optimizer.param_groups import ParamGroup, group_rates
@@ -31,9 +34,11 @@ parameter is its own master, a bf16 parameter is the high bits of its master (se
 parameter has a separate master."""
 
 
-def state_dtypes(param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+def state_dtypes(config: OptimizerConfig, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The states of parameters of some type, and their types."""
-    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} | _MASTERS[param_dtype]
+    moments = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+    scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
+    return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
 
 
 class OptimizerReport(NamedTuple):
@@ -46,12 +51,17 @@ class OptimizerReport(NamedTuple):
     device_bytes: int
     """Bytes of states in host memory, and on the device."""
     offload_fraction: float
-    """Share of the elements whose states are in host memory."""
+    """Share of the elements whose states are not on the device."""
     host_busy_s: float
     host_wait_s: float
     """Seconds since the start that the host updated chunks, and that somebody waited for it."""
     largest_peak: int
     """The most bytes of the device that `record_memory` ever saw."""
+    disk_bytes: int = 0
+    """Bytes of states on the host's disk."""
+    disk_moved_bytes: int = 0
+    disk_wait_s: float = 0.0
+    """Bytes that updates have read and written there since the start, and seconds that they waited for it."""
 
 
 class HybridAdam:
@@ -79,17 +89,25 @@ class HybridAdam:
         self.dtypes: dict[str, torch.dtype] = {}
         """The type of each state, by its name; parameters of one type have only some of the states."""
         for shard in shards:
-            self.dtypes |= state_dtypes(shard.param.dtype)
-        device = shards[0].param.device
+            self.dtypes |= self.state_dtypes(shard.param.dtype)
+        on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
+        device = next(on_device, torch.device("cpu"))
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
-        self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
+        places = (offload.disk, offload.host_state_bytes) if offload else ()
+        chunk_size = _chunk_size(shards, offload)
+        if torch.uint8 in self.dtypes.values():  # a chunk ends where a block does
+            chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
+        self.manager = ChunkManager(chunk_size, allocator, copier, *places)
         self._chunks_of = self._register(shards, are_moved=offload is not None)
-        self.host_updates = self._build_host_updates(offload) if offload else None
+        self._all_updates = self._build_host_updates(offload) if offload else []
+        self.host_updates, self.disk_updates = (*self._all_updates, None, None)[:2]
+        """Of chunks in host memory, and of those on its disk."""
+        self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
-        self.manager.allocate(state_dtypes)
+        self.manager.allocate(self.state_dtypes)
         self._scalars: list[AdamScalars] | None = None
         """The scalars of each parameter group in the current step."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
@@ -99,6 +117,10 @@ class HybridAdam:
         the last one to start need not be the last one to end."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
+
+    def state_dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The states of parameters of some type, and their types."""
+        return state_dtypes(self._config, param_dtype)
 
     def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
         """Assign all ranges to chunks, which may move to the host; returns the chunks of each shard."""
@@ -111,20 +133,32 @@ class HybridAdam:
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
+            chunk.stays_on_host = any(shards[range_.shard].is_on_host for range_ in chunk.ranges)
             for index in sorted({range_.shard for range_ in chunk.ranges}):
                 chunks_of[index].append(chunk)
         return chunks_of
 
-    def _build_host_updates(self, offload: Offload) -> HostUpdates:
+    def _build_host_updates(self, offload: Offload) -> list[HostUpdates]:
         size = self.manager.size
-        chunk_bytes = size * sum(dtype.itemsize for dtype in self.dtypes.values())
-        spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
-        return HostUpdates(self.shards, self.dtypes, size, offload.device, spare_bytes)
+        host_bytes = int(size * bytes_of(self.dtypes)) * len(self.manager.chunks)
+        state_bytes = min(host_bytes, offload.host_state_bytes)
+        there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
+        spare_bytes = max(0, offload.host_bytes - there - state_bytes)
+        common = self.shards, self.dtypes, size, offload.device
+        if offload.disk is None:
+            return [HostUpdates(*common, spare_bytes)]
+        spare_bytes //= 2
+        return [HostUpdates(*common, spare_bytes), DiskUpdates(*common, spare_bytes, offload.disk)]
 
     def _resize_host_buffers(self) -> None:
         """Resize the host's buffers for the chunks that are on the host now."""
-        if self.host_updates is not None:
-            self.host_updates.resize_buffers(len(self._chunks_on_host()))
+        for updates in self._all_updates:
+            updates.resize_buffers(len(self._chunks_of_updates(updates)))
+
+    def _chunks_of_updates(self, updates: HostUpdates) -> list[StateChunk]:
+        """The chunks that one of the two updates: those on the disk, or those in host memory."""
+        on_disk = updates is self.disk_updates
+        return [chunk for chunk in self._chunks_on_host() if chunk.is_on_disk == on_disk]
 
     def _chunks_on_host(self) -> list[StateChunk]:
         return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
@@ -134,23 +168,27 @@ class HybridAdam:
         for chunk in self.manager.chunks:
             chunk.wait_for_transfer()
             if "master_low" in chunk.states:
-                chunk.states["master_low"].data.zero_()
+                write_values(chunk.states["master_low"].data, torch.zeros((), dtype=torch.int16))
             if "master" in chunk.states:
                 for r in chunk.ranges:
-                    chunk.states["master"].data[r.in_chunk].copy_(self.shards[r.shard].param[r.in_shard])
+                    master = chunk.states["master"].data[r.in_chunk]
+                    write_values(master, self.shards[r.shard].param[r.in_shard])
 
     def report(self) -> OptimizerReport:
         """Where states lie now, and what that costs."""
-        updates = self.host_updates
+        disk_bytes = self.manager.disk_bytes
         return OptimizerReport(
             num_chunks=len(self.manager.chunks),
             chunk_numel=self.manager.size,
-            host_bytes=self.manager.total_bytes(on_host=True),
+            host_bytes=self.manager.total_bytes(on_host=True) - disk_bytes,
             device_bytes=self.manager.total_bytes(on_host=False),
             offload_fraction=self.manager.offload_fraction,
-            host_busy_s=updates.busy_s if updates else 0.0,
-            host_wait_s=updates.waited_s if updates else 0.0,
+            host_busy_s=sum(updates.busy_s for updates in self._all_updates),
+            host_wait_s=sum(updates.waited_s for updates in self._all_updates),
             largest_peak=self.placement.largest_peak,
+            disk_bytes=disk_bytes,
+            disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
+            disk_wait_s=sum(updates.disk_wait_s for updates in self._all_updates),
         )
 
     def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:
@@ -162,13 +200,13 @@ class HybridAdam:
         """
         self.cancel_step()
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
-        if self.host_updates is not None:
-            self.host_updates.start_step(self._scalars)
-            self._shards_awaited = {
-                chunk: {range_.shard for range_ in chunk.ranges}
-                for chunk in self._chunks_on_host()
-                if not chunk.needs_extra_reduction
-            }
+        for updates in self._all_updates:
+            updates.start_step(self._scalars)
+        self._shards_awaited = {
+            chunk: {range_.shard for range_ in chunk.ranges}
+            for chunk in self._chunks_on_host()
+            if not chunk.needs_extra_reduction
+        }
 
     def grad_ready(self, index: int, after: Joinable | None = None) -> None:
         """Report that the gradient of shard `index` is final, except where it needs an extra reduction.
@@ -181,18 +219,19 @@ class HybridAdam:
         """
         for chunk in self._chunks_of[index]:
             awaited = self._shards_awaited.get(chunk)
-            if self.host_updates is not None and awaited:
+            updates = self.disk_updates if chunk.is_on_disk else self.host_updates
+            if updates is not None and awaited:
                 awaited.remove(index)
                 if after is not None:
                     self._reductions.setdefault(chunk, []).append(after)
                 if not awaited:
-                    self.host_updates.grads_ready(chunk, self._reductions.pop(chunk, []))
+                    updates.grads_ready(chunk, self._reductions.pop(chunk, []))
 
     def cancel_step(self) -> None:
         """Cancel the step that was begun: nothing is updated."""
         self._shards_awaited, self._reductions = {}, {}
-        if self.host_updates is not None:
-            self.host_updates.cancel_step()
+        for updates in self._all_updates:
+            updates.cancel_step()
 
     def start_update(self, lr: float | Sequence[float], grad_scale: float) -> None:
         """Start the update, when all gradients are final. Chunks on the host are updated in the background.
@@ -204,8 +243,8 @@ class HybridAdam:
         self.step_count += 1
         self._shards_awaited, self._reductions = {}, {}
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
-        if self.host_updates is not None:
-            self.host_updates.start_updates(self._chunks_on_host()[::-1], self._scalars)
+        for updates in self._all_updates:
+            updates.start_updates(self._chunks_of_updates(updates)[::-1], self._scalars)
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
@@ -221,9 +260,9 @@ class HybridAdam:
             for r in chunk.ranges:
                 if r.shard not in wanted:
                     continue
-                grad, param, _ = self.shards[r.shard]
-                states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
-                items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))
+                shard = self.shards[r.shard]
+                states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
+                items.append(UpdateItem(shard.grad[r.in_shard], states, self._scalars[r.group], None, r.draw))
         with region("update of buckets %s", list(indices)):
             self._kernel.update(items)
 
@@ -236,14 +275,17 @@ class HybridAdam:
         Returns:
             False if the host has not updated them yet and `block` is false.
         """
-        if self.host_updates is None:
-            return True
-        return all(self.host_updates.wait_for_update(chunk, block=block) for chunk in self._chunks_of[index])
+        return all(
+            updates.wait_for_update(chunk, block=block)
+            for chunk in self._chunks_of[index]
+            for updates in self._all_updates
+        )
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
 
-        They are valid until the next step, or until chunks move.
+        They are valid until the next step, or until chunks move. Those on a disk are read by `on_host` and
+        written by `write_values`.
 
         Args:
             name: the state, one of `dtypes`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from patch.memory import UNLIMITED, OffloadDevice
+from patch.memory import UNLIMITED, DiskMemory, OffloadDevice
 from patch.optimizer.chunk import ChunkManager
 from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
 
@@ -23,6 +23,10 @@ class Offload:
     """Elements of a chunk; 0: `find_best_chunk_size` decides."""
     host_bytes: int = UNLIMITED
     """Host memory that this process may use."""
+    disk: DiskMemory | None = None
+    """Where states lie that leave the device and have no room in host memory."""
+    host_state_bytes: int = UNLIMITED
+    """This room, beside a disk."""
 
 
 class Placement:
@@ -82,7 +86,8 @@ class Placement:
         if self._offload is None:
             return []
         memory = DeviceMemory(self._offload.device.usable_bytes(), self.fixed_bytes)
-        return self._offload.policy.moves(self._manager.chunks, memory)
+        moves = self._offload.policy.moves(self._manager.chunks, memory)
+        return [move for move in moves if not move.chunk.stays_on_host]
 
     def _move(self, moves: list[Move]) -> list[Move]:
         """Move chunks; moves to the device may still go on when this returns.

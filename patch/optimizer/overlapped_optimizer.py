@@ -31,7 +31,8 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
-from patch.optimizer.domain import flat_layout
+from patch.memory import SimulatedDevice
+from patch.optimizer.domain import check_on_host, flat_layout, frozen_layout
 from patch.optimizer.eight_bit_flat import check_gathers
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
@@ -41,8 +42,10 @@ from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
-from patch.optimizer.sharded_state import ShardStates, sharded_ranges
-from patch.optimizer.trained import TrainedParameters, check_arguments
+from patch.optimizer.param_units import ParamUnits
+from patch.optimizer.sharded_flat import UnitVisits, has_values
+from patch.optimizer.sharded_state import ShardStates, draws_of, sharded_ranges, sharded_weights
+from patch.optimizer.trained import TrainedParameters, check_arguments, check_rows
 
 
 class StepOutcome(NamedTuple):
@@ -67,6 +70,7 @@ class OverlappedDistributedOptimizer:
         groups: dp_cp, tp, mp and embd are used; of several instances also intra_dp_cp and inter_dist_opt.
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
+        model_state: the model's sharded_state_dict, which says what parts of weights parameters are.
     Raises:
         ConfigError: other arguments than these; parameters that it cannot train (`TrainedParameters`).
     """
@@ -79,44 +83,72 @@ class OverlappedDistributedOptimizer:
         groups: ProcessGroupCollection,
         offload: Offload | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
+        model_state: ShardedStateDict | None = None,
     ) -> None:
         check_arguments(stages, zero_stage)
         if param_groups is None:
             param_groups = default_param_groups(stages, config, groups)
         trained = self._trained = TrainedParameters(stages, param_groups, is_offloading=offload is not None)
+        check_rows(trained.named, config)
         self.param_groups, self.parameters, self.device = param_groups, trained.parameters, trained.device
         self.config, self.groups = config, groups
         layout = flat_layout(trained, config, zero_stage, groups)
-        check_gathers(layout.domains, is_offloading=offload is not None)
+        for check in (check_gathers, check_on_host):
+            check(layout.domains, is_offloading=offload is not None)
         self.is_sharded = layout.domains[0].sharding.shares_states
         self.loss_scale = loss_scale_of(config, [domain.dtype for domain in layout.domains])
         self._clock = WaitClock(self.device)
         self._is_grad_synced = False
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
+        frozen = frozen_layout(layout, config, groups)
         self.param_buffer = ParamBuffer(
-            layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
+            layout, frozen, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
-        ParamReads(layout, self.param_buffer)
-        before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
-        self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
+        units = self._units = ParamUnits(
+            layout, frozen, self.param_buffer, self._clock,
+            before_forward=lambda: self.grad_buffer.check_micro_batches(),
+            on_passed=lambda buckets: self.grad_buffer.end_buckets(buckets),
+        )  # fmt: skip
+        ParamReads(layout, self.param_buffer, units)
+        self.grad_buffer = GradBuffer(
+            layout, config, groups.dp_cp, self._clock,
+            on_backward=self._on_backward, on_collected=units.collected, on_end=units.end_backward,
+            on_final=self._on_final_gradient,
+        )  # fmt: skip
+        draws = draws_of(trained.named, model_state) if config.is_drawing else None
         self._own = OwnShards(
-            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
+            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups, self.device,
+            draws,
         )
-        fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
+        fixed_bytes = self.param_buffer.num_bytes + units.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
         self.placement = self.adam.placement
         self.placement.before_move.append(self.start_param_sync)
         self._states = ShardStates(
             self.adam.dtypes,
             lambda name: self._own.state_ranges(partial(self.adam.state, name)),
+            self.adam.state_dtypes,
             self.parameters,
         )
+
+    def _on_backward(self, stage: int) -> None:
+        self.param_buffer.finish_before_backward()
+        self._units.begin_backward(stage)
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
         self.adam.grad_ready(index, after)
         if after is None and self.device.type == "cpu":  # a GPU computes all norms at the end, at one go
             self._own.start_norm(index)
+
+    def count_on(self, device: SimulatedDevice) -> None:
+        """Let a simulated device count weights and gradients, those that come and go while they are here.
+
+        Raises:
+            torch.OutOfMemoryError: it has no room for them.
+        """
+        device.reserve(self.placement.fixed_bytes - self._units.num_bytes)
+        self.param_buffer.count_units(device)
 
     def connect(self, model_config: ModelParallelConfig) -> None:
         """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig, where megatron-core looks."""
@@ -133,6 +165,7 @@ class OverlappedDistributedOptimizer:
                 many as the groups.
         """
         self._trained.check()
+        self._units.begin_step()
         self.param_buffer.leave_whole()
         self._lr, self._is_grad_synced = lr, False
         self.grad_buffer.reset()
@@ -154,6 +187,7 @@ class OverlappedDistributedOptimizer:
         """
         self.param_buffer.start_gathers_of_others()
         self.grad_buffer.start_grad_sync()
+        self._units.end_pass()
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
@@ -162,6 +196,7 @@ class OverlappedDistributedOptimizer:
             return
         self.param_buffer.start_gathers_of_others()
         self.grad_buffer.finish_grad_sync()
+        self._units.end_pass()
         self._own.sum_over_model_parallel(self._clock)
         self._is_grad_synced = True
 
@@ -237,7 +272,19 @@ class OverlappedDistributedOptimizer:
         self.finish_param_sync()
         for parameter in self.parameters:
             parameter.grad = None  # one that its bucket had no memory for
+        self._units.end_pass()
         self.grad_buffer.abandon_backward(num_micro_batches)
+
+    def give_frozen_memory(self) -> None:
+        """Give zeros to frozen weights that have no values yet, and that nobody shares."""
+        for parameter in (p for stage in self._trained.stages for p in stage.parameters()):
+            if not (parameter.requires_grad or self._units.flats_of([parameter]) or has_values(parameter)):
+                parameter.data = parameter.new_zeros(parameter.shape)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether forward sends messages: weights are freed while no module needs them."""
+        return self._units.are_there
 
     def start_param_sync(self) -> None:
         """Wait for this rank's updates, and start the gathers that are left; wait for no other rank."""
@@ -247,18 +294,44 @@ class OverlappedDistributedOptimizer:
         """Wait until every parameter has its new value; call before reading parameters raw."""
         self.param_buffer.finish_param_sync()
 
-    def full_weights(self) -> AbstractContextManager[None]:
+    def full_weights(self, *, frozen: bool = True) -> AbstractContextManager[None]:
         """Context in which every parameter has its new value in its own type; a collective over the job.
 
-        Only weights that are gathered in 8 bits have another type outside of it. Whoever reads or writes the
-        model's weights then opens it. What was written, the same on all ranks that hold a parameter, is what
-        training goes on from. Contexts inside it change nothing.
+        Outside of it weights may be gathered in 8 bits, or freed while no module needs them. Whoever reads or
+        writes the model's weights opens it. What was written, the same on all ranks that hold a parameter, is
+        what training goes on from. Contexts inside it change nothing.
+
+        Args:
+            frozen: also those that are not trained.
         """
-        return self.param_buffer.whole()
+        return self.param_buffer.whole(frozen=frozen)
+
+    def described_weights(self, *, to_write: bool = False) -> AbstractContextManager[UnitVisits | None]:
+        """Context in which the model's sharded_state_dict may be made, to save or to load; a collective.
+
+        In it weights of which ranks keep shards have shapes and no values: `sharded_weights` has these. Or
+        weights are visited one after the other, for which no rank needs memory for all.
+
+        Args:
+            to_write: who visits weights writes them, instead of reading them.
+        Returns:
+            gives for a weight, or a view of one, where it is whole until the next is asked for, on all ranks
+            in one order; None: all are whole.
+        """
+        return self.param_buffer.described(to_write=to_write)
+
+    def sharded_weights(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """What of the model this rank saves or loads: views of its shards where it keeps no more.
+
+        Args:
+            model_state: the model's sharded_state_dict, made within `described_weights`.
+        """
+        return sharded_weights(model_state, *self.param_buffer.own_parts())
 
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""
         self.finish_param_sync()
+        self.param_buffer.store_whole()
         self.adam.copy_model_params_to_main_params()
 
     def report(self) -> OptimizerReport:
@@ -321,7 +394,7 @@ class OverlappedDistributedOptimizer:
         Args:
             model_state: see `sharded_state_dict`.
         """
-        return sharded_ranges(model_state, self._own.state_ranges(self._own.gradients), "gradient")
+        return sharded_ranges(model_state, self._own.state_ranges(self._own.gradients), "gradient.")
 
 
 def _not_finite(step: int, grad_norm: float) -> TrainingError:

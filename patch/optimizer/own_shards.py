@@ -24,6 +24,7 @@ from patch.optimizer.bucket import Bucket
 from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.domain import Domain
 from patch.optimizer.kernels import sums_of_squares
+from patch.optimizer.kernels.narrow import Draw
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_state import StateRange
 
@@ -37,6 +38,9 @@ class OwnShards:
         parameters: all trainable ones; buckets refer to them by index. specs: what the layout knows of them.
         buckets: their gradients. param_buffer: their values.
         groups: dp_cp, tp, mp and embd are used; of distributed experts also expt_dp and expt_tp.
+        device: that of this rank; shards may lie in host memory.
+        draws: of each parameter, by its index: the parts that it has of whole weights, with the first element
+            of each; None: no moment is rounded stochastically.
     """
 
     def __init__(
@@ -46,16 +50,22 @@ class OwnShards:
         buckets: Sequence[Bucket],
         param_buffer: ParamBuffer,
         groups: ProcessGroupCollection,
+        device: torch.device,
+        draws: Sequence[Sequence[tuple[int, Draw]]] | None = None,
     ) -> None:
         self._parameters, self._specs, self._buckets, self._groups = parameters, specs, buckets, groups
+        self._device, self._draws = device, draws
         parts = [bucket.domain.own(bucket.range) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
         self._tp_groups = [_tp_group(bucket.domain, groups) for bucket in buckets]
         self.shards = [
-            BucketShard(bucket.shard, param_buffer.flat_of(index).shard(index), self._ranges(index))
+            BucketShard(
+                bucket.shard, param_buffer.flat_of(index).shard(index), self._ranges(index),
+                bucket.domain.is_on_host,
+            )
             for index, bucket in enumerate(buckets)
-        ]
+        ]  # fmt: skip
         """In the order of buckets."""
         self._sums: dict[int, torch.Tensor] = {}
         """By bucket: sums of squares of its parts, of the gradients that have arrived."""
@@ -81,7 +91,10 @@ class OwnShards:
             for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
                 if _is_tied(self._parameters[param.parameter]):
                     with clock.waiting():
-                        dist.all_reduce(bucket.shard, group=self._groups.embd)
+                        total = bucket.shard.to(self._device)
+                        dist.all_reduce(total, group=self._groups.embd)
+                        if total is not bucket.shard:
+                            bucket.shard.copy_(total)
 
     def _sum_sequence_parallel(self, group: dist.ProcessGroup | None, clock: WaitClock) -> None:
         """In one message to the tensor-parallel ranks of these parameters."""
@@ -91,7 +104,7 @@ class OwnShards:
             if self._tp_groups[index] is group and self._is_summed_over_tp(index, param)
         ]
         if parts:
-            coalesced = torch.cat(parts)
+            coalesced = torch.cat([part.to(self._device) for part in parts])
             with clock.waiting():
                 dist.all_reduce(coalesced, group=group)
             for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
@@ -106,6 +119,8 @@ class OwnShards:
         """
         buckets = enumerate(self._buckets)
         counted = [i for i, bucket in buckets if group is not None or bucket.domain.replica == 0]
+        if any(bucket.domain.is_on_host for bucket in self._buckets):
+            torch.zeros((), device=self._device).item()  # waits for this stream, and so for their last copies
         late = {index: self._counted(index) for index in counted if index not in self._sums}
         sums = self._sums_of_squares(list(chain.from_iterable(late.values())))
         by_bucket = self._sums | dict(zip(late, sums.split(list(map(len, late.values()))), strict=True))
@@ -146,8 +161,12 @@ class OwnShards:
 
     def _sums_of_squares(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The sum of each part, in float64, where there may be none."""
-        grad = self.shards[0].grad
-        return sums_of_squares(parts) if parts else grad.new_empty(0, dtype=torch.float64)
+        if not parts:
+            return torch.empty(0, dtype=torch.float64, device=self._device)
+        places = {part.device for part in parts}
+        if len(places) == 1:
+            return sums_of_squares(parts).to(self._device)
+        return torch.cat([self._sums_of_squares([part]) for part in parts])
 
     def _counted(self, index: int) -> list[torch.Tensor]:
         """The gradients of a bucket that this rank counts in the norm."""
@@ -155,11 +174,22 @@ class OwnShards:
         return [self._grad(index, param) for is_counted_here, param in merged if is_counted_here]
 
     def _ranges(self, index: int) -> list[ShardRange]:
-        begin = self._begins[index]
-        return [
-            ShardRange(merged.begin - begin, merged.end - begin, *treatment)
-            for treatment, merged in _merge(self._params[index], partial(self._treatment, index))
-        ]
+        begin, treatment = self._begins[index], partial(self._treatment, index)
+        if self._draws is None:
+            return [
+                ShardRange(merged.begin - begin, merged.end - begin, *treated)
+                for treated, merged in _merge(self._params[index], treatment)
+            ]
+        found = []
+        for param in self._params[index]:
+            parts, end = self._draws[param.parameter], param.offset + param.end - param.begin
+            place = param.begin - begin - param.offset  # of the parameter's first element, in the shard
+            for (start, draw), stop in zip(parts, [*(start for start, _ in parts[1:]), end], strict=True):
+                first, last = max(param.offset, start), min(end, stop)
+                if first < last:
+                    drawn = draw._replace(skip=first - start)
+                    found.append(ShardRange(place + first, place + last, *treatment(param), drawn))
+        return found
 
     def _treatment(self, index: int, param: ParamRange) -> tuple[int, bool]:
         """The group of a parameter, and whether its gradient is summed over more ranks than the bucket."""

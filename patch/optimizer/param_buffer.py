@@ -20,9 +20,12 @@ from torch.autograd.graph import increment_version
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on
 from patch.distributed.collectives import all_or_none
-from patch.optimizer.domain import FlatLayout
+from patch.memory import SimulatedDevice
+from patch.optimizer.domain import Domain, FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 from patch.optimizer.param_flat import ParamFlat
+from patch.optimizer.sharded_flat import ShardedFlat, UnitVisits
+from patch.optimizer.sharded_state import StateRange
 
 
 class ParamBuffer:
@@ -30,6 +33,7 @@ class ParamBuffer:
 
     Args:
         layout: of the parameters; they become views of the buffers, values kept.
+        frozen: of those that are not trained and are shared all the same.
         wait_for_update: lets the current stream wait for this rank's new part of a bucket; False where it is
             not there yet and the second argument, whether to block this thread, is false.
         clock: gets the time that compute waits for parameters.
@@ -40,11 +44,16 @@ class ParamBuffer:
     that nobody here needs any more."""
 
     def __init__(
-        self, layout: FlatLayout, wait_for_update: Callable[[int, bool], bool], clock: WaitClock
+        self,
+        layout: FlatLayout,
+        frozen: FlatLayout | None,
+        wait_for_update: Callable[[int, bool], bool],
+        clock: WaitClock,
     ) -> None:
         bucket_ranges, domains = self._bucket_ranges, self._domains = layout.bucket_ranges, layout.domains
         self._wait_for_update, self._clock = wait_for_update, clock
-        parameters, device = layout.trained.parameters, layout.trained.device
+        parameters, device = layout.held.parameters, layout.held.device
+        self.parameters = parameters
         self._updating: deque[int] = deque()
         """Buckets whose gathers are not started, in their order, the same on all ranks."""
         self._pending: dict[int, Pending] = {}
@@ -53,10 +62,12 @@ class ParamBuffer:
         self._lock = threading.RLock()
         """Threads that share a model may wait for the same parameters."""
         self.flats: list[ParamFlat] = [
-            (ParamFlat if domain.gathered_as is None else EightBitFlat)(layout, number, clock)
-            for number, domain in enumerate(domains)
+            _kind_of(domain)(layout, number, clock) for number, domain in enumerate(domains)
         ]
         """By domain."""
+        frozen_domains = () if frozen is None else range(len(frozen.domains))
+        self.frozen_flats = [ShardedFlat(frozen, number, clock) for number in frozen_domains if frozen]
+        """Likewise, of what is never updated."""
         self._num_readers = 0
         """Contexts of whole weights that are open."""
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
@@ -70,6 +81,32 @@ class ParamBuffer:
     def flat_of(self, index: int) -> ParamFlat:
         """What holds the parameters of a bucket."""
         return self.flats[self._bucket_ranges[index].domain]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has its own type and all its elements."""
+        return all(flat.is_whole for flat in self._all_flats)
+
+    def check_whole(self) -> None:
+        """Refuse to read or write parameters that are not whole.
+
+        Raises:
+            TrainingError: they are not.
+        """
+        for flat in self._all_flats:
+            flat.check_whole()
+
+    def is_updated(self, indices: Sequence[int]) -> bool:
+        """Whether this rank's parts of buckets are updated, or compute alone has to wait for that."""
+        with self._lock:
+            self._start_gathers()
+            return not any(index in self._updating for index in indices)
+
+    def count_units(self, meter: SimulatedDevice) -> None:
+        """Let a simulated device count the memory of parameters that come and go."""
+        for flat in self._all_flats:
+            if isinstance(flat, ShardedFlat):
+                flat.meter = meter
 
     @property
     def num_bytes(self) -> int:
@@ -216,15 +253,53 @@ class ParamBuffer:
             self._note_settled()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self, *, frozen: bool) -> Iterator[None]:
         """Context in which parameters are whole; a collective over the job. Others inside it change nothing.
 
+        Args:
+            frozen: also those that are not trained.
         Raises:
             torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
         """
+        with self._gathered(self._all_flats if frozen else self.flats):
+            yield
+
+    @contextmanager
+    def described(self, *, to_write: bool) -> Iterator[UnitVisits | None]:
+        """Context in which parameters in shards have shapes only, and all others are whole; a collective.
+
+        Args:
+            to_write: who visits a parameter writes it, instead of reading it.
+        Returns:
+            the visits that make one unit whole at a time; None: all parameters are whole.
+        """
+        sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
+        assert not (sharded and self._num_readers), "within whole weights nobody needs a description"
+        with self._gathered([flat for flat in self._all_flats if flat not in sharded]):
+            visits = UnitVisits(sharded, self._device, self._clock, is_writing=to_write)
+            try:
+                yield visits if sharded else None
+            finally:
+                visits.end()
+                for flat in sharded:
+                    flat.end_description()
+
+    def own_parts(self) -> tuple[list[StateRange], set[int]]:
+        """This rank's parts of parameters of which it keeps no more: views; and ids of the parameters."""
+        sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
+        ids = {id(parameter) for flat in sharded for parameter in flat.in_shards()}
+        return [part for flat in sharded for part in flat.own_parts()], ids
+
+    @property
+    def _all_flats(self) -> list[ParamFlat]:
+        return [*self.flats, *self.frozen_flats]
+
+    @contextmanager
+    def _gathered(self, flats: Sequence[ParamFlat]) -> Iterator[None]:
+        """Context in which the parameters of these domains are whole."""
         self.finish_param_sync()
         with all_or_none():  # also over ranks whose parameters always are, which would go on alone
-            found = [(flat, memory) for flat in self.flats if (memory := flat.new_whole()) is not None]
+            found = [(flat, memory) for flat in flats if (memory := flat.new_whole()) is not None]
         for flat, memory in found:
             flat.gather_whole(memory)
         self._num_readers += 1
@@ -235,9 +310,14 @@ class ParamBuffer:
             if not self._num_readers:
                 self.leave_whole()
 
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+        for flat in self._all_flats:
+            flat.store_whole()
+
     def leave_whole(self) -> None:
         """Let parameters have the form that they train in."""
-        for flat in self.flats:
+        for flat in self._all_flats:
             flat.leave_whole()
 
     def _note_settled(self) -> None:
@@ -246,3 +326,11 @@ class ParamBuffer:
         else:
             self._with_gathers_left.discard(self)
         self.is_settled = not self._updating and not self._pending
+
+
+def _kind_of(domain: Domain) -> type[ParamFlat]:
+    if domain.gathered_as is not None:
+        return EightBitFlat
+    is_apart = domain.num_shards > 1 or domain.is_on_host
+    is_sharded = domain.sharding.stage.shares_parameters and is_apart
+    return ShardedFlat if is_sharded else ParamFlat

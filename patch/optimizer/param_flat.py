@@ -1,7 +1,8 @@
 """The flat buffer of one domain's parameters, here in their own type.
 
-Parameters that have another form while nobody reads them are a subclass (eight_bit_flat.py): it says what
-ranks tell each other before a bucket is gathered, what travels, and how whole parameters come and go.
+Parameters that have another form while nobody reads them are a subclass (eight_bit_flat.py, sharded_flat.py):
+it says what ranks tell each other before a bucket is gathered, what travels, and how whole parameters come
+and go.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch.autograd.graph import increment_version
 
 from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.errors import TrainingError
+from patch.memory import host_zeros
 from patch.optimizer.domain import FlatLayout
 
 
@@ -31,7 +34,7 @@ class ParamFlat:
     so that all buckets with parts of one parameter are updated together."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
-        self._domain, self._trained, self._clock = layout.domains[number], layout.trained, clock
+        self._domain, self._trained, self._clock = layout.domains[number], layout.held, clock
         self._ranges = {index: r for index, r in enumerate(layout.bucket_ranges) if r.domain == number}
         """The buckets of the domain, by their index."""
         self._begins = {
@@ -41,15 +44,20 @@ class ParamFlat:
             if param.offset == 0  # its other parts follow without gaps
         }
         """Where each parameter begins in the buffer, by its index, in the order of buckets."""
-        self.parameters = [layout.trained.parameters[index] for index in self._begins]
+        self.parameters = [layout.held.parameters[index] for index in self._begins]
         """In the order of buckets."""
-        dtype, device = self._domain.dtype, layout.trained.device
-        self.buffer = torch.zeros(layout.numels[number], dtype=dtype, device=device)
+        self._like = torch.empty(0, dtype=self._domain.dtype, device=layout.held.device)
+        self.buffer = self._take_over(layout.numels[number])
         """What travels: (numel,), in the type in which it does."""
-        with torch.no_grad():
-            for parameter, whole in self._views(self.buffer):
-                parameter.data = whole.copy_(parameter)
+
+    @torch.no_grad()
+    def _take_over(self, numel: int) -> torch.Tensor:
+        """(numel,) the values of the parameters, which become views."""
+        buffer = self._like.new_zeros(numel)
+        for parameter, whole in self._views(buffer):
+            parameter.data = whole.copy_(parameter)
         self._trained.note(self.parameters)
+        return buffer
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +90,16 @@ class ParamFlat:
     def gather_whole(self, whole: torch.Tensor) -> None:
         """Give parameters their own type and all their elements, in this memory; a collective."""
 
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+
     def leave_whole(self) -> None:
-        """Keep what whole parameters hold now, the same on all ranks, in the form that they train in."""
+        """Keep it, and give parameters the form that they train in."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has its own type and all its elements."""
+        return True
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole.
@@ -110,3 +126,75 @@ class ParamFlat:
         begin, end = self._domain.own(bucket_range)
         whole = flat[bucket_range.begin : bucket_range.end]
         return start_all_gather(whole, flat[begin:end], self._domain.instance)
+
+
+class ApartFlat(ParamFlat):
+    """Parameters of several shards, of which a rank's own lie apart; whole until the first step.
+
+    Whole parameters, from the construction on and while somebody reads or writes them, lie in a buffer of
+    their own.
+    """
+
+    form: ClassVar[str]
+    """What parameters are otherwise, for errors."""
+
+    def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
+        super().__init__(layout, number, clock)
+        self._whole: torch.Tensor | None = self.buffer if self.buffer.numel() else None
+        numel = layout.numels[number] // self._domain.num_shards
+        self._own = (
+            host_zeros(numel, self._domain.dtype, self._like.device)
+            if self._domain.is_on_host
+            else self._like.new_zeros(numel)
+        )
+        """This rank's shards, in the parameters' type."""
+        self.store_whole()
+
+    def shard(self, index: int) -> torch.Tensor:
+        """(n,) this rank's part of a bucket, which the optimizer updates."""
+        begin, end = self._ranges[index].begin, self._ranges[index].end
+        return self._own[begin // self._domain.num_shards : end // self._domain.num_shards]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has its own type and all its elements."""
+        return self._whole is not None
+
+    def new_whole(self) -> torch.Tensor | None:
+        """(numel,) memory for `gather_whole`; None: parameters are whole."""
+        numel = self._own.numel() * self._domain.num_shards
+        return None if self.is_whole else self._like.new_empty(numel)
+
+    @torch.no_grad()
+    def gather_whole(self, whole: torch.Tensor) -> None:
+        """Give parameters their own type and all elements, gathered from all ranks; a collective."""
+        gathers = []
+        for index, bucket_range in self._ranges.items():
+            begin, end = self._domain.own(bucket_range)
+            whole[begin:end].copy_(self.shard(index))
+            gathers.append(self._start_gather(whole, index))
+        for gather in gathers:
+            gather.wait(self._clock)
+        self._whole = whole
+        self._point(whole)
+
+    @torch.no_grad()
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+        if self._whole is None:
+            return
+        for index, bucket_range in self._ranges.items():
+            begin, end = self._domain.own(bucket_range)
+            self.shard(index).copy_(self._whole[begin:end])
+
+    def check_whole(self) -> None:
+        """Refuse to read or write parameters that are not whole.
+
+        Raises:
+            TrainingError: they are not.
+        """
+        if not self.is_whole:
+            raise TrainingError(
+                f"got weights {self.form}, expected whole ones: read and write weights within "
+                "`optimizer.full_weights()`"
+            )

@@ -18,6 +18,8 @@ import torch
 from patch.compat.torch_internals import own_parameters, watch_reads
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.param_buffer import ParamBuffer
+from patch.optimizer.param_units import ParamUnits
+from patch.optimizer.sharded_flat import ShardedFlat
 
 
 class ParamReads:
@@ -26,10 +28,12 @@ class ParamReads:
     Args:
         layout: of the parameters.
         buffer: knows which buckets are on their way.
+        units: gathers what is freed.
     """
 
-    def __init__(self, layout: FlatLayout, buffer: ParamBuffer) -> None:
-        self._buffer, trained, bucket_ranges = buffer, layout.trained, layout.bucket_ranges
+    def __init__(self, layout: FlatLayout, buffer: ParamBuffer, units: ParamUnits) -> None:
+        self._units = units
+        self._buffer, trained, bucket_ranges = buffer, layout.held, layout.bucket_ranges
         self._num_forwards = 0
         """Forwards of stages, under way."""
         self._buckets_of: dict[torch.Tensor, list[int]] = {}
@@ -38,14 +42,17 @@ class ParamReads:
             for param in bucket_range.params:
                 self._buckets_of.setdefault(trained.parameters[param.parameter], []).append(index)
         for module in chain.from_iterable(stage.modules() for stage in trained.stages):
-            own = [p for p in own_parameters(module).values() if p in self._buckets_of]
-            if own:
-                self._watch(module, own)
+            own = own_parameters(module).values()
+            trained_ones = [p for p in own if p in self._buckets_of]
+            sharded = units.flats_of(own)
+            if trained_ones or sharded:
+                self._watch(module, trained_ones, sharded)
         for number, stage in enumerate(trained.stages):
             self._follow(stage, [index for index, r in enumerate(bucket_ranges) if r.stage == number])
 
     def on_read(self, parameter: torch.nn.Parameter | None) -> None:
         """Wait for a parameter."""
+        self._units.read(parameter)
         self._need((parameter,))
 
     def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
@@ -62,9 +69,11 @@ class ParamReads:
         known = (self._buckets_of[p] for p in parameters if p in self._buckets_of)
         self._buffer.wait_for(sorted(set(chain.from_iterable(known))))
 
-    def _watch(self, module: torch.nn.Module, own: list[torch.nn.Parameter]) -> None:
-        """Be asked before a module's own parameters are read."""
-        flats = {self._buffer.flat_of(self._buckets_of[parameter][0]) for parameter in own}
+    def _watch(
+        self, module: torch.nn.Module, own: list[torch.nn.Parameter], sharded: set[ShardedFlat]
+    ) -> None:
+        """Be asked before a module's own parameters are read: those trained, and what holds others."""
+        flats = {self._buffer.flat_of(self._buckets_of[parameter][0]) for parameter in own} | sharded
 
         def wait(module: torch.nn.Module, *arguments: Any) -> None:
             self._need(own)

@@ -194,7 +194,7 @@ def _promotions(chunks: Sequence[StateChunk], free: int, reason: str) -> list[Mo
     """Moves to the device, from the last index down, that need no more than `free` bytes."""
     moves = []
     for chunk in reversed(chunks):
-        if chunk.is_on_host:
+        if chunk.is_on_host and not chunk.stays_on_host:
             free -= chunk.num_bytes
             if free < 0:
                 break

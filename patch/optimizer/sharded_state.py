@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from patch.errors import CheckpointError
-from patch.optimizer.hybrid_adam import state_dtypes
+from patch.memory import on_host, write_values
+from patch.optimizer.kernels.narrow import Draw, elements_of
 
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""
@@ -46,6 +47,7 @@ class ShardStates:
     Args:
         dtypes: the types of the states, by their names.
         ranges: gives the parts of a state by its name: views, valid until chunks move or a step is taken.
+        dtypes_of: names and types of the states of a weight of some type.
         parameters: all trainable ones of this rank.
     """
 
@@ -53,14 +55,16 @@ class ShardStates:
         self,
         dtypes: Mapping[str, torch.dtype],
         ranges: Callable[[str], Iterable[StateRange]],
+        dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
         self._dtypes, self._ranges, self._parameters = dtypes, ranges, parameters
+        self._dtypes_of = dtypes_of
 
     def flat(self) -> dict[str, torch.Tensor]:
         """Each state, parameter after parameter, on the CPU."""
         return {
-            name: torch.cat([torch.empty(0, dtype=dtype), *(values.cpu() for values in self._views(name))])
+            name: torch.cat([torch.empty(0, dtype=dtype), *map(on_host, self._views(name))])
             for name, dtype in self._dtypes.items()
         }
 
@@ -81,7 +85,7 @@ class ShardStates:
         for name, found in views.items():
             parts = states[name].split([values.numel() for values in found])
             for values, part in zip(found, parts, strict=True):
-                values.copy_(part)
+                write_values(values, part)
 
     def _views(self, name: str) -> list[torch.Tensor]:
         return [part.values for part in self._ranges(name)]
@@ -90,21 +94,22 @@ class ShardStates:
         """All of them as sharded tensors, views; unless `is_loading` filled up by `zeros_of_frozen`."""
         found: ShardedStateDict = {}
         for name in self._dtypes:
-            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}")
+            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}.", elements_of(name))
         if not is_loading:
-            found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), state_dtypes, _STATE)
+            found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), self._dtypes_of, _STATE)
         return found
 
 
 def sharded_ranges(
-    model_state: ShardedStateDict, ranges: Iterable[StateRange], prefix: str
+    model_state: ShardedStateDict, ranges: Iterable[StateRange], prefix: str, each: int = 1
 ) -> ShardedStateDict:
     """Describe flat ranges of a state to dist_checkpointing.
 
     Args:
         model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
         ranges: of the state.
-        prefix: the shards' keys are `prefix` + "." + the weight's key.
+        prefix: the shards' keys are `prefix` + the weight's key.
+        each: neighbouring elements of a row that share a number of the state, whose shapes have so many less.
     Returns:
         one entry per rectangle; each holds a view of the state.
     """
@@ -112,14 +117,68 @@ def sharded_ranges(
     found: ShardedStateDict = {}
     for parameter, first, state, dp_rank in ranges:
         for shard, start in shards[id(parameter)]:
+            part = math.prod(_local_shape(shard))
             begin = max(first, start)
-            end = min(first + state.numel(), start + math.prod(_local_shape(shard)))
-            for offset, shape in rectangles(_local_shape(shard), begin - start, end - start):
+            end = min(first + state.numel() * each, start + part)
+            place = (begin - first) // each
+            for offset, shape in rectangles(
+                _fewer(_local_shape(shard), each), (begin - start) // each, (end - start) // each
+            ):
                 size = math.prod(shape)
-                values = state[begin - first : begin - first + size]
-                begin += size
-                found |= _entry(shard, prefix, values, (offset, shape), dp_rank)
+                values = state[place : place + size]
+                place += size
+                found |= _entry(shard, prefix, values, (offset, shape), dp_rank, each)
     return found
+
+
+def sharded_weights(
+    model_state: ShardedStateDict, ranges: Iterable[StateRange], in_shards: set[int]
+) -> ShardedStateDict:
+    """The model's state with the parts of weights that this rank keeps in the place of whole weights.
+
+    Args:
+        model_state: see `sharded_ranges`.
+        ranges: of the weights that it keeps no more of; the state may lack some.
+        in_shards: ids of these weights, also of those whose parts are all on other ranks.
+    """
+    known = _shards_by_parameter(model_state)
+    ranges = [part for part in ranges if id(part.parameter) in known]
+    return _without(model_state, in_shards) | sharded_ranges(model_state, ranges, "")
+
+
+def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:
+    """What holds others."""
+    return {
+        name: _without(entry, parameters) if isinstance(entry, dict) else entry
+        for name, entry in state.items()
+        if isinstance(entry, dict) or id(entry.data) not in parameters
+    }
+def draws_of(
+    named: Sequence[tuple[str, torch.nn.Parameter]], model_state: ShardedStateDict | None
+) -> list[list[tuple[int, Draw]]]:
+    """Which elements of whole weights parameters have: parts, each with its first element, in their order.
+
+    Args:
+        named: the parameters of a rank.
+        model_state: the model's sharded_state_dict; None: parameters are whole, and known by their names.
+    """
+    if model_state is None:
+        return [[(0, Draw(name, 0, parameter.numel(), 0))] for name, parameter in named]
+    shards = _shards_by_parameter(model_state)
+    return [
+        sorted((start, _draw(shard)) for shard, start in shards[id(parameter)]) for _, parameter in named
+    ]
+
+
+def _draw(shard: ShardedTensor) -> Draw:
+    """The place of a weight's shard in the whole weight, which is cut in its last or its other dimensions."""
+    whole, local = shard.global_shape, _local_shape(shard)
+    first = 0
+    for size, offset in zip(whole, shard.global_offset, strict=True):
+        first = first * size + offset
+    is_row_cut = local[-1] != whole[-1]
+    assert len(local) < 3, "a shard of more than two dimensions"
+    return Draw(shard.key, first, local[-1] if is_row_cut else math.prod(local), whole[-1])
 
 
 def zeros_of_frozen(
@@ -152,11 +211,12 @@ def zeros_of_frozen(
     for is_trained, shard in shards:
         if is_trained or not any(shard.key in keys for keys in everywhere):
             continue
-        shape = _local_shape(shard)
-        offset = (0,) * len(shape)
         for name, dtype in dtypes_of(shard.data.dtype).items():
+            shape = _fewer(_local_shape(shard), elements_of(name))
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            filled |= _entry(shard, f"{prefix}.{name}", zeros, (offset, shape), _replica(shard)[2])
+            rectangle = (0,) * len(shape), shape
+            key, replica = f"{prefix}.{name}.", _replica(shard)[2]
+            filled |= _entry(shard, key, zeros, rectangle, replica, elements_of(name))
     return filled
 
 
@@ -201,26 +261,33 @@ def _local_shape(shard: ShardedTensor) -> tuple[int, ...]:
     return tuple(shard.data.shape)
 
 
+def _fewer(shape: tuple[int, ...], each: int) -> tuple[int, ...]:
+    """A shape, or an offset, where so many neighbouring elements of a row share a number."""
+    return *shape[:-1], shape[-1] // each
+
+
 def _replica(shard: ShardedTensor) -> tuple[int, ...]:
     """Which copy of the weight this is, over pipeline, tensor and data-parallel ranks; (0, 0, 0) writes."""
     return shard.replica_id if isinstance(shard.replica_id, tuple) else (0, 0, shard.replica_id)
 
 
 def _entry(
-    shard: ShardedTensor, prefix: str, values: torch.Tensor, rectangle: Rectangle, dp_rank: int
+    shard: ShardedTensor, prefix: str, values: torch.Tensor, rectangle: Rectangle, dp_rank: int, each: int
 ) -> ShardedStateDict:
     """A state of a rectangle of a weight's shard, by its key and place."""
-    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}.{shard.key}"
-    inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
+    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}{shard.key}"
+    start = _fewer(shard.global_offset[axes:], each)
+    inner = (base + more for base, more in zip(start, offset, strict=True))
     whole, global_offset = (1,) * axes + shape, (*shard.global_offset[:axes], *inner)
     found = ShardedTensor(
         key=key,
         data=values.view(whole),
         dtype=values.dtype,
         local_shape=whole,
-        global_shape=shard.global_shape,
+        global_shape=_fewer(shard.global_shape, each),
         global_offset=global_offset,
         axis_fragmentations=None,
         replica_id=(*_replica(shard)[:2], dp_rank),
+        allow_shape_mismatch=shard.allow_shape_mismatch and not prefix,
     )
     return {f"{key}{global_offset}": found}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from patch.compat.torch_internals import is_watched, own_parameters
-from patch.config.choices import ZeroStage
+from patch.config.choices import MOMENT_BLOCK, ZeroStage
+from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
 from patch.layout.buckets import ParamSpec
 from patch.optimizer.param_groups import ParamGroup, assign_groups
@@ -71,7 +73,91 @@ def _check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_o
             )
 
 
-class TrainedParameters:
+class UnitModule(NamedTuple):
+    """A module before which its parameters are gathered, and after which they are freed."""
+
+    stage: int
+    module: torch.nn.Module
+    parameters: list[torch.nn.Parameter]
+    place_in_backward: int
+    """Among all of the rank."""
+
+    @property
+    def is_around(self) -> bool:
+        """Whether the module has others in it."""
+        return len([*self.module.parameters()]) > len(self.parameters)
+
+
+def unit_modules(stages: Sequence[torch.nn.Module]) -> list[UnitModule]:
+    """The modules whose parameters come and go together, in the order of forward.
+
+    They are the elements of lists (layers), and outside of these each module with parameters of its own.
+    """
+    found: list[UnitModule] = []
+    for number, stage in enumerate(stages):
+        forward, backward = _walk(stage)
+        places = {module: place for place, (module, _) in enumerate(backward, len(found))}
+        found += [UnitModule(number, module, own, places[module]) for module, own in forward]
+    return found
+
+
+_Walk = list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]
+
+
+def _walk(module: torch.nn.Module) -> tuple[_Walk, _Walk]:
+    """The units in a module, with their parameters, in the order of its forward and of its backward."""
+    forward: _Walk = [(module, own)] if (own := list(own_parameters(module).values())) else []
+    backward: _Walk = []
+    for child in module.children():
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            parts = list(chain.from_iterable(own_parameters(part).values() for part in child.modules()))
+            within = ([(child, parts)], [(child, parts)]) if parts else ([], [])
+        else:
+            within = _walk(child)
+        forward, backward = forward + within[0], within[1] + backward
+    return forward, [*forward[: bool(own)], *backward]
+
+
+class HeldParameters:
+    """Parameters of a rank that have places in flat buffers.
+
+    Args:
+        stages: the pipeline stages of this rank.
+        named: each with its name in its stage.
+    """
+
+    def __init__(self, stages: Sequence[torch.nn.Module], named: Named) -> None:
+        self.stages, self.named = stages, named
+        self.parameters = [parameter for _, parameter in named]
+        all_parameters = chain.from_iterable(stage.parameters() for stage in stages)
+        like = next(chain(self.parameters, all_parameters), torch.empty(0))
+        self.device, self.dtype = like.device, like.dtype
+        """Of the first; where there is none, of any of the stages."""
+
+    def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The optimizer itself has given these parameters the memory that they have now."""
+
+
+def check_rows(trained: Named, config: OptimizerConfig) -> None:
+    """Refuse parameters that 8-bit moments do not fit.
+
+    Args:
+        trained: all trainable parameters of this rank.
+        config: the types of moments.
+    Raises:
+        ConfigError: a row ends within a block.
+    """
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        for name, parameter in trained:
+            if getattr(config, field) == "8bit" and parameter.shape[-1] % MOMENT_BLOCK:
+                why = f"a row of {name} has {parameter.shape[-1]} elements on a rank, which are cut in blocks"
+                raise ConfigError(
+                    f"got 8bit, expected bf16 or fp32, or rows that are multiples of {MOMENT_BLOCK}: {why}",
+                    field=field,
+                )
+
+
+class TrainedParameters(HeldParameters):
     """The trainable parameters, in about the order in which backward completes them.
 
     Args:
@@ -86,7 +172,6 @@ class TrainedParameters:
     def __init__(
         self, stages: Sequence[torch.nn.Module], groups: Sequence[ParamGroup], *, is_offloading: bool
     ) -> None:
-        self.stages, self.groups = stages, groups
         found = [
             (index, name, parameter)
             for index, stage in reversed(list(enumerate(stages)))
@@ -94,33 +179,29 @@ class TrainedParameters:
             if parameter.requires_grad
         ]
         self._stage_indices = [index for index, _, _ in found]
-        self.named = [(name, parameter) for _, name, parameter in found]
-        """Each with its name in its stage."""
+        super().__init__(stages, [(name, parameter) for _, name, parameter in found])
+        self.groups = groups
         _check_parameters(stages, self.named, is_offloading=is_offloading)
         self.group_indices = assign_groups(self.named, groups)
-        self.parameters = [parameter for _, parameter in self.named]
-        all_parameters = chain.from_iterable(stage.parameters() for stage in stages)
-        like = next(chain(self.parameters, all_parameters), torch.empty(0))
-        self.device, self.dtype = like.device, like.dtype
-        """Of the first; where nothing is trained, of the frozen parameters."""
         self._addresses: dict[int, int] = {}
 
-    def specs(self, domain_indices: list[int]) -> list[ParamSpec]:
+    def specs(self, domain_indices: list[int], units: Sequence[int]) -> list[ParamSpec]:
         """What the layout needs to know; a tied embedding, which two stages must cut alike, is alone.
 
         Parameters with the same attribute `series` are one.
 
         Args:
             domain_indices: of the parameters.
+            units: what each is gathered with; 0: it stays whole.
         """
-        indices = zip(self.group_indices, self._stage_indices, domain_indices, strict=True)
+        indices = zip(self.group_indices, self._stage_indices, domain_indices, units, strict=True)
         series: dict[object, int] = {None: 0}
         return [
             ParamSpec(
                 parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain,
-                series.setdefault(getattr(parameter, "series", None), len(series)),
+                series.setdefault(getattr(parameter, "series", None), len(series)), unit,
             )
-            for parameter, (group, stage, domain) in zip(self.parameters, indices, strict=True)
+            for parameter, (group, stage, domain, unit) in zip(self.parameters, indices, strict=True)
         ]  # fmt: skip
 
     def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:

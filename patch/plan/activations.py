@@ -122,13 +122,13 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
     travelling = 2 * boundary if last else 0
     if config.adapter.quantize_base:  # a product's weight is dense
         travelling += max(matrices_per_rank(config)) * size
-    rows = config.padded_vocab_size // tp_size
+    rows, is_summed = config.padded_vocab_size // tp_size, _sums_in_float32(config, cuda=cuda)
     return _StageBytes(
         layers=sum(layer.kept for layer in layers),
         ends=ends,
         forward=forward + travelling,
         backward=_backward(layers) + travelling,
-        embedding=rows * model.hidden_size * size if stage == 0 and not is_adapted else 0,
+        embedding=rows * model.hidden_size * size if stage == 0 and not (is_adapted or is_summed) else 0,
         on_host=sum(layer.on_host for layer in layers),
     )
 
@@ -209,6 +209,11 @@ def _backward(layers: list[_LayerBytes]) -> int:
     return most
 
 
+def _sums_in_float32(config: RunConfig, *, cuda: bool) -> bool:
+    """Whether the vocabulary's gradients are added to the main gradients, without a tensor of their type."""
+    return cuda and config.optimizer.gradient_accumulation_fusion is not False
+
+
 def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     """What the loss without logits needs (not `--precision-align`, which has all logits).
 
@@ -218,18 +223,21 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
             adds another type to the sum through such a copy.
     Returns:
         bytes of one micro-batch: gradients of hidden states and weight, until the loss's backward; and a
-        chunk of logits with the float32 sum of the weight's gradient, until the loss is known.
+        chunk of logits with the float32 sum of the weight's gradient if that is rounded, until the loss is
+        known.
     """
     training, hidden = config.training, config.model.hidden_size
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     tokens = config.micro_batch_tokens
     size = element_bytes(training.precision)
-    chunk = chunk_length(rows, hidden)
+    chunk = chunk_length(rows, hidden, cuda=cuda)
     logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
     has_sum = chunk < tokens and size != _FP32
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
     if config.adapter.lora_rank:  # the weight has no gradient
         return tokens * hidden * size, logits
+    if _sums_in_float32(config, cuda=cuda):
+        return tokens * hidden * size + rows * hidden * _FP32, logits
     return (tokens + rows) * hidden * size, logits + weight_sum
 
 

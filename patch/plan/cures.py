@@ -150,10 +150,11 @@ def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
         found = "; or with ".join(map(str, cures(config, machine)))
         more = ["more processes (TP, PP)" + (f"; by the plan it fits with {found}" if found else "")]
         if 0 < limit < (fixed := state.weights + state.gradients):
-            wanted = {"gradients"}
+            wanted = {"gradients", "weights"}
             lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
     elif machine.cuda_devices:
         more = [*less_offload(config), *more]
+        wanted |= {"host memory"} if config.optimizer.optimizer_offload_policy else set()
     else:
         _, needed = needed_bytes(config, machine)
         if 0 < (usable := machine.host_memory_bytes) < needed:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
-from patch.config.choices import PRECISIONS, Recompute
+from patch.config.choices import PRECISIONS, Recompute, ZeroStage
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
@@ -17,9 +17,13 @@ from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step, output_in_layers
 from patch.plan.memory import (
+    all_bytes,
     bytes_per_rank,
     device_memory,
-    offloaded_bytes,
+    disk_bytes,
+    host_bytes,
+    state_bytes,
+    units_of,
     usable_device_memory,
 )
 from patch.plan.parameters import (
@@ -33,6 +37,7 @@ from patch.plan.parameters import (
     trained_parameters,
 )
 from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
+from patch.plan.resolve import stage_cost, with_sharding
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
 
@@ -73,7 +78,7 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     yield PlanRow([f"parameters  {size}"], [*_shapes(config), *papers.parameters])
     if model.num_experts:
         yield _experts(config)
-    yield _state(config)
+    yield _state(config, machine)
     yield _checkpoint(config)
     if model.precision_align is None:  # which keeps more
         yield _activations(config, machine, papers.activations)
@@ -199,28 +204,31 @@ def _papers(config: RunConfig) -> _Papers:
 def _checkpoint(config: RunConfig) -> PlanRow:
     """What one checkpoint takes on disk; no layout changes it."""
     kind, count = PRECISIONS[config.training.precision], trained_parameters(config)
-    weights, states = (int(count * num_bytes) for num_bytes in (kind.weight_bytes, kind.state_bytes))
+    weights, states = (int(count * num_bytes) for num_bytes in (kind.weight_bytes, state_bytes(config)))
     line = (
         f"checkpoint  {size_text(weights + states)} = weights {size_text(weights)} + optimizer "
         f"{size_text(states)}"
     )
     return PlanRow([line], [
-        f"{count:.0f} parameters x ({kind.weight_bytes} + {kind.state_bytes} bytes); the weights alone are "
-        f"what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
+        f"{count:.0f} parameters x ({kind.weight_bytes} + {state_bytes(config):g} bytes); the weights alone "
+        f"are what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
     ])  # fmt: skip
 
 
-def _state(config: RunConfig) -> PlanRow:
+def _state(config: RunConfig, machine: MachineFacts) -> PlanRow:
     """Model state of the heaviest rank."""
     parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
-    host, instances = offloaded_bytes(config), parallel.num_distributed_optimizer_instances
+    host, instances = host_bytes(config), parallel.num_distributed_optimizer_instances
+    disk = disk_bytes(config, machine) if host.optimizer else 0
     weights, gradients, optimizer = map(size_text, state)
     count, shares = parameters_of(config, None), config.num_state_shares
     precision, main = config.training.precision, element_bytes(config.optimizer.main_grads_dtype)
     line = (
         f"state/rank  {size_text(state.total)} = weights {weights} + gradients {gradients} "
         f"+ optimizer {optimizer}"
-        + (f" ({size_text(host)} more in host memory)" if host else "")
+        + (f" ({size_text(host.total - disk)} more in host memory" if host.total else "")
+        + (f", {size_text(disk)} on a disk" if disk else "")
+        + (")" if host.total else "")
         + f" (data-parallel sharding: {stage.name.lower()}"
         + (f" in {instances} instances)" if instances > 1 else ")")
     )
@@ -229,18 +237,54 @@ def _state(config: RunConfig) -> PlanRow:
     packed = f" + {frozen.in_4_bits} in 4 bits x 9 / 16" if frozen.in_4_bits else ""
     experts = parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
-    gradient_parts, state_parts = (
+    weight_parts, gradient_parts, state_parts = (
         f" / {shares}{of_experts}" if shared else ""
-        for shared in (stage.shares_gradients, stage.shares_states)
+        for shared in (config.frees_weights, stage.shares_gradients, stage.shares_states)
     )
+    moments = f"{config.optimizer.moment_bytes:g}"
+    less = ", less what is on the host" if any(host[:2]) else ""
+    if config.frees_weights:
+        whole = sum(unit.total for unit in units_of(config, None))
+        less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}{beside}",
-        f"weights: {count + frozen.dense} x {element_bytes(precision)} bytes{packed} = {weights}",
+        f"weights: {count + frozen.dense} x {element_bytes(precision)} bytes{packed}{weight_parts}{less} = "
+        f"{weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
-        f"optimizer: {count} x {PRECISIONS[precision].state_bytes} bytes{state_parts} (moments 8, and what "
+        f"optimizer: {count} x {state_bytes(config):g} bytes{state_parts} (moments {moments}, and what "
         f"a float32 master has beyond the weight), less what is on the host = {optimizer}",
+        *(_levels(config) if shares > 1 and not frozen.total else ()),
     ])  # fmt: skip
+
+
+def _levels(config: RunConfig) -> Iterator[str]:
+    """What each level of sharding holds and sends: ZeRO's table, for this run.
+
+    Source: Rajbhandari et al., arXiv:1910.02054, figure 1 and section 7.
+    """
+    shares, times = config.num_state_shares, config.num_micro_batches
+    sizes = element_bytes(config.training.precision), element_bytes(config.optimizer.main_grads_dtype)
+    of_each = [f"{num_bytes:g}" for num_bytes in (*sizes, state_bytes(config))]
+    sent = {
+        ZeroStage.NONE: 2,
+        ZeroStage.OPTIMIZER: 2,
+        ZeroStage.GRADIENTS: times + 1,
+        ZeroStage.PARAMETERS: 3 * times,
+    }
+    yield (
+        f"bytes of a parameter: weights {of_each[0]}, gradients {of_each[1]}, states {of_each[2]}; of psi "
+        f"parameters each of {shares} ranks keeps, on device and host, and sends in a step of "
+        f"{counted(times, 'micro-batch')}:"
+    )
+    for stage, elements in sent.items():
+        cost, held = stage_cost(config, stage), all_bytes(with_sharding(config, stage), None).total
+        is_shared = [stage.shares_parameters, stage.shares_gradients, stage.shares_states]
+        terms = [f"{each} psi" + f" / {shares}" * part for each, part in zip(of_each, is_shared, strict=True)]
+        yield (
+            f"{stage.name.lower()}: {' + '.join(terms)} = {size_text(held)}; {elements} psi elements = "
+            f"{size_text(cost.moved)}"
+        )
 
 
 def _activations(config: RunConfig, machine: MachineFacts, papers: Sequence[str]) -> PlanRow:
@@ -276,6 +320,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> PlanRow:
     if config.virtual_pipeline_size > 1:
         in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
     staging = f"+ gradients under way {size_text(rank.staging)} " if rank.staging else ""
+    staging += f"+ weights of a pass {size_text(rank.whole)} " if rank.whole else ""
     narrow = f"+ 8-bit weights {size_text(rank.eight_bits)} " if rank.eight_bits else ""
     on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
     line = (
@@ -285,7 +330,9 @@ def _memory(config: RunConfig, machine: MachineFacts) -> PlanRow:
         f"the running pass {size_text(kept.transient)}{on_host})"
     )
     formulas = [
-        f"{rank.state} state + {rank.staging} of gradients under way + {rank.eight_bits} 8-bit weights + "
+        f"{rank.state} state + {rank.staging} of gradients under way + "
+        + (f"{rank.whole} of weights that are whole + " if rank.whole else "")
+        + f"{rank.eight_bits} 8-bit weights + "
         f"{kept.layers} of layers + {kept.ends} of ends + {kept.transient} of the running pass = "
         f"{rank.total} bytes",
         "the running pass: layers that are computed again, gradients of gate and up, a chunk of logits, "
@@ -419,24 +466,27 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     weights, gradients, states = bytes_per_rank(config, rank.pp_rank)
     is_auto = config.optimizer.optimizer_offload_policy == "auto"
     text = _by_kind(
-        weights, gradients, 0 if is_auto else states, rank.staging, rank.eight_bits, rank.activations.total
-    )
+        weights, gradients, 0 if is_auto else states,
+        rank.staging, rank.eight_bits, rank.activations.total, rank.whole,
+    )  # fmt: skip
     if is_auto:
         text += f"; {size_text(states)} of optimizer states beside it as far as there is room"
-    on_host = offloaded_bytes(config, rank.pp_rank) + rank.activations.on_host
+    on_host = host_bytes(config, rank.pp_rank).total + rank.activations.on_host
     text += f"; {size_text(on_host)} more in host memory" if on_host else ""
     return layout, f"planned memory of the heaviest rank: {text}"
 
 
 def _by_kind(
-    weights: int, gradients: int, states: int, staging: int = 0, eight_bits: int = 0, activations: int = 0
-) -> str:
+    weights: int, gradients: int, states: int, staging: int = 0, eight_bits: int = 0, activations: int = 0,
+    whole: int = 0,
+) -> str:  # fmt: skip
     """A sum of bytes and its parts, those that are not 0."""
     kinds = {
         "weights": weights,
         "gradients": gradients,
         "optimizer states": states,
         "gradients under way": staging,
+        "weights of a pass": whole,
         "8-bit weights": eight_bits,
         "activations": activations,
     }

@@ -13,6 +13,7 @@ from patch.plan.memory import (
     staging_bytes,
     state_on_device,
     usable_device_memory,
+    whole_bytes,
 )
 
 
@@ -24,6 +25,8 @@ class RankMemory(NamedTuple):
     """Model state, without optimizer states that `auto` places."""
     staging: int
     """Buffers in which gradients are collected and travel, beside the main gradients."""
+    whole: int
+    """Weights that are whole for a pass, where replicas share them."""
     eight_bits: int
     """8-bit weights that are kept during a step."""
     activations: ActivationPeak
@@ -31,7 +34,7 @@ class RankMemory(NamedTuple):
     @property
     def total(self) -> int:
         """All together."""
-        return self.state + self.staging + self.eight_bits + self.activations.total
+        return self.state + self.staging + self.whole + self.eight_bits + self.activations.total
 
 
 def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
@@ -46,6 +49,7 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
             rank,
             state_on_device(config, rank),
             staging_bytes(config, rank, cuda=cuda),
+            whole_bytes(config, rank),
             eight_bit_bytes(config, rank),
             activation_peak(config, rank, cuda=cuda),
         )

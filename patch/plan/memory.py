@@ -9,19 +9,25 @@ from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
 from patch.families.adapters import packed_bytes
-from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
+from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, NUM_WHOLE
 from patch.plan.parameters import (
+    Unit,
     element_bytes,
+    freed_units,
     frozen_of,
     kept_parts,
     layer_kinds,
     matrices_per_rank,
     parameters_of,
-    parameters_per_rank,
+    place_of,
 )
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
+
+
+_FP32_MOMENTS = 8
+"""Bytes of both, which the facts of a precision count."""
 
 
 class RankBytes(NamedTuple):
@@ -39,30 +45,100 @@ class RankBytes(NamedTuple):
 
 
 def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
-    """Weights, main gradients and optimizer states of a rank, without staging buffers.
+    """Weights, main gradients and optimizer states on the device of a rank, without staging buffers.
 
     Weights beside adapters have neither gradients nor states.
 
-    Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2); those of experts
-    over the ranks that have the same experts.
+    Sharding divides the states over replicas (ZeRO-1), states and gradients (ZeRO-2), or the weights too
+    (ZeRO-3); those of experts over the ranks that have the same experts. `whole_bytes` has the weights that
+    are whole for a pass then.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    frozen = frozen_of(config, pp_rank)
+    every = all_bytes(config, pp_rank)
+    on_host = _on_host(config, pp_rank, every)
+    return RankBytes(*(all_ - there for all_, there in zip(every, on_host, strict=True)))
+
+
+def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
+    """The same in host memory: states by `static` offload, freed weights and their gradients.
+
+    No states with `auto`, which finds out during the first steps what fits on the device.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    return _on_host(config, pp_rank, all_bytes(config, pp_rank))
+
+
+def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBytes:
+    optimizer, share = config.optimizer, weights_on_host(config)
+    is_static = optimizer.optimizer_offload_policy == "static"
     return RankBytes(
-        weights=gathered_bytes(config, pp_rank)
-        + frozen.dense * element_bytes(config.training.precision)
-        + packed_bytes(frozen.in_4_bits),
-        gradients=kept_parts(
-            config,
-            pp_rank,
-            element_bytes(config.optimizer.main_grads_dtype),
-            is_shared=config.zero_stage.shares_gradients,
-        ),
-        optimizer=_state_bytes(config, pp_rank) - offloaded_bytes(config, pp_rank),
+        weights=int(_own_bytes(config, pp_rank) * share) if share else 0,
+        gradients=int(every.gradients * share),
+        optimizer=int(every.optimizer * optimizer.optimizer_offload_fraction) if is_static else 0,
     )
+
+
+def weights_on_host(config: RunConfig) -> float:
+    """The share of the freed weights, and of the gradients, in host memory; 1 while it is to be found."""
+    fraction = config.optimizer.cpu_offloading_weights_fraction
+    is_wanted = config.optimizer.cpu_offloading_weights and config.frees_weights
+    return 0.0 if not is_wanted else 1.0 if fraction is None else fraction
+
+
+def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
+    """The same wherever they lie, on the device or on the host."""
+    frozen, units = frozen_of(config, pp_rank), sum(unit.total for unit in units_of(config, pp_rank))
+    weights = gathered_bytes(config, pp_rank) + frozen.dense * element_bytes(config.training.precision)
+    weights += packed_bytes(frozen.in_4_bits)
+    main = element_bytes(config.optimizer.main_grads_dtype)
+    return RankBytes(
+        weights=weights - units + _own_bytes(config, pp_rank),
+        gradients=kept_parts(config, pp_rank, main, is_shared=config.zero_stage.shares_gradients),
+        optimizer=_state_bytes(config, pp_rank),
+    )
+
+
+def units_of(config: RunConfig, pp_rank: int | None) -> list[Unit]:
+    """What a rank frees between passes, in the order of forward; nothing unless weights are shared.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    if not config.frees_weights:
+        return []
+    stages = freed_units(config)[place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
+    return [unit for stage in stages for unit in stage]
+
+
+def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
+    """Bytes of this rank's shards of what it frees."""
+    if not (units := units_of(config, pp_rank)):
+        return 0
+    others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
+    return others // config.num_state_shares + experts // config.num_expert_copies
+
+
+def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
+    """Bytes of freed weights that are whole at once: of neighbouring modules, while one of them computes.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    sizes = [unit.total for unit in units_of(config, pp_rank)]
+    training, number = config.training, NUM_WHOLE
+    if (
+        config.recompute == "full" and training.recompute_method == "uniform"
+    ):  # a block is computed again whole
+        number += training.recompute_num_layers - 1
+    return max((sum(sizes[first : first + number]) for first in range(len(sizes))), default=0)
 
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
@@ -76,18 +152,21 @@ def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
 
-def offloaded_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of optimizer states that `static` offload keeps in host memory for a rank.
+def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
+    """Bytes of optimizer states in --offload-folder for a rank; an update reads and writes them once.
 
-    0 with `auto`, which finds out during the first steps what fits on the device.
+    With `auto` those of the first steps, when no states are on the device. The folder needs half as much more
+    for speculative updates.
 
     Args:
         config: the run.
+        machine: one of its machines.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    if config.optimizer.optimizer_offload_policy != "static":
-        return 0
-    return int(_state_bytes(config, pp_rank) * config.optimizer.optimizer_offload_fraction)
+    is_auto = config.optimizer.optimizer_offload_policy == "auto"
+    off_device = _state_bytes(config, pp_rank) if is_auto else host_bytes(config, pp_rank).optimizer
+    share = machine.host_memory_bytes // config.parallel.nproc_per_node
+    return max(0, off_device - config.optimizer.host_state_bytes(share))
 
 
 def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
@@ -103,11 +182,13 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     """
     stand_ins = _stand_in_bytes(config, cuda=cuda)
     shares, optimizer = config.num_state_parts, config.optimizer
-    if shares == 1:
+    if shares == 1 and not config.frees_weights:
         return stand_ins
     parameters, element = parameters_of(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
-    bucket = min(optimizer.reduce_bucket_size, parameters)
-    is_staged = config.num_gradient_parts > 1
+    weight = element_bytes(config.training.precision)
+    largest = max((unit.total for unit in units_of(config, pp_rank)), default=0)  # no bucket spans two units
+    bucket = min(optimizer.reduce_bucket_size, parameters, largest // weight or parameters)
+    is_staged = config.num_gradient_parts > 1 or config.frees_weights
     staged = NUM_STAGING * bucket * element if is_staged else 0
     rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
     if cuda:
@@ -146,15 +227,12 @@ def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
 
 def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
     """Elements of the weights of a rank's 8-bit products; of the rank with the most parameters."""
-    if pp_rank is None:
-        of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
-        pp_rank = of_ranks.index(max(of_ranks))
     in_8_bits = config.training.fp8.layers(config.model.num_layers)
     ends = list(accumulate(config.stage_layers))
     own = [
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
-    ][pp_rank :: config.parallel.pipeline_model_parallel_size]
+    ][place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
     return sum(map(len, own)) * sum(matrices_per_rank(config))
 
 
@@ -180,7 +258,9 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
 
     States that `auto` places are in neither number, because their place is not known yet.
     """
-    on_host = offloaded_bytes(config) + (0 if machine.cuda_devices else bytes_per_rank(config).total)
+    on_host = host_bytes(config).total + (0 if machine.cuda_devices else bytes_per_rank(config).total)
+    if config.optimizer.optimizer_offload_policy == "static":
+        on_host -= disk_bytes(config, machine)
     return state_on_device(config), on_host * config.parallel.nproc_per_node
 
 
@@ -199,5 +279,10 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     extra = 0
     if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
         extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
-    of_element = PRECISIONS[config.training.precision].state_bytes
-    return kept_parts(config, pp_rank, of_element, is_shared=config.zero_stage.shares_states, extra=extra)
+    of_element, is_shared = state_bytes(config), config.zero_stage.shares_states
+    return kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+
+
+def state_bytes(config: RunConfig) -> float:
+    """Bytes of a parameter's states: its moments, and what a float32 master has beyond the weight."""
+    return PRECISIONS[config.training.precision].state_bytes - _FP32_MOMENTS + config.optimizer.moment_bytes

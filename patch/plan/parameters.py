@@ -16,7 +16,7 @@ from patch.config import ModelConfig, ParallelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.config.experts import ExpertsConfig
 from patch.families import EVERY_LAYER, Kind, WeightRow, expert_layers, layer_matrices, weight_rows
-from patch.families.adapters import AdapterConfig, adapter_rows, base_rows
+from patch.families.adapters import AdapterConfig, adapter_rows, base_rows, packed_bytes
 
 _T = TypeVar("_T")
 
@@ -159,12 +159,17 @@ def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = 
 
     With adapters they are theirs. None: on the rank with the most parameters.
     """
-    if pp_rank is None:
-        of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
-        pp_rank = of_ranks.index(max(of_ranks))
     return parameters_per_rank(
         config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter
-    )[pp_rank]
+    )[place_of(config, pp_rank)]
+
+
+def place_of(config: RunConfig, pp_rank: int | None) -> int:
+    """A place in the pipeline; for None that of the rank with the most parameters."""
+    if pp_rank is not None:
+        return pp_rank
+    of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
+    return of_ranks.index(max(of_ranks))
 
 
 class Frozen(NamedTuple):
@@ -187,13 +192,67 @@ def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
         parameters_per_rank(config.model, config.parallel, config.experts, of_base=each)
         for each in (False, True)
     )
-    index = of_ranks.index(max(of_ranks)) if pp_rank is None else pp_rank
+    index = place_of(config, pp_rank)
     packed = of_base[index] if config.adapter.quantize_base else 0
     return Frozen(of_ranks[index] - packed, packed)
 
 
+class Unit(NamedTuple):
+    """Bytes of the weights that a module of one rank reads at once, as they travel to it."""
+
+    others: int
+    experts: int
+    """They are shared by other ranks."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.others + self.experts
+
+
+def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
+    """What `--data-parallel-sharding parameters` frees between passes: embedding, layers, output layer.
+
+    Parameters below `--param-persistence-threshold` stay whole, and so does a tied embedding that one stage
+    reads at both ends. Trained adapters are not counted.
+
+    Returns:
+        those of each stage, in the order of the model and of a forward.
+    """
+    size, below = element_bytes(config.training.precision), config.optimizer.param_persistence_threshold
+    is_packed = config.adapter.quantize_base is not None
+    cut, stage_layers = Cut.of(config.parallel, config.experts), tuple(config.stage_layers)
+    return _units(config.model, cut, stage_layers, below, size, is_packed)
+
+
+@lru_cache(maxsize=256)
+def _units(
+    model: ModelConfig, cut: Cut, stage_layers: tuple[int, ...], below: int, size: int, is_packed: bool
+) -> tuple[tuple[Unit, ...], ...]:
+    """`freed_units`; a search of layouts asks for the same ones many times."""
+    packed = {row.name for row in base_rows(model)} if is_packed else set()
+    has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
+    before, after = [Unit(0, 0)], [Unit(0, 0)]
+    layers = [Unit(0, 0)] * model.num_layers
+    for row in weight_rows(model):
+        elements, is_of_expert = elements_per_rank(row, model, cut), row.part == "expert"
+        is_whole = elements // (row.num_experts // cut.ep if is_of_expert else 1) < below
+        if is_whole or (has_two_ends and not row.is_per_layer):
+            continue
+        num_bytes = packed_bytes(elements) if row.name in packed else elements * size
+        units = layers if row.is_per_layer else before if row.is_before_layers else after
+        for index in row.layers:
+            others, experts = units[index]
+            units[index] = Unit(others + num_bytes * (not is_of_expert), experts + num_bytes * is_of_expert)
+    left = iter(layers)
+    stages = [list(islice(left, count)) for count in stage_layers]
+    stages[0] = before + stages[0]
+    stages[-1] += after
+    return tuple(map(tuple, stages))
+
+
 def kept_parts(
-    config: RunConfig, pp_rank: int | None, of_element: int = 1, *, is_shared: bool, extra: int = 0
+    config: RunConfig, pp_rank: int | None, of_element: float = 1, *, is_shared: bool, extra: int = 0
 ) -> int:
     """Elements of gradients or states, or their bytes, of which a rank keeps all or its part.
 
@@ -207,8 +266,8 @@ def kept_parts(
     count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
     others = (count - experts) * of_element + extra
     if not is_shared:
-        return others + experts * of_element
-    return others // config.num_state_shares + experts * of_element // config.num_expert_copies
+        return int(others + experts * of_element)
+    return int(others // config.num_state_shares + experts * of_element // config.num_expert_copies)
 
 
 def matrices_per_rank(config: RunConfig) -> list[int]:

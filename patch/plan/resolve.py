@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from typing import NamedTuple
 
 from patch.checks.rules import is_legal
@@ -12,10 +13,12 @@ from patch.device import MachineFacts
 from patch.numbers import size_text
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes
+from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes, host_bytes, units_of
 from patch.plan.parameters import element_bytes, parameters_of
-from patch.plan.savings import Mix, with_mix
+from patch.plan.savings import Mix, share_on_host, with_mix
 from patch.plan.timing.communication import sent_bytes
+from patch.plan.timing.layer_time import tensor_ways, with_tensor_overlap
+from patch.plan.timing.machine_presets import machines_of
 
 _MIB = 2**20
 
@@ -29,12 +32,14 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     Returns:
         the run, and lines about what was looked at and chosen.
     """
+    config, tensor = resolve_tp_comm_overlap(config, machine)  # first: Transformer Engine's layers have none
     config, layers = resolve_transformer_impl(config, machine)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
     config, eight_bit_weights = resolve_8_bit_weights(config, machine)
     config, activations = resolve_activations(config, machine)
-    return config, layers + sharding + communication + eight_bit_weights + activations
+    config, weights = resolve_weights(config, machine)
+    return config, tensor + layers + sharding + communication + eight_bit_weights + activations + weights
 
 
 def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
@@ -59,14 +64,18 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     """Communication and memory of one ZeRO stage.
 
     A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that. ZeRO-2 reduces in
-    every micro-batch, the other stages once a step. Several instances of the distributed optimizer share
+    every micro-batch, ZeRO-3 also gathers in each forward and each backward, the other stages do it once a
+    step. Several instances of the distributed optimizer share
     inside each of them, and sum the shards of all of them once a step.
     """
     config = with_sharding(config, stage)
     experts, copies = parameters_of(config, None, of_experts=True), config.num_expert_copies
     of_experts = experts * element_bytes(config.training.precision)
-    sent = _sent(config, experts, of_experts, copies, copies)
     others, weights = parameters_of(config, None) - experts, gathered_bytes(config) - of_experts
+    freed, again = units_of(config, None), 2 * config.num_micro_batches - 1
+    of_experts += again * sum(unit.experts for unit in freed)
+    weights += again * sum(unit.others for unit in freed)
+    sent = _sent(config, experts, of_experts, copies, copies)
     sent += _sent(config, others, weights, config.num_state_shares, config.num_weight_copies)
     return StageCost(sent, bytes_per_rank(config).total)
 
@@ -77,7 +86,7 @@ def _sent(config: RunConfig, parameters: int, weight_bytes: int, shares: int, co
     Args:
         config: the run.
         parameters: how many.
-        weight_bytes: of their new values.
+        weight_bytes: of their values, as often as they are gathered.
         shares: ranks that share their states, if these are sharded.
         copies: ranks that have the same ones.
     """
@@ -101,7 +110,8 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     """Replace `auto` by the ZeRO stage that suits the run.
 
     With one micro-batch a step it is ZeRO-2, which sends as much as ZeRO-1 and needs less memory. With
-    several it is ZeRO-1, which reduces once a step, unless only ZeRO-2 fits the GPU.
+    several it is ZeRO-1, which reduces once a step, unless only ZeRO-2 fits the GPU. Where that does not fit
+    either, or weights are to lie in host memory, it is ZeRO-3.
 
     Returns:
         the run with a stage instead of auto, and one line for each stage about its communication and memory.
@@ -114,12 +124,25 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
         chosen = ZeroStage.GRADIENTS
     if config.num_state_shares == 1:  # all stages need the same; take the one that DO allows
         chosen = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
+    is_possible = config.num_state_shares > 1 and not config.training.fp8_param_gather
+    has_others = is_possible and _can_fit(config, ZeroStage.PARAMETERS, machine)
+    if config.optimizer.cpu_offloading_weights or (
+        has_others and not _can_fit(config, ZeroStage.GRADIENTS, machine)
+    ):
+        chosen = ZeroStage.PARAMETERS
     lines = [
         f"--data-parallel-sharding auto: {stage.name.lower()} moves {cost.moved / _MIB:.1f} MiB a step and "
         f"holds {cost.held / _MIB:.1f} MiB a rank" + (", chosen" if stage is chosen else "")
         for stage, cost in costs.items()
     ]
     return with_sharding(config, chosen), lines
+
+
+def _can_fit(config: RunConfig, stage: ZeroStage, machine: MachineFacts) -> bool:
+    """Whether the device has room at a stage; with AC=auto for all that it can do."""
+    run = with_sharding(config, stage)
+    is_auto = config.training.recompute_granularity == "auto"
+    return fit_of(with_mix(run, Mix("full")) if is_auto else run, machine).is_on_device
 
 
 def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -152,6 +175,26 @@ def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return dataclasses.replace(config, parallel=resolved), [line]
 
 
+def resolve_tp_comm_overlap(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Replace `auto` on GPUs of known speed by what takes less time; elsewhere only CPUs overlap.
+
+    In pieces layers are our own. In bf16 they are as fast as Transformer Engine's, which wait for messages.
+
+    Returns:
+        the run with a choice instead of auto, and a line about it.
+    """
+    device = machines_of(config, machine)
+    ways = {} if device is None else tensor_ways(config, device)
+    if config.parallel.tp_comm_overlap is not None or not ways:
+        return config, []
+    chosen = ways[True] < ways[False]
+    line = (
+        f"--tp-comm-overlap auto: by the plan a layer takes {1e3 * ways[True]:.2f} ms with messages in "
+        f"pieces of products, {1e3 * ways[False]:.2f} without; they are {'' if chosen else 'not '}chosen"
+    )
+    return with_tensor_overlap(config, chosen), [line]
+
+
 def resolve_8_bit_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
     """Keep no 8-bit weights where there is no memory for them; call before `resolve_activations`.
 
@@ -175,3 +218,28 @@ def resolve_8_bit_weights(config: RunConfig, machine: MachineFacts) -> tuple[Run
         f"beside the {size_text(rank.total - rank.eight_bits)} of a rank"
     )
     return dataclasses.replace(config, training=training), [line]
+
+
+def resolve_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Put as few weights into host memory as let the run fit; call after all that makes room on the device.
+
+    Returns:
+        the run with a share in place of `auto`, in hundredths, and a line about it.
+    """
+    optimizer = config.optimizer
+    if not optimizer.cpu_offloading_weights or optimizer.cpu_offloading_weights_fraction is not None:
+        return config, []
+
+    def with_share(hundredths: int) -> RunConfig:
+        chosen = dataclasses.replace(optimizer, cpu_offloading_weights_fraction=hundredths / 100)
+        return dataclasses.replace(config, optimizer=chosen)
+
+    most = int(100 * share_on_host(config))
+    least = bisect_left(range(most), True, key=lambda each: fit_of(with_share(each), machine).is_on_device)
+    run = with_share(least)
+    there = host_bytes(run)
+    line = (
+        f"--cpu-offloading-weights-fraction auto: {least / 100:g}, with {size_text(there.weights)} of a "
+        f"rank's weights and {size_text(there.gradients)} of gradients in host memory"
+    )
+    return run, [line]

@@ -18,12 +18,14 @@ from patch.config.flags import flag_words
 from patch.config.positions import place_of, where
 from patch.config.schema import OptimizerConfig
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.memory import bytes_per_rank
+from patch.plan.memory import bytes_per_rank, weights_on_host
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Shares of optimizer states on the host."""
 SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
+OFFLOAD_FOLDER = "OFFLOAD_FOLDER"
+"""A folder on a disk of each machine, which a user has to name."""
 SHORTEST_PIECE = 4096
 """Tokens of a rank with CP: shorter pieces do not hide what travels."""
 
@@ -69,7 +71,7 @@ class MemorySaving(NamedTuple):
     """A way to save memory, with what a run does not use of it yet."""
 
     frees: frozenset[str]
-    """"gradients", "states", "activations", "weights" (those in 8 bits)."""
+    """"gradients", "states", "activations", "weights"; "host memory" of what lies there."""
     changes: Callable[[RunConfig, int], Iterator[Change]]
     """Of a run and the bytes of its device, 0 if they are not known."""
     goes_to_host: bool = False
@@ -104,6 +106,12 @@ def _sharded_gradients(config: RunConfig, limit: int) -> Iterator[Change]:
         yield _change("optimizer", reduce_bucket_size=SMALL_BUCKET)
 
 
+def _sharded_parameters(config: RunConfig, limit: int) -> Iterator[Change]:
+    if config.num_state_shares > config.num_param_parts and not config.training.fp8_param_gather:
+        words = f"parameters at {where('data_parallel_sharding')}" if config.num_gradient_parts > 1 else ""
+        yield _change("parallel", words, data_parallel_sharding=ZeroStage.PARAMETERS)
+
+
 def _searched_sharding(config: RunConfig) -> Sequence[Change]:
     zero_1 = _change(
         "parallel",
@@ -111,11 +119,12 @@ def _searched_sharding(config: RunConfig) -> Sequence[Change]:
         overlapped_distributed_optimizer=False,
         data_parallel_sharding=None,
     )
+    zero_3 = _change("parallel", data_parallel_sharding=ZeroStage.PARAMETERS)
     if config.num_weight_copies == 1:
-        return [zero_1]
-    zero_2 = _change("parallel", overlapped_distributed_optimizer=True)
-    small = (*zero_2.values, ("optimizer", "reduce_bucket_size", SMALL_BUCKET))
-    return [zero_1, zero_2, Change(zero_2.kind, small)]
+        return [zero_1, zero_3]
+    small = ("optimizer", "reduce_bucket_size", SMALL_BUCKET)
+    shared = [_change("parallel", overlapped_distributed_optimizer=True), zero_3]
+    return [zero_1, *(each for zero in shared for each in (zero, Change(zero.kind, (*zero.values, small))))]
 
 
 def _smaller_passes(config: RunConfig, limit: int) -> Iterator[Change]:
@@ -189,12 +198,43 @@ def _states_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
 
 
 def _searched_states_on_host(config: RunConfig) -> Sequence[Change]:
-    none = _change("optimizer", optimizer_offload_policy=None, optimizer_offload_fraction=1.0)
-    return [none, *map(_on_host, FRACTIONS)]
+    none = _change(
+        "optimizer",
+        optimizer_offload_policy=None,
+        optimizer_offload_fraction=1.0,
+        cpu_offloading_weights=False,
+        cpu_offloading_weights_fraction=1.0,
+    )
+    is_possible = config.sharding is ZeroStage.PARAMETERS
+    weights = [_weights_there(config, share) for share in FRACTIONS if is_possible]
+    return [none, *map(_on_host, FRACTIONS), *weights]
+
+
+def _weights_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
+    """Shares of weights and gradients in host memory, where all states are too."""
+    words = f"true at {where('cpu_offloading_weights')}"
+    if weights_on_host(config) < 1:
+        yield Change("weights", (), words)
+    for share in FRACTIONS:
+        if share != weights_on_host(config):
+            yield _weights_there(config, share)
+
+
+def _weights_there(config: RunConfig, share: float) -> Change:
+    states = () if config.optimizer.optimizer_offload_policy == "auto" else _on_host(1.0).values
+    weights = _change("optimizer", cpu_offloading_weights=True, cpu_offloading_weights_fraction=share)
+    is_new = config.num_state_shares == 1 and config.sharding is not ZeroStage.PARAMETERS
+    sharding = _change("parallel", data_parallel_sharding=ZeroStage.PARAMETERS).values if is_new else ()
+    return Change("weights", (*sharding, *states, *weights.values))
 
 
 def _on_host(fraction: float) -> Change:
     return _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+
+
+def _states_on_disk(config: RunConfig, limit: int) -> Iterator[Change]:
+    if config.optimizer.offload_folder is None:
+        yield _change("optimizer", f"a folder at {where('offload_folder')}", offload_folder=OFFLOAD_FOLDER)
 
 
 def share_on_host(config: RunConfig) -> float:
@@ -240,6 +280,7 @@ def _smaller_parts(config: RunConfig, limit: int) -> Iterator[Change]:
 SAVINGS = (
     MemorySaving(frozenset({"states"}), _sharded_states),
     MemorySaving(frozenset({"gradients", "states"}), _sharded_gradients, searched=_searched_sharding),
+    MemorySaving(frozenset({"weights"}), _sharded_parameters),
     MemorySaving(frozenset({"activations"}), _smaller_passes),
     MemorySaving(frozenset({"activations"}), _recomputed, searched=_searched_activations),
     MemorySaving(frozenset({"activations"}), _offloaded_activations, goes_to_host=True),
@@ -247,6 +288,8 @@ SAVINGS = (
     MemorySaving(
         frozenset({"states"}), _states_on_host, goes_to_host=True, searched=_searched_states_on_host
     ),
+    MemorySaving(frozenset({"gradients", "weights"}), _weights_on_host, goes_to_host=True),
+    MemorySaving(frozenset({"host memory"}), _states_on_disk),
     MemorySaving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
 )
 """The cheapest first."""

@@ -171,6 +171,8 @@ def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig
         run = _with(config, on_device)
         if (resolved := resolve_if_legal(run, machine.facts)) is None:
             continue
+        if best is not None and _bound(resolved, machine) >= best[0]:  # the host only adds to it
+            continue
         on_host = _least_on_host(resolved, machine.facts)
         if on_host is None:
             continue
@@ -201,7 +203,10 @@ def _bound(config: RunConfig, machine: Machine) -> float:
     costs = step_costs(config, machine)
     pp_size, schedule = config.parallel.pipeline_model_parallel_size, Schedule.of(config)
     passes = max(
-        sum(costs.forward[rank::pp_size]) + sum(costs.backward[rank::pp_size]) for rank in range(pp_size)
+        sum(costs.forward[rank::pp_size])
+        + sum(costs.backward[rank::pp_size])
+        + sum(wait.forward + wait.backward for wait in costs.waits[rank::pp_size])
+        for rank in range(pp_size)
     )
     seconds = costs.travel.reduce.seconds(max(costs.parameters))
     reductions = (config.reductions_per_step - 1) * max(0.0, seconds - passes)

@@ -7,6 +7,7 @@ can be written is tested on the nearest folder that exists.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from filecmp import cmp
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError, nearest
 from patch.families import PRESETS, SHAPE_FIELDS, differences
 from patch.families.adapters import adapters_of
+from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.eval_tasks import tasks_are_there
 from patch.preflight.stored_shape import adapter_loaded, has_hf_config, is_hf_folder, run_behind, shape_at
@@ -42,7 +44,7 @@ from patch.storage.names import (
     is_legacy,
     is_released,
 )
-from patch.storage.places import AnyPath, any_path
+from patch.storage.places import AnyPath, any_path, file_system, nearest_folder
 from patch.storage.remote import RemotePath, is_url
 
 _PACKAGES = {"mlflow": "mlflow-skinny"}
@@ -223,11 +225,39 @@ def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
         cure = "a folder on a disk, for logs and the like, and --save URL for the checkpoints"
         raise ConfigError(f"got {config.checkpoint.output_path}, expected {cure}", field="output_path")
     path = Path(config.checkpoint.output_path).absolute()
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    nearest = nearest_folder(path)
     if not nearest.is_dir():
         refuse("output_path", path, "a folder", f"{nearest} is a file")
     if not _can_hold_files(nearest):
         refuse("output_path", path, "a folder that can be written", f"{nearest} is not writable")
+
+
+def offload_folder_is_on_a_disk(config: RunConfig, machine: MachineFacts) -> None:
+    """--offload-folder can be written, and is no memory itself."""
+    if (folder := config.optimizer.offload_folder) is None:
+        return
+    nearest, expected = nearest_folder(Path(folder)), "a folder on a disk that can be written"
+    if not nearest.is_dir() or not _can_hold_files(nearest):
+        refuse("offload_folder", folder, expected, f"{nearest} is not writable, or no folder")
+    if (kind := file_system(nearest)) in ("tmpfs", "ramfs"):
+        refuse("offload_folder", folder, expected, f"{nearest} is on {kind}, which is host memory")
+
+
+def check_offload_room(config: RunConfig, num_bytes: int) -> None:
+    """The disk of --offload-folder has room now.
+
+    Args:
+        config: the run.
+        num_bytes: what the processes of this machine need there.
+    Raises:
+        ConfigError: it has not.
+    """
+    if (folder := config.optimizer.offload_folder) is None:
+        return
+    free = shutil.disk_usage(nearest_folder(Path(folder))).free
+    if free < num_bytes:
+        expected = f"a disk with {size_text(num_bytes)} for optimizer states"
+        refuse("offload_folder", folder, expected, f"it has {size_text(free)} free")
 
 
 def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
@@ -282,6 +312,7 @@ FILE_RULES: tuple[Rule, ...] = (
     chat_template_is_there,
     tasks_are_there,
     output_is_writable,
+    offload_folder_is_on_a_disk,
     store_is_there,
     services_are_installed,
     hub_takes_the_export,

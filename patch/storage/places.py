@@ -91,6 +91,21 @@ def is_in(path: AnyPath, folder: AnyPath) -> bool:
     return path.absolute().is_relative_to(folder.absolute())
 
 
+def nearest_folder(path: Path) -> Path:
+    """What exists of a path: itself, or the nearest of the folders above it."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that something lies on, such as ext4; "" if it is not known."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if (fields := line.split())[2] == number:
+            return fields[fields.index("-") + 1]
+    return ""
+
+
 def subfolders(folder: AnyPath) -> list[str]:
     """Names of the folders in this one, in no particular order; none if it does not exist."""
     if isinstance(folder, RemotePath):

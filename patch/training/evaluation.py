@@ -133,7 +133,7 @@ def _sums(run: Run, batches: list[Batch]) -> list[float]:
 
 def forward_only(run: Run, batches: list[Batch]) -> list[Report]:
     """What is reported of these micro-batches, on the last stage; repeated if ranks ran out of memory."""
-    retry = OomRetry(run.optimizer, "the evaluation")
+    retry = OomRetry(run.optimizer, "the evaluation", has_backward=False)
     for _ in retry.attempts():
         with retry.computing() as reports:
             reports += run_schedule(run, batches, 1.0, loss_scale=None)

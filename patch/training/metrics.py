@@ -67,9 +67,12 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
         result: the step's result on this rank.
         step_time_ms: the step's time on this rank.
     """
-    report = run.optimizer.report()
+    report, disk = run.optimizer.report(), {}
+    if run.config.optimizer.offload_folder is not None:  # since the start
+        disk = {"disk_moved_gib": report.disk_moved_bytes / _GIB, "disk_wait_s": report.disk_wait_s}
     return {
         **_offloaded_activations(run),
+        **disk,
         "loss": result.loss,
         **result.further,
         "step_time_ms": step_time_ms,

@@ -107,9 +107,9 @@ class Preference(Objective):
         if len(self.reference) == size:
             return
         adapter = run.config.adapter
-        with run.optimizer.full_weights():  # new adapters add nothing
-            is_base = adapter.lora_rank and not adapter.lora_load
-            weights = base_checksum(run.stages) if is_base else checksum(run.stages)
+        is_base = adapter.lora_rank and not adapter.lora_load  # new adapters add nothing
+        of_weights = base_checksum if is_base else checksum
+        weights = of_weights(run.stages, run.optimizer)
         if run.start_iteration:
             self._check(weights, from_rank_0(partial(_keys_in, self._keys_file)))
         keys, values = {}, []

@@ -30,7 +30,7 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_PRECISION, Cure, shards_of
+from patch.checkpoint.sharded_tensors import SAME_MOMENTS, SAME_PRECISION, Cure, shards_of
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
@@ -54,6 +54,8 @@ CURES = {
     "output_layer.weight": _SAME_TYING,
     "optimizer.state.master.": SAME_PRECISION,
     "optimizer.state.master_low.": SAME_PRECISION,
+    "optimizer.state.exp_avg_scale.": SAME_MOMENTS,
+    "optimizer.state.exp_avg_sq_scale.": SAME_MOMENTS,
 }
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
 _VERSIONS = {
@@ -159,10 +161,10 @@ def state_to_save(
     """
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
     if stages[0].is_adapted:
-        common[_BASE] = base_checksum(stages)
-    with optimizer.full_weights():
+        common[_BASE] = base_checksum(stages, optimizer)
+    with optimizer.described_weights():
         if weights_only:
-            state: dict[str, Any] = {"model": _stored_weights(stages)}
+            state: dict[str, Any] = {"model": optimizer.sharded_weights(_stored_weights(stages))}
         else:
             state = _sharded_state(stages, optimizer, is_loading=False)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
@@ -196,13 +198,14 @@ def resume(
     """
     common = from_rank_0(lambda: read_common(root, progress.iteration))
     if stages[0].is_adapted:
-        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), base_checksum(stages))
+        base = base_checksum(stages, optimizer)
+        _check_base(root / iteration_name(progress.iteration), common.get(_BASE), base)
     if common.get(_WEIGHTS_ONLY):
         _load_finished(root, progress.iteration, stages, optimizer, train_iters)
         return
     then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
     now = _layout(stages)
-    with optimizer.full_weights():
+    with optimizer.described_weights():
         state = _sharded_state(stages, optimizer, is_loading=True)
         if then == now:
             state["random"] = _sharded_generators()
@@ -247,20 +250,28 @@ def _load_finished(
             "to resume from an older checkpoint",
             field="train_iters",
         )
-    with optimizer.full_weights():
-        load_checkpoint(root, iteration, {"model": _stored_weights(stages)}, CURES)
+    with optimizer.described_weights():
+        weights = optimizer.sharded_weights(_stored_weights(stages))
+        load_checkpoint(root, iteration, {"model": weights}, CURES)
     optimizer.reload_model_params()
 
 
-def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> None:
+def load_weights(
+    load: AnyPath,
+    stages: list[LlamaModel],
+    config: RunConfig,
+    optimizer: OverlappedDistributedOptimizer | None = None,
+) -> None:
     """Load only the weights of a checkpoint.
 
     Args:
         load: a run's folder, a converted checkpoint, or a checkpoint of Megatron-LM.
         stages: this rank's pipeline stages.
         config: the run.
+        optimizer: may keep shards of them, and describes them then.
     """
-    state = {"model": sharded_weights(stages, adapters=False)}
+    weights = sharded_weights(stages, adapters=False)
+    state = {"model": weights if optimizer is None else optimizer.sharded_weights(weights)}
     load_only_weights(
         weights_folder(load),
         state,
@@ -275,14 +286,16 @@ def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
     return sharded_weights(stages, adapters=stages[0].is_adapted or None)
 
 
-def base_checksum(stages: list[LlamaModel]) -> str:
+def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
     """That of the weights beside adapters. It is computed once: these weights stay."""
     if stages[0].base is None:
-        stages[0].base = checksum(stages, adapters=False)
+        stages[0].base = checksum(stages, optimizer, adapters=False)
     return stages[0].base
 
 
-def checksum(stages: list[LlamaModel], *, adapters: bool | None = None) -> str:
+def checksum(
+    stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, adapters: bool | None = None
+) -> str:
     """A checksum of weights, the same at every layout; a collective.
 
     Each number's bits count with its tensor's name, its layer and its row, so other weights have the same one
@@ -290,28 +303,36 @@ def checksum(stages: list[LlamaModel], *, adapters: bool | None = None) -> str:
 
     Args:
         stages: of this rank.
+        optimizer: of these stages.
         adapters: see `sharded_weights`.
     """
     total = 0
-    for shard in shards_of(sharded_weights(stages, adapters=adapters)):
-        if not isinstance(shard, ShardedTensor) or not is_main_replica(shard.replica_id):
-            continue
-        number = shard.prepend_axis_num
-        assert shard.data is not None, "a state dict to save holds its tensors"
-        data = shard.data.detach().view(len(shard.data), -1)
-        bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
-        first = shard.global_offset[number]
-        rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
-        factor = zlib.crc32(f"{shard.key} {shard.global_offset[:number]}".encode())
-        total += factor * int((bits.sum(1, dtype=torch.int64) * rows).sum())
+    with optimizer.described_weights() as visit:
+        for shard in shards_of(sharded_weights(stages, adapters=adapters)):
+            if not isinstance(shard, ShardedTensor):
+                continue
+            assert shard.data is not None, "a state dict to save holds its tensors"
+            if visit is not None:
+                shard.data = visit(shard.data)
+            total += _sum_of(shard) if is_main_replica(shard.replica_id) else 0
     return f"{sum(all_gather_object(total)) % 2**64:016x}"
+
+
+def _sum_of(shard: ShardedTensor) -> int:
+    number, data = shard.prepend_axis_num, shard.data.detach().view(len(shard.data), -1)
+    bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
+    first = shard.global_offset[number]
+    rows = torch.arange(first + 1, first + 1 + len(bits), device=bits.device)
+    factor = zlib.crc32(f"{shard.key} {shard.global_offset[:number]}".encode())
+    return factor * int((bits.sum(1, dtype=torch.int64) * rows).sum())
 
 
 def _sharded_state(
     stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     weights = _stored_weights(stages)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
+    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": optimizer.sharded_weights(weights), "optimizer": states}
 
 
 def _sharded_generators() -> dict[str, ShardedTensor]:

@@ -105,7 +105,8 @@ class CheckpointSaver:
         )
         if self._copies is not None and not self._is_decided and not is_end:
             self._is_decided = True
-            if not _have_room(bytes_to_write(shards_of(state))):
+            copied = [shard for shard in shards_of(state) if not getattr(shard.data, "is_meta", False)]
+            if not _have_room(bytes_to_write(copied)):
                 self._copies = None
         copies = None if is_end else self._copies
         self._newest = self._pending = start_save(
@@ -169,7 +170,7 @@ def _write_adapters(run: Run) -> None:
     Before that checkpoint is complete: whoever goes on from it never finds an older folder.
     """
     load = run.config.checkpoint.load
-    with run.optimizer.full_weights():
+    with run.optimizer.full_weights(frozen=False):
         export_adapter(
             run.stages,
             Path(run.config.checkpoint.output_path) / ADAPTER_FOLDER,

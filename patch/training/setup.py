@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -13,6 +14,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.checks.run_length import num_train_samples, with_samples
+from patch.compat.torch_internals import own_parameters
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.convert.live_adapters import import_adapter
@@ -25,7 +27,14 @@ from patch.distributed.collectives import all_or_none
 from patch.distributed.context_group import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
-from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
+from patch.model import (
+    LlamaModel,
+    build_llama_model,
+    forget_weights,
+    forgetting_weights,
+    initialize_weights,
+    sharded_weights,
+)
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
@@ -150,9 +159,14 @@ def build_model(
         groups: the process groups of this rank.
         device: the device of this rank.
     """
-    stages = build_llama_model(config.model, groups, device, config.execution)
+    is_sharded, least = config.frees_weights, config.optimizer.param_persistence_threshold
+    with forgetting_weights(least) if is_sharded else nullcontext():  # a rank may have no memory for all
+        stages = build_llama_model(config.model, groups, device, config.execution)
     forget_weights(stages)  # otherwise they exist twice while the buffer is allocated
-    return stages, build_run_optimizer(stages, config, groups)
+    optimizer = build_run_optimizer(stages, config, groups)
+    if is_sharded:
+        optimizer.give_frozen_memory()
+    return stages, optimizer
 
 
 def build_run_optimizer(
@@ -173,6 +187,7 @@ def build_run_optimizer(
         config.zero_stage,
         groups,
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
+        model_state=sharded_weights(stages) if config.optimizer.is_drawing else None,
     )
     optimizer.connect(stages[0].config)
     if (offload := stages[0].activation_offload) is None:
@@ -192,7 +207,7 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
     APEX (megatron/core/tensor_parallel/layers.py).
     """
     for module in chain.from_iterable(stage.modules() for stage in stages):
-        weight = getattr(module, "weight", None)
+        weight = own_parameters(module).get("weight")  # which may be in shards: nobody reads it
         if hasattr(module, "fuse_wgrad_accumulation") and hasattr(weight, "get_main_grad"):
             module.fuse_wgrad_accumulation = True
 
@@ -219,18 +234,21 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
 def load_start(run: Run, *, is_begun: bool = False) -> None:
     """The weights with which the run begins; of one that is begun without the adapters at --lora-load."""
     load, seed, adapter = run.config.checkpoint.load, run.config.training.seed, run.config.adapter
-    with run.optimizer.full_weights():
-        initialize_weights(run.stages, run.config.model, seed, adapters=None if load is None else True)
-        if load is None:
-            load = f"seed {seed}"
-        elif is_hf_folder(Path(load)):
-            import_hf(run.stages, Path(load), run.config.model, run.groups)
-        else:
-            with all_or_none():
-                folder = any_path(load)
-            load_weights(folder, run.stages, run.config)
-        if adapter.lora_load and not is_begun:
-            import_adapter(run.stages, adapter.lora_load, run.config.model, adapter, run.groups)
+    optimizer, stages, model = run.optimizer, run.stages, run.config.model
+    with optimizer.described_weights(to_write=True) as visit:
+        initialize_weights(stages, model, seed, adapters=None if load is None else True, visit=visit)
+        if load is not None and is_hf_folder(Path(load)):
+            import_hf(stages, Path(load), model, run.groups, visit=visit)
+    if load is None:
+        load = f"seed {seed}"
+    elif not is_hf_folder(Path(load)):
+        with all_or_none():
+            folder = any_path(load)
+        with optimizer.described_weights():
+            load_weights(folder, stages, run.config, optimizer)
+    if adapter.lora_load and not is_begun:
+        with optimizer.full_weights(frozen=False):
+            import_adapter(stages, adapter.lora_load, model, adapter, run.groups)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 

@@ -47,6 +47,8 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
         optimizer.config.optimizer_offload_policy, report.num_chunks, report.chunk_numel,
         size_text(report.host_bytes), size_text(report.device_bytes), report.offload_fraction,
     )  # fmt: skip
+    if folder := optimizer.config.offload_folder:
+        _logger.info("optimizer offload: %s more in %s", size_text(report.disk_bytes), folder)
 
 
 def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
@@ -68,7 +70,8 @@ def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) ->
     from patch.plan.savings import more_offload  # with it the planner, which a step does not need
 
     report = optimizer.report()
-    moves = optimizer.placement.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
+    num_bytes = report.host_bytes + report.device_bytes + report.disk_bytes
+    moves = optimizer.placement.evict(math.ceil(num_bytes / _EVICTIONS))
     _moves_logger.warning(
         "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
         what, reason, _describe(moves, report.offload_fraction, optimizer), more_offload(optimizer.config),
@@ -96,13 +99,17 @@ class OomRetry:
     Args:
         optimizer: its states are moved to the host if memory runs out.
         what: the name of the work in the log.
+        has_backward: whether `abandon_backward` sends what a rank that ran out of memory leaves unsent.
     """
 
-    def __init__(self, optimizer: OverlappedDistributedOptimizer, what: str) -> None:
+    def __init__(
+        self, optimizer: OverlappedDistributedOptimizer, what: str, *, has_backward: bool = True
+    ) -> None:
         self._optimizer, self._what = optimizer, what
         self._group = optimizer.groups.dp_cp
         is_whole = self._group.size() == dist.get_world_size() and optimizer.groups.cp.size() == 1
         is_whole &= not any(group.data_parallel_group for group in optimizer.param_groups)
+        is_whole &= has_backward or not optimizer.gathers_in_forward
         self._can_agree = optimizer.placement.is_offloading and is_whole
         self._random = random_state() if self._can_agree else {}
         self._error: Exception | None = None

@@ -57,7 +57,7 @@ _OF_A_MACHINE = frozenset(
     "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
     "lora_load output_path save stop_file log_dir eval_tasks_path optimizer_offload_policy "
     "optimizer_offload_fraction optimizer_offload_auto_threshold optimizer_offload_chunk_size "
-    "simulated_device_memory".split()
+    "offload_folder optimizer_offload_host_share simulated_device_memory".split()
 )
 """Fields that may differ between machines: places, and where optimizer states lie."""
 
@@ -209,7 +209,7 @@ def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / HF_FOLDER
     load = config.checkpoint.load
-    with this_run.optimizer.full_weights():
+    with this_run.optimizer.described_weights() as visit:
         export_hf(
             this_run.stages,
             target,
@@ -218,4 +218,5 @@ def _export(this_run: Run) -> None:
             hf_source=Path(load) if load is not None and has_hf_config(load) else None,
             tokenizer=this_run.tokenizer,
             adapter=config.adapter if config.adapter.lora_rank else None,
+            visit=visit,
         )

@@ -137,19 +137,22 @@ def test_alibi_in_every_kernel_is_that_of_all_scores(kernel: str, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("counts", [(8, 8), (8, 2)])
-@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(("window", "takes_cudnn"), [(None, False), (None, True), (60, False)])
 def test_pieces_of_keys_give_what_all_keys_give(
-    dtype: torch.dtype, counts: tuple[int, int], window: int | None
+    dtype: torch.dtype, counts: tuple[int, int], window: int | None, takes_cudnn: bool
 ) -> None:
     """As around a ring: the last tokens see all of the first piece, and the second one causally."""
-    length, half, scale = 100, 50, 0.125
+    from patch.model.kernels.fused import merge_attention  # not importable without Triton
+
+    kind: dict[str, Any] = {"scale": 0.125, "takes_cudnn": takes_cudnn}
+    length, half = 100, 50
     inputs = heads(2, length, 64, dtype=dtype, counts=counts)
     query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in inputs)
     query = query[:, :, half:]
     visible = torch.ones(half, length, dtype=torch.bool, device="cuda").tril(half)
     visible = visible.triu(half - (window or length) + 1)
     expected = F.scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), visible, scale=scale, enable_gqa=True
+        query.float(), key.float(), value.float(), visible, scale=0.125, enable_gqa=True
     )
     direction = torch.randn_like(query)
     gradients = torch.autograd.grad((expected * direction).sum(), inputs)
@@ -160,13 +163,15 @@ def test_pieces_of_keys_give_what_all_keys_give(
         mask = None if window is None else bias[:, part]
         pieces.append((key[:, :, part], value[:, :, part], mask, is_causal and window is None))
     with torch.no_grad():
-        found = [attend_with_lse(query, k, v, b, is_causal=c, scale=scale) for k, v, b, c in pieces]
-        lse = torch.logsumexp(torch.stack([lse for _, lse in found]), 0)
-        out = sum(part * (part_lse - lse).exp()[..., None] for part, part_lse in found).to(dtype)
+        found = [attend_with_lse(query, k, v, b, is_causal=c, **kind) for k, v, b, c in pieces]
+        lse = torch.full(query.shape[:3], -torch.inf, device="cuda")
+        wide = torch.full((half, 2, query.shape[1], 64), torch.nan, device="cuda").permute(1, 2, 0, 3)
+        for part, part_lse in found:
+            merge_attention(wide, lse, part, part_lse)
+        out = wide.to(dtype)
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=BOUNDS[dtype])
         parts = [
-            attend_backward(direction, query, k, v, b, out, lse, is_causal=c, scale=scale)
-            for k, v, b, c in pieces
+            attend_backward(direction, query, k, v, b, out, lse, is_causal=c, **kind) for k, v, b, c in pieces
         ]
     of_query, of_key, of_value = zip(*parts, strict=True)
     ours = [sum(of_query), torch.cat(of_key, 2), torch.cat(of_value, 2)]

@@ -1,12 +1,13 @@
 """What chunks need of a GPU: pinned memory, copies beside compute, figures of memory."""
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.memory import CudaDevice, offload_device
+from patch.memory import CudaDevice, DiskMemory, offload_device
 from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.hybrid_adam import HybridAdam
 from patch.optimizer.offload import Offload
@@ -86,7 +87,10 @@ def test_copies_to_the_host_come_after_what_writes_their_source(device: CudaDevi
     assert target.ge(3.0).all()
 
 
-def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevice) -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_chunk_is_updated_while_later_gradients_are_computed(
+    device: CudaDevice, tmp_path: Path, on_disk: bool
+) -> None:
     """The host has queued all of backward; the device sleeps for tenths of a second in the midst of it."""
     numel = 1 << 20
     ranges = [ShardRange(0, numel, 0, False)]
@@ -95,9 +99,13 @@ def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevic
         shards,
         OptimizerConfig(lr=1e-3),
         [ParamGroup([], 0.1)],
-        Offload(device, StaticPlacementPolicy(1.0), numel),
-    )
-    assert adam.host_updates is not None
+        Offload(
+            device, StaticPlacementPolicy(1.0), numel,
+            disk=DiskMemory(tmp_path) if on_disk else None, host_state_bytes=0,
+        ),
+    )  # fmt: skip
+    updates = adam.disk_updates if on_disk else adam.host_updates
+    assert updates is not None
     torch.cuda.synchronize()
     adam.start_step(1e-3, 1.0)
     for index, shard in enumerate(shards):
@@ -106,7 +114,7 @@ def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevic
         if index == 0:
             torch.cuda._sleep(10**9)
     end = torch.cuda.current_stream().record_event()
-    adam.host_updates._speculations[adam.manager.chunks[0]].job.result()
+    updates._speculations[adam.manager.chunks[0]].job.result()
     assert not end.query()
     end.synchronize()
     adam.start_update(1e-3, 1.0)

@@ -7,14 +7,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from patch.config.choices import MomentType
 from patch.optimizer.kernels import AdamKernel, AdamScalars, AdamStates, UpdateItem
+from patch.optimizer.kernels.narrow import DTYPES, Draw, scale_name
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
+MOMENTS: list[tuple[MomentType, MomentType]] = [
+    ("bf16", "bf16"), ("8bit", "8bit"), ("bf16", "8bit"), ("8bit", "fp32"), ("fp32", "bf16"),
+]  # fmt: skip
 FORMS = ("fp32 weight", "bf16 weight", "fp16 weight", "split master")
 SPECIAL = np.array(
     [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3e38, -3e38, 1e19, -1e-19, 1.0, np.inf, -np.inf, np.nan], np.float32
 )
 SIZES = (1, 2, 3, 31, 4099)
+BLOCKS = (64, 128, 192, 64, 4160)
+"""Sizes that 8-bit moments may have."""
+# A part of a matrix that begins in a row, and whose numbers need more than 32 bits on the way.
+DRAW = Draw("layer.weight", first=2**32 - 999, row=37, stride=111, skip=5)
 
 
 def scalars(**changes: Any) -> AdamScalars:
@@ -33,10 +42,12 @@ def make_items(
     has_out: bool = False,
     sizes: Sequence[int] = SIZES,
     device: str = "cpu",
+    moments: tuple[MomentType, MomentType] = ("fp32", "fp32"),
 ) -> list[UpdateItem]:
     """Items of two groups, the first at an aligned address, others not; the same for the same seed.
 
-    `step` is the first group's; the second has half its rate and no weight decay.
+    `step` is the first group's; the second has half its rate and no weight decay. Values are finite if
+    `moments` have 8 bits.
     """
     first = step or scalars()
     groups = first, replace(first, lr=first.lr / 2, weight_decay=0.0)
@@ -50,11 +61,14 @@ def make_items(
             return room[index:]
 
         master, grad, exp_avg, exp_avg_sq = (_values(generator, scale, numel) for _ in range(4))
-        states = _states(form, master, exp_avg, np.abs(exp_avg_sq))
+        if "8bit" in moments:
+            kept = (np.nan_to_num(x, posinf=0, neginf=0) for x in (master, grad, exp_avg, exp_avg_sq))
+            master, grad, exp_avg, exp_avg_sq = (np.where(np.abs(x) > 1e18, scale, x) for x in kept)
+        states = _narrowed(_states(form, master, exp_avg, np.abs(exp_avg_sq)), moments)
         out = AdamStates(*(t if t is None else place(torch.full_like(t, 7)) for t in states))
         states = AdamStates(*(t if t is None else place(t) for t in states))
         gradient = place(torch.from_numpy(grad).to(grad_dtype))
-        items.append(UpdateItem(gradient, states, groups[index % 2], out if has_out else None))
+        items.append(UpdateItem(gradient, states, groups[index % 2], out if has_out else None, DRAW))
     return items
 
 
@@ -77,6 +91,19 @@ def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.n
     return AdamStates(*map(torch.from_numpy, (master, exp_avg, exp_avg_sq)), weight)
 
 
+def _narrowed(states: AdamStates, moments: tuple[MomentType, MomentType]) -> AdamStates:
+    """The same with moments of other types: all codes of 8 bits, and scales that are zero here and there."""
+    changed: dict[str, torch.Tensor] = {}
+    for name, kind in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        values = getattr(states, name)
+        changed[name] = values.to(DTYPES[kind])
+        if kind == "8bit":
+            changed[name] = (torch.arange(values.numel()) * 97 % 256).to(torch.uint8)
+            blocks = values.view(-1, 64).abs()
+            changed[scale_name(name)] = blocks[:, 0].contiguous()
+    return states._replace(**changed)
+
+
 def bits_after(kernel: AdamKernel, items: Sequence[UpdateItem]) -> list[np.ndarray]:
     """The bits of all inputs and results after an update, every NaN of a float as one.
 
@@ -88,6 +115,8 @@ def bits_after(kernel: AdamKernel, items: Sequence[UpdateItem]) -> list[np.ndarr
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.uint8:
+        return tensor.numpy().copy()
     if tensor.dtype not in (torch.float32, torch.float16):
         return tensor.view(torch.int16).numpy().copy()
     bits = torch.int32 if tensor.dtype == torch.float32 else torch.int16

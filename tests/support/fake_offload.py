@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +30,9 @@ from patch.optimizer import (
     hybrid_adam,
     micro_batch,
     own_shards,
+    param_buffer,
     param_flat,
+    sharded_flat,
 )
 from patch.optimizer.kernels import UpdateItem, sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
@@ -60,9 +64,24 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(domain, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(domain, "start_reduce_scatter", fake.start_reduce_scatter),
         mock.patch.object(param_flat, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(sharded_flat, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(sharded_flat, "resize_memory", _resize_memory),
+        mock.patch.object(domain, "host_zeros", partial(_host_zeros, fake)),
+        mock.patch.object(param_flat, "host_zeros", partial(_host_zeros, fake)),
+        mock.patch.object(param_buffer, "all_or_none", nullcontext),
+        mock.patch.object(domain, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())),
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
     ):
         yield
+
+
+def _host_zeros(fake: FakeDevice, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return fake.pinned(numel, dtype).zero_()
+
+
+def _resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:
+    """As CUDA's allocator in the order of a stream: what is there before or after is worth nothing."""
+    tensor.data.fill_(float("nan"))
 
 
 class FakeOffloadDevice(CudaDevice):

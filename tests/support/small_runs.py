@@ -44,6 +44,13 @@ def _value(name: str, value: Any) -> Any:
     return coerce(FIELDS[name], value, name) if is_scalar else value
 
 
+ON_HOST: dict[str, Any] = {
+    "data_parallel_sharding": "parameters", "param_persistence_threshold": 100,
+    "optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0, "cpu_offloading_weights": True,
+}  # fmt: skip
+"""Weights, gradients and states in host memory."""
+
+
 def small_run(
     tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, cp: int = 1, **changes: Any
 ) -> RunConfig:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 from torch.utils._pytree import tree_leaves
 
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.sharded_flat import ShardedFlat
 
 
 class StaleReadError(AssertionError):
@@ -23,8 +24,11 @@ class _Alarm(TorchDispatchMode):
         super().__init__()
         self._weights = optimizer.param_buffer
         self._names = {id(parameter): name for name, parameter in optimizer._trained.named}
-        self._storages = [flat.buffer.untyped_storage().data_ptr() for flat in self._weights.flats]
-        """Of each domain."""
+        self._storages = [
+            None if isinstance(flat, ShardedFlat) else flat.buffer.untyped_storage().data_ptr()
+            for flat in self._weights.flats
+        ]
+        """Of each domain; weights in shards are NaN before they are there."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

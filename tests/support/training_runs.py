@@ -26,6 +26,7 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import WHOLE, Zigzag
 from patch.distributed.groups import initialize
+from patch.memory import on_host
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
 from patch.training.evaluation import evaluate
@@ -268,16 +269,16 @@ def bits_of_steps(run: Run) -> list[Any]:
 
 def digests(run: Run) -> tuple[str, str]:
     """Of all weights and of all optimizer states of this rank."""
-    run.optimizer.finish_param_sync()
     adam = run.optimizer.adam
     states = (
-        state
+        on_host(state)
         for name in adam.dtypes
         for index, shard in enumerate(adam.shards)
         for first, last, *_ in shard.ranges
         for _, state in adam.state(name, index, first, last)
     )
-    return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)
+    with run.optimizer.full_weights():
+        return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,25 @@ def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None
         patch.setitem(sys.modules, name, module)
         for function in ("max", "sum"):  # written in Triton itself, and imported for a GPU
             patch.setattr(language, function, interpreter.InterpretedFunction(getattr(language, function).fn))
+        add_methods = interpreter._patch_lang_tensor
+
+        def add_with_index(tensor: Any, scope: Any) -> None:
+            add_methods(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda it: it.handle.data.item())  # NumPy: no int of [1]
+
+        patch.setattr(interpreter, "_patch_lang_tensor", add_with_index)
         if convert is not None:
             patch.setattr(interpreter, "_convert_float", convert(interpreter._convert_float))
         spec.loader.exec_module(module)
         yield module
+
+
+def give_writer(weight: torch.Tensor, total: torch.Tensor) -> None:
+    """Let a weight's gradient be added to a tensor, whose first values are overwritten."""
+    places = iter((True, False))
+    weight.main_grad_writer = SimpleNamespace(  # type: ignore[attr-defined]
+        open=lambda: (total, next(places)), stand_in=lambda: torch.zeros_like(weight)
+    )
 
 
 def output_of_compiler(program: str) -> str:

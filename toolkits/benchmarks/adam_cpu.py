@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch.optim.adamw import adamw
 
+from patch.config.choices import MOMENT_BLOCK
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
+from patch.optimizer.kernels.narrow import Draw
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 from toolkits.benchmarks._measure import Rounds, take_turns
 from toolkits.benchmarks._report import Aim, NotRunError, Report, run_benchmark
@@ -77,7 +79,12 @@ def _aims(times: Rounds) -> list[Aim]:
         rival = times.best(f"bf16: {peer}")
         aims.append(Aim(f"bf16: ours / {rival}", times.ratio("bf16: ours", rival), 1 / 1.4))
     split = times.ratio("bf16: ours, split master", "bf16: ours")
-    return [*aims, Aim("bf16: ours, split master / ours", split, 1 / 1.1)]
+    aims.append(Aim("bf16: ours, split master / ours", split, 1 / 1.1))
+    for case, ours in (("fp32", "ours"), ("bf16", "ours, split master")):
+        for moments, bound in (("bf16", 0.8), ("8-bit", 0.7)):
+            ratio = times.ratio(f"{case}: {ours}, {moments} moments", f"{case}: {ours}")
+            aims.append(Aim(f"{case}: {moments} moments / fp32 moments", ratio, bound))
+    return aims
 
 
 class Contender(NamedTuple):
@@ -96,7 +103,7 @@ class Contender(NamedTuple):
 
 
 class Tensors:
-    """The tensors that all contenders share, each (numel,), so that 100 M parameters fit in 3 GB."""
+    """The tensors that all contenders share, each (numel,), so that 100 M parameters fit in 4 GB."""
 
     def __init__(self, numel: int) -> None:
         torch.manual_seed(0)
@@ -107,6 +114,11 @@ class Tensors:
         bits = [split(self.master.numpy()) for split in (round_to_bf16, low_bits)]
         weight, self.low_bits = (torch.from_numpy(half.view(np.int16)) for half in bits)
         self.weight = weight.view(torch.bfloat16)
+        halves = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
+        self.bf16_moments = halves[0], halves[1]
+        bytes_ = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+        self.byte_moments = bytes_[0], bytes_[1]
+        self.scales = [torch.zeros(numel // MOMENT_BLOCK) for _ in range(2)]
 
 
 def contenders(tensors: Tensors) -> tuple[list[Contender], str]:
@@ -125,11 +137,21 @@ def _ours(t: Tensors) -> list[Contender]:
     fp32 = UpdateItem(t.grad, AdamStates(t.master, t.exp_avg, t.exp_avg_sq), SCALARS)
     bf16 = UpdateItem(t.grad_bf16, AdamStates(t.master, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
     split = UpdateItem(t.grad_bf16, AdamStates(t.low_bits, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
-    return [
+    draw = Draw("weight", 0, t.grad.numel(), 0)
+    found = [
         Contender("fp32", "ours", 28, lambda: kernel.update([fp32])),
         Contender("bf16", "ours", 28, lambda: kernel.update([bf16])),
         Contender("bf16", "ours, split master", 26, lambda: kernel.update([split])),
     ]
+    for whole, item in ((found[0], fp32), (found[2], split)):
+        master, *_, param = item.states[:4]
+        halves = AdamStates(master, *t.bf16_moments, param)
+        eight = AdamStates(master, *t.byte_moments, param, *t.scales)
+        for moments, states, saved in (("bf16", halves, 8), ("8-bit", eight, 12)):
+            update = partial(kernel.update, [item._replace(states=states, draw=draw)])
+            title, num_bytes = f"{whole.name}, {moments} moments", whole.num_bytes - saved
+            found.append(Contender(whole.case, title, num_bytes, update))
+    return found
 
 
 # param, grad, exp_avg, exp_avg_sq: all float32, updated in place.

@@ -81,6 +81,8 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 def default_contender(machine: MachineFacts) -> str:
     """What our layers take by default (patch/config/backends.py)."""
+    if "flash_attn_3" in machine.libraries and machine.compute_capability[0] == _HOPPER[0]:
+        return "FlashAttention-3"
     return "cuDNN" if _HOPPER <= machine.compute_capability < _BLACKWELL else "FlashAttention-2"
 
 

@@ -129,6 +129,7 @@ def sharded_run(num_ranks: int, accumulation: int, buckets: int = _BUCKETS) -> R
     batch, numel = num_ranks * accumulation, total_parameters(run_config(8, **_SHAPE).model)
     return run_config(
         8, **_SHAPE, nproc_per_node=num_ranks, global_batch_size=batch, reduce_bucket_size=numel // buckets,
+        param_persistence_threshold=1000,  # matrices are small, and all of them come and go
         precision="bf16",
     )  # fmt: skip
 

@@ -157,7 +157,7 @@ def alone(layout: RunConfig) -> RunConfig:
         ),
         optimizer=replace(
             layout.optimizer, optimizer_offload_policy=None, grad_reduce_in_bf16=False,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=False, cpu_offloading_weights=False,
         ),
         experts=replace(
             experts, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
@@ -209,7 +209,10 @@ def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> di
         "dataset_type": kind, "decoupled_lr": optimizer.decoupled_lr and 4e-3,
         "initial_loss_scale": min(optimizer.initial_loss_scale, 1024.0),
         "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
+        "param_persistence_threshold": min(optimizer.param_persistence_threshold, 256),  # norms stay whole
     }  # fmt: skip
+    if optimizer.cpu_offloading_weights_fraction is None:
+        values["cpu_offloading_weights_fraction"] = 0.5
     if optimizer.optimizer_offload_policy == "auto":
         values |= {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
     if not machine.cuda_devices and run.training.fp8_recipe == "delayed":

@@ -1,6 +1,7 @@
 """The operations of `LayerKernels` in Triton, each in one kernel that reads and writes every number once.
-`bias_gelu`, `weighted_swiglu` and `dequantize_nf4` belong to ../mlp.py, ../grouped_experts.py and
-../four_bit_product.py, which have their plain forms.
+`bias_gelu`, `weighted_swiglu`, `dequantize_nf4` and `merge_attention` belong to ../mlp.py,
+../grouped_experts.py, ../four_bit_product.py and ../ring_attention.py, which have their plain forms; that of
+`add_rows` (../weight_gradient.py) is torch's.
 
 Products are rounded before they are added, as torch's operations are (enable_fp_fusion=False). With
 TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
@@ -15,6 +16,10 @@ import triton.language as tl
 _BLOCK = tl.constexpr(1024)
 _NF4_BLOCKS = tl.constexpr(16)
 """Blocks of 64 values that a program makes of codes."""
+_ROWS, _ROW_COLUMNS = tl.constexpr(16), tl.constexpr(256)
+"""Rows of a gradient that a program adds at once, and columns."""
+_MERGED = 2048
+"""Numbers of attention that a program merges."""
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -119,6 +124,42 @@ def dequantize_nf4(packed: torch.Tensor, levels: torch.Tensor, weight: torch.Ten
     if weight.numel():
         grid = len(weight), triton.cdiv(blocks, _NF4_BLOCKS.value)
         _dequantize_nf4[grid](packed, packed.view(torch.float32), levels, weight, blocks)
+
+
+def merge_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge attention to other keys into `out`, by the log-sum-exp of the scores of both.
+
+    Args:
+        out: [B, N, Q, D] float32, queries of a tensor that lies in memory as [S, B, N, D]; not read where
+            `lse` is -inf.
+        lse: [B, N, Q] float32, queries of a contiguous tensor; becomes that of all keys.
+        part: [B, N, Q, D] of any type.
+        part_lse: [B, N, Q] float32, finite.
+    """
+    _, heads, queries, size = part.shape
+    part = part.transpose(1, 2).contiguous()  # as kernels give it
+    if part.numel():
+        width = triton.next_power_of_2(size)
+        block = max(1, _MERGED // width)
+        grid = triton.cdiv(queries, block), len(part) * heads
+        sizes = heads, size, block, width
+        _merge_attention[grid](
+            out, lse, part, part_lse.contiguous(), out.stride(2), lse.stride(1), queries, sizes,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def add_rows(total: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add each of rows [T, H] to the row of total [V, H] that its number [T] says; -1: to none.
+
+    Rows of one number are added up in float32 first, always in the same order.
+    """
+    rows, width = rows.contiguous(), rows.shape[1]
+    if rows.numel():
+        numbers, order = torch.sort(numbers, stable=True)
+        ends = torch.searchsorted(numbers, numbers, right=True)
+        grid = len(rows), triton.cdiv(width, _ROW_COLUMNS.value)
+        _add_rows[grid](total, numbers, order, ends, rows, width)
 
 
 def _split_or_join(
@@ -369,3 +410,53 @@ def _dequantize_nf4(
     pairs = tl.join(tl.load(levels + (byte >> 4).to(tl.int32)), tl.load(levels + (byte & 15).to(tl.int32)))
     values = tl.reshape(pairs, (_NF4_BLOCKS, 64)) * scale
     tl.store(weight + (row * blocks + block) * 64 + tl.arange(0, 64)[None], values, inside)
+
+
+@triton.jit
+def _merge_attention(
+    out: tl.tensor, lse: tl.tensor, part: tl.tensor, part_lse: tl.tensor,
+    token_stride: tl.tensor, head_stride: tl.tensor, queries: tl.tensor, sizes: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some queries of one head of a row."""
+    heads: tl.constexpr = sizes[0]
+    size: tl.constexpr = sizes[1]
+    pair = tl.program_id(1).to(tl.int64)
+    q = tl.program_id(0).to(tl.int64) * sizes[2] + tl.arange(0, sizes[2])
+    d = tl.arange(0, sizes[3])[None, :]
+    given = q < queries
+    inside = given[:, None] & (d < size)
+    at_lse = lse + pair * head_stride + q
+    before = tl.load(at_lse, given, other=0.0)
+    other = tl.load(part_lse + pair * queries + q, given, other=0.0)
+    peak = tl.maximum(before, other)
+    old, new = tl.exp(before - peak), tl.exp(other - peak)
+    total = old + new
+    at = out + q[:, None] * token_stride + pair * size + d
+    token = pair // heads * queries + q
+    added = tl.load(part + (token[:, None] * heads + pair % heads) * size + d, inside, other=0).to(tl.float32)
+    is_read = inside & (before > float("-inf"))[:, None]
+    merged = tl.load(at, is_read, other=0.0) * tl.div_rn(old, total)[:, None]
+    tl.store(at, merged + added * tl.div_rn(new, total)[:, None], inside)
+    tl.debug_barrier()  # threads share the numbers that are written over now
+    tl.store(at_lse, peak + tl.log(total), given)
+
+
+@triton.jit
+def _add_rows(
+    total: tl.tensor, numbers: tl.tensor, order: tl.tensor, ends: tl.tensor, rows: tl.tensor, width: tl.tensor
+) -> None:
+    """All rows of one number, by the program of the first of them."""
+    place = tl.program_id(0)
+    number = tl.load(numbers + place)
+    before = tl.load(numbers + place - 1, place > 0, other=-1)
+    if number != before:  # also those of -1 are none
+        i = tl.program_id(1) * _ROW_COLUMNS + tl.arange(0, _ROW_COLUMNS)
+        end = tl.load(ends + place).to(tl.int32)
+        sums = tl.full((_ROWS, _ROW_COLUMNS), 0.0, tl.float32)
+        for begin in range(place, end, _ROWS):
+            j = begin + tl.arange(0, _ROWS)
+            token = tl.load(order + j, j < end, other=0)
+            inside = (j < end)[:, None] & (i < width)[None, :]
+            sums += tl.load(rows + token[:, None] * width + i[None, :], inside, other=0.0).to(tl.float32)
+        at = total + number * width + i
+        tl.store(at, tl.load(at, i < width).to(tl.float32) + tl.sum(sums, axis=0), i < width)

@@ -19,11 +19,12 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #if defined(__clang__)
@@ -44,15 +45,25 @@ struct Scalars {
     int32_t is_decoupled;
 };
 
-// Inputs and outputs may be the same memory (an update in place).
+// Which random numbers elements get, if a moment is bf16: `Draw` of narrow.py.
+struct Draw {
+    int64_t first, row, stride, skip;
+    uint32_t keys[2];
+};
+
+// Inputs and outputs may be the same memory (an update in place). Index 0 is exp_avg, 1 is exp_avg_sq.
 struct UpdateItem {
     const void *grad;
     const void *master_in;  // float; with a split master int16, its low bits
-    const float *exp_avg_in, *exp_avg_sq_in;
+    const void *moments_in[2];  // of the types of `kinds`
     const uint16_t *param_in;  // bf16; read only if the master is split
     void *master_out;
-    float *exp_avg_out, *exp_avg_sq_out;
+    void *moments_out[2];
     uint16_t *param_out;  // bf16, or null
+    const float *scales_in[2];  // of moments of 8 bits
+    float *scales_out[2];
+    int32_t kinds[2];
+    Draw draw;
     int64_t numel;
     int32_t has_bf16_grad, is_split;
     Scalars scalars;  // of the item's parameter group
@@ -69,9 +80,11 @@ struct SquaresItem {
 namespace {
 
 constexpr int64_t kTile = 1 << 16;  // elements that a thread updates at a time
-constexpr int64_t kBlock = 256;     // elements of results that are stored past the caches at a time
+constexpr int64_t kBlock = 256;     // elements that are updated at a time where results are not states as they lie
+constexpr int64_t kScaled = 64;     // elements that share a scale of 8 bits: MOMENT_BLOCK
 
 enum Form { kMaster, kMasterAndParam, kSplit };
+enum Kind { kFloat, kBf16, kEightBits };  // of a moment: KINDS of narrow.py
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -95,37 +108,84 @@ inline float join_split(uint16_t param, int16_t low) {
     return as_float((static_cast<uint32_t>(param) << 16) + static_cast<uint32_t>(low));
 }
 
+// Rounds to bf16, up or down by a random number of 16 bits.
+inline uint16_t round_stochastically(float value, uint32_t number) {
+    return static_cast<uint16_t>((bits_to_split(value) + number) >> 16);
+}
+
+// Elements with neighbouring numbers in their whole parameter, whose random numbers are hashes of them.
+struct Run {
+    uint32_t low, first_key, second_key;
+    int64_t length;
+
+    // lowbias32, with a second key before the second product.
+    INLINE uint32_t number(int64_t i) const {
+        uint32_t x = (low + static_cast<uint32_t>(i)) ^ first_key;
+        x = (x ^ (x >> 16)) * 0x7feb352du;
+        x = ((x ^ (x >> 15)) + second_key) * 0x846ca68bu;
+        return x ^ (x >> 16);
+    }
+
+    Run from(int64_t i) const { return {low + static_cast<uint32_t>(i), first_key, second_key, length - i}; }
+};
+
+// The run that begins at element `begin` of an item, at most `longest` elements of it.
+Run run_at(const Draw &draw, int64_t begin, int64_t longest) {
+    const int64_t place = draw.skip + begin, column = place % draw.row;
+    const uint64_t number = draw.first + place / draw.row * draw.stride + column;
+    const auto low = static_cast<uint32_t>(number);
+    const uint32_t high = static_cast<uint32_t>(number >> 32) * 0x9e3779b9u;
+    return {low, draw.keys[0] ^ high, draw.keys[1] + high, std::min({longest, draw.row - column, (int64_t{1} << 32) - low})};
+}
+
+template <class Moment>
+struct Moments {
+    const Moment *exp_avg, *exp_avg_sq;
+};
+
+template <class Moment>
+Moments<Moment> moments_from(const UpdateItem &item, int64_t begin) {
+    return {
+        static_cast<const Moment *>(item.moments_in[0]) + begin,
+        static_cast<const Moment *>(item.moments_in[1]) + begin,
+    };
+}
+
+template <class Moment>
 struct Results {
     void *master;
-    float *exp_avg, *exp_avg_sq;
+    Moment *exp_avg, *exp_avg_sq;
     uint16_t *param;
 };
 
-template <Form form>
-Results results_from(const UpdateItem &item, int64_t begin) {
+template <Form form, class Moment>
+Results<Moment> results_from(const UpdateItem &item, int64_t begin) {
     const int64_t master_bytes = form == kSplit ? sizeof(int16_t) : sizeof(float);
     return {
         static_cast<char *>(item.master_out) + begin * master_bytes,
-        item.exp_avg_out + begin,
-        item.exp_avg_sq_out + begin,
+        static_cast<Moment *>(item.moments_out[0]) + begin,
+        static_cast<Moment *>(item.moments_out[1]) + begin,
         form == kMaster ? nullptr : item.param_out + begin,
     };
 }
 
-// Updates n elements from `begin` on.
-template <class Grad, Form form, bool is_decoupled>
+// Updates n elements from `begin` on, which are of one run if moments are bf16. Scalars are folded (spec.py) where
+// states have moments in fewer bytes: root_bias2 is 1, and nothing is divided by it.
+template <class Grad, Form form, bool is_decoupled, class Moment, bool is_folded>
 INLINE void update_range(
-    const UpdateItem &item, int64_t begin, int64_t n, const Results &results) {
+    const UpdateItem &item, int64_t begin, int64_t n, const Moments<Moment> &moments,
+    const Results<Moment> &results, const Run &run) {
+    constexpr bool is_bf16 = std::is_same_v<Moment, uint16_t>;
     const Scalars c = item.scalars;
     const auto *grad = static_cast<const Grad *>(item.grad) + begin;
     const auto *master_in = static_cast<const float *>(item.master_in) + begin;
     const auto *low_in = static_cast<const int16_t *>(item.master_in) + begin;
     const uint16_t *param_in = form == kSplit ? item.param_in + begin : nullptr;
-    const float *exp_avg_in = item.exp_avg_in + begin, *exp_avg_sq_in = item.exp_avg_sq_in + begin;
+    const Moment *exp_avg_in = moments.exp_avg, *exp_avg_sq_in = moments.exp_avg_sq;
     auto *master_out = static_cast<float *>(results.master);
     auto *low_out = static_cast<int16_t *>(results.master);
     uint16_t *param_out = results.param;
-    float *exp_avg_out = results.exp_avg, *exp_avg_sq_out = results.exp_avg_sq;
+    Moment *exp_avg_out = results.exp_avg, *exp_avg_sq_out = results.exp_avg_sq;
 
     INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
@@ -135,11 +195,18 @@ INLINE void update_range(
             p = p * c.decay;
         else
             g = g + c.decay * p;
-        const float m = exp_avg_in[i] * c.beta1 + g * c.rest1;
-        const float v = exp_avg_sq_in[i] * c.beta2 + (g * c.rest2) * g;
-        p = p - c.step_size * (m / (std::sqrt(v) / c.root_bias2 + c.eps));
-        exp_avg_out[i] = m;
-        exp_avg_sq_out[i] = v;
+        const float m = widen(exp_avg_in[i]) * c.beta1 + g * c.rest1;
+        const float v = widen(exp_avg_sq_in[i]) * c.beta2 + (g * c.rest2) * g;
+        const float root = is_folded ? std::sqrt(v) : std::sqrt(v) / c.root_bias2;
+        p = p - c.step_size * (m / (root + c.eps));
+        if constexpr (is_bf16) {
+            const uint32_t number = run.number(i);
+            exp_avg_out[i] = round_stochastically(m, number & 0xffffu);
+            exp_avg_sq_out[i] = round_stochastically(v, number >> 16);
+        } else {
+            exp_avg_out[i] = m;
+            exp_avg_sq_out[i] = v;
+        }
         const uint32_t bits = bits_to_split(p);
         if (form == kSplit)
             low_out[i] = static_cast<int16_t>(bits);
@@ -163,53 +230,211 @@ inline void stream(void *to, const void *from, int64_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
-// Updates elements block by block, with results in other memory than the states.
-template <class Grad, Form form, bool is_decoupled>
-INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end) {
-    alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
-    alignas(64) uint16_t param[kBlock];
-    for (; begin < end; begin += kBlock) {
-        const int64_t n = std::min(kBlock, end - begin);
-        update_range<Grad, form, is_decoupled>(
-            item, begin, n, {master, exp_avg, exp_avg_sq, param});
-        const Results results = results_from<form>(item, begin);
-        stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
-        stream(results.exp_avg, exp_avg, n * sizeof(float));
-        stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(float));
-        if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
-    }
+// What was streamed must be visible before other threads learn that the tile is done.
+inline void order_stores() {
 #if defined(__x86_64__)
-    _mm_sfence();  // the stores must be visible before other threads learn that the tile is done
+    _mm_sfence();
 #endif
 }
 
-template <class Grad, Form form, bool is_decoupled>
+// Updates elements block by block, with results in other memory than the states.
+template <class Grad, Form form, bool is_decoupled, class Moment>
+INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end, const Run &run) {
+    alignas(64) float master[kBlock];
+    alignas(64) Moment exp_avg[kBlock], exp_avg_sq[kBlock];
+    alignas(64) uint16_t param[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t n = std::min(kBlock, end - at);
+        update_range<Grad, form, is_decoupled, Moment, std::is_same_v<Moment, uint16_t>>(
+            item, at, n, moments_from<Moment>(item, at), {master, exp_avg, exp_avg_sq, param}, run.from(at - begin));
+        const auto results = results_from<form, Moment>(item, at);
+        stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
+        stream(results.exp_avg, exp_avg, n * sizeof(Moment));
+        stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(Moment));
+        if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
+    }
+    order_stores();
+}
+
+// Codes and buckets of 8-bit moments, from narrow.py.
+struct Tables {
+    const float *codes[2];
+    const uint32_t *buckets[2];
+};
+
+Tables tables;
+
+#if defined(__x86_64__)
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512")))
+
+// As `decode` of 8 bits, and `encode_block`: compilers do not use the instructions that look up 16 numbers.
+AVX512 void decode_avx512(const uint8_t *indices, const float *codes, const float *scales, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i += 16) {
+        const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(indices + i)));
+        const __m512 code = _mm512_i32gather_ps(index, codes, sizeof(float));
+        _mm512_store_ps(to + i, _mm512_mul_ps(code, _mm512_set1_ps(scales[i / kScaled])));
+    }
+}
+
+template <int which>
+AVX512 void encode_avx512(const float *from, int64_t n, uint8_t *to, float *scales) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), unit = _mm512_set1_epi32(1);
+    for (int64_t block = 0; block < n; block += kScaled, from += kScaled, to += kScaled) {
+        __m512i sizes[4];
+        for (int k = 0; k < 4; ++k)
+            sizes[k] = _mm512_and_epi32(_mm512_castps_si512(_mm512_load_ps(from + 16 * k)), magnitude);
+        const int32_t largest = _mm512_reduce_max_epi32(
+            _mm512_max_epi32(_mm512_max_epi32(sizes[0], sizes[1]), _mm512_max_epi32(sizes[2], sizes[3])));
+        const bool is_normal = largest >= 0x800000;
+        const float scale = is_normal ? as_float(largest) : 0.0f;
+        scales[block / kScaled] = scale;
+        const __m512 inverse = _mm512_set1_ps(is_normal ? 1.0f / scale : 0.0f);
+        for (int k = 0; k < 4; ++k) {
+            const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(from + 16 * k), inverse));
+            const __m512i bucket = _mm512_srli_epi32(bits, 16);
+            const __m512i entry = _mm512_i32gather_epi32(bucket, tables.buckets[which], sizeof(uint32_t));
+            const __m512i ordered = which == 0 ? _mm512_xor_epi32(bits, _mm512_srai_epi32(bits, 31)) : bits;
+            const __mmask16 is_above = _mm512_cmpgt_epu32_mask(_mm512_slli_epi32(ordered, 16), entry);
+            const __m512i index = _mm512_mask_add_epi32(entry, is_above, entry, unit);
+            _mm_storeu_si128(reinterpret_cast<__m128i *>(to + 16 * k), _mm512_cvtepi32_epi8(index));
+        }
+    }
+}
+#endif
+
+template <int which, bool has_avx512>
+INLINE void decode(const UpdateItem &item, int64_t begin, int64_t n, float *to) {
+    if (item.kinds[which] == kBf16) {
+        const auto *bits = static_cast<const uint16_t *>(item.moments_in[which]) + begin;
+        INDEPENDENT
+        for (int64_t i = 0; i < n; ++i) to[i] = widen(bits[i]);
+        return;
+    }
+    const auto *indices = static_cast<const uint8_t *>(item.moments_in[which]) + begin;
+    const float *codes = tables.codes[which], *scales = item.scales_in[which] + begin / kScaled;
+#if defined(__x86_64__)
+    if (has_avx512) return decode_avx512(indices, codes, scales, n, to);
+#endif
+    for (int64_t block = 0; block < n; block += kScaled) {
+        const float scale = scales[block / kScaled];
+        INDEPENDENT
+        for (int64_t i = block; i < block + kScaled; ++i) to[i] = codes[indices[i]] * scale;
+    }
+}
+
+// A block of 8-bit numbers, of exp_avg or exp_avg_sq; returns its scale.
+template <int which>
+INLINE float encode_block(const float *from, uint8_t *to) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < kScaled; ++i)
+        largest = std::max(largest, static_cast<int32_t>(as_bits(from[i]) & 0x7fffffffu));
+    float scale = as_float(largest), inverse = 1.0f / scale;
+    if (largest < 0x800000) scale = inverse = 0;
+    const uint32_t *buckets = tables.buckets[which];
+    INDEPENDENT
+    for (int64_t i = 0; i < kScaled; ++i) {
+        const uint32_t bits = as_bits(from[i] * inverse), entry = buckets[bits >> 16];
+        const uint32_t ordered = which == 0 && bits >> 31 ? ~bits : bits;
+        to[i] = static_cast<uint8_t>(entry + (ordered << 16 > entry));
+    }
+    return scale;
+}
+
+template <int which, bool has_avx512>
+INLINE void encode(const float *from, const UpdateItem &item, int64_t begin, int64_t n) {
+    if (item.kinds[which] == kBf16) {
+        auto *to = static_cast<uint16_t *>(item.moments_out[which]) + begin;
+        for (int64_t done = 0; done < n;) {
+            const Run run = run_at(item.draw, begin + done, n - done);
+            INDEPENDENT
+            for (int64_t i = 0; i < run.length; ++i) {
+                const uint32_t number = run.number(i);
+                to[done + i] = round_stochastically(from[done + i], which == 0 ? number & 0xffffu : number >> 16);
+            }
+            done += run.length;
+        }
+        return;
+    }
+    auto *to = static_cast<uint8_t *>(item.moments_out[which]) + begin;
+#if defined(__x86_64__)
+    if (has_avx512) return encode_avx512<which>(from, n, to, item.scales_out[which] + begin / kScaled);
+#endif
+    for (int64_t block = 0; block < n; block += kScaled)
+        item.scales_out[which][(begin + block) / kScaled] = encode_block<which>(from + block, to + block);
+}
+
+// Updates elements block by block: moments are of two types, or of 8 bits.
+template <class Grad, Form form, bool is_decoupled, bool has_avx512>
+INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside) {
+    alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
+    alignas(64) uint16_t param[kBlock];
+    const bool has_float[] = {item.kinds[0] == kFloat, item.kinds[1] == kFloat};
+    for (; begin < end; begin += kBlock) {
+        const int64_t n = std::min(kBlock, end - begin);
+        auto moments = moments_from<float>(item, begin);
+        auto results = results_from<form, float>(item, begin);
+        const auto there = results;
+        if (is_beside) results = {master, exp_avg, exp_avg_sq, param};
+        if (!has_float[0]) {
+            decode<0, has_avx512>(item, begin, n, exp_avg);
+            moments.exp_avg = results.exp_avg = exp_avg;
+        }
+        if (!has_float[1]) {
+            decode<1, has_avx512>(item, begin, n, exp_avg_sq);
+            moments.exp_avg_sq = results.exp_avg_sq = exp_avg_sq;
+        }
+        update_range<Grad, form, is_decoupled, float, true>(item, begin, n, moments, results, {});
+        if (!has_float[0]) encode<0, has_avx512>(exp_avg, item, begin, n);
+        if (!has_float[1]) encode<1, has_avx512>(exp_avg_sq, item, begin, n);
+        if (!is_beside) continue;
+        stream(there.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
+        if (has_float[0]) stream(there.exp_avg, exp_avg, n * sizeof(float));
+        if (has_float[1]) stream(there.exp_avg_sq, exp_avg_sq, n * sizeof(float));
+        if (form != kMaster) stream(there.param, param, n * sizeof(uint16_t));
+    }
+    order_stores();
+}
+
+// Updates elements of one run, of moments of one type, float or bf16.
+template <class Grad, Form form, bool is_decoupled, class Moment>
+INLINE void update_run(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside, const Run &run) {
+    if (is_beside) return update_beside<Grad, form, is_decoupled, Moment>(item, begin, end, run);
+    update_range<Grad, form, is_decoupled, Moment, std::is_same_v<Moment, uint16_t>>(
+        item, begin, end - begin, moments_from<Moment>(item, begin), results_from<form, Moment>(item, begin), run);
+}
+
+template <class Grad, Form form, bool is_decoupled, bool has_avx512>
 INLINE void update_tile(const UpdateItem &item, int64_t begin, int64_t end) {
-    if (item.exp_avg_out == item.exp_avg_in)
-        update_range<Grad, form, is_decoupled>(
-            item, begin, end - begin, results_from<form>(item, begin));
-    else
-        update_beside<Grad, form, is_decoupled>(item, begin, end);
+    const bool is_beside = item.moments_out[0] != item.moments_in[0];
+    if (item.kinds[0] != item.kinds[1] || item.kinds[0] == kEightBits)
+        return update_blocks<Grad, form, is_decoupled, has_avx512>(item, begin, end, is_beside);
+    if (item.kinds[0] == kFloat)
+        return update_run<Grad, form, is_decoupled, float>(item, begin, end, is_beside, {});
+    while (begin < end) {
+        const Run run = run_at(item.draw, begin, end - begin);
+        update_run<Grad, form, is_decoupled, uint16_t>(item, begin, begin + run.length, is_beside, run);
+        begin += run.length;
+    }
 }
 
 using Update = void (*)(const UpdateItem &, int64_t, int64_t);
 
 template <class Grad, Form form, bool is_decoupled>
 void update_default(const UpdateItem &item, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(item, begin, end);
+    update_tile<Grad, form, is_decoupled, false>(item, begin, end);
 }
 
 #if defined(__x86_64__)
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx2"))) void update_avx2(
     const UpdateItem &item, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(item, begin, end);
+    update_tile<Grad, form, is_decoupled, false>(item, begin, end);
 }
 
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void update_avx512(
     const UpdateItem &item, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(item, begin, end);
+    update_tile<Grad, form, is_decoupled, true>(item, begin, end);
 }
 #endif
 
@@ -417,6 +642,8 @@ __attribute__((constructor)) void prepare() {
 extern "C" {
 
 int32_t adam_best_instruction_set() { return best_instruction_set(); }
+
+void adam_set_tables(const Tables *these) { tables = *these; }
 
 void adam_update(
     const UpdateItem *items, int64_t num_items, int32_t num_threads, int32_t set) {

@@ -5,17 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 
+import numpy as np
 import torch
 
 from patch.optimizer.kernels.build import BuildError, find_or_build
+from patch.optimizer.kernels.narrow import buckets, codes
 from patch.optimizer.kernels.spec import (
     UpdateItem,
     check_item,
+    constants_of,
     copy_other_params,
     is_split,
+    moment_kinds,
     pointers,
 )
 
@@ -28,19 +32,25 @@ class _Scalars(ctypes.Structure):
     _fields_ = [("constants", c_float * 9), ("is_decoupled", c_int32)]
 
 
+class _Draw(ctypes.Structure):
+    """The struct `Draw` of adam.cpp."""
+
+    _fields_ = [("places", c_int64 * 4), ("keys", c_uint32 * 2)]
+
+
+class _Tables(ctypes.Structure):
+    """The struct `Tables` of adam.cpp."""
+
+    _fields_ = [("codes", c_void_p * 2), ("buckets", c_void_p * 2)]
+
+
 class _UpdateItem(ctypes.Structure):
     """The struct `UpdateItem` of adam.cpp."""
 
     _fields_ = [
-        ("grad", c_void_p),
-        ("master_in", c_void_p),
-        ("exp_avg_in", c_void_p),
-        ("exp_avg_sq_in", c_void_p),
-        ("param_in", c_void_p),
-        ("master_out", c_void_p),
-        ("exp_avg_out", c_void_p),
-        ("exp_avg_sq_out", c_void_p),
-        ("param_out", c_void_p),
+        ("pointers", c_void_p * 13),
+        ("kinds", c_int32 * 2),
+        ("draw", _Draw),
         ("numel", c_int64),
         ("has_bf16_grad", c_int32),
         ("is_split", c_int32),
@@ -70,6 +80,9 @@ def load() -> ctypes.CDLL:
     library.adam_best_instruction_set.restype = c_int32
     library.sums_of_squares.argtypes = [POINTER(_SquaresItem), c_int64, c_void_p, c_int32, c_int32]
     library.sums_of_squares.restype = None
+    both = [codes(signed=signed).ctypes.data for signed in (True, False)]  # arrays that nobody frees
+    starts = [half.ctypes.data for half in np.split(buckets(), 2)]
+    library.adam_set_tables(byref(_Tables((*both,), (*starts,))))
     return library
 
 
@@ -132,5 +145,8 @@ def _row(item: UpdateItem) -> _UpdateItem:
     """The C struct of an item."""
     has_bf16_grad = item.grad.dtype == torch.bfloat16
     numel = item.grad.numel()
-    scalars = _Scalars(item.scalars.constants, item.scalars.decoupled_weight_decay)
-    return _UpdateItem(*pointers(item), numel, has_bf16_grad, is_split(item), scalars)
+    scalars = _Scalars(constants_of(item), item.scalars.decoupled_weight_decay)
+    numbers = item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
+    draw = _Draw(numbers[:4], numbers[4:])
+    kinds = moment_kinds(item)
+    return _UpdateItem((*pointers(item),), kinds, draw, numel, has_bf16_grad, is_split(item), scalars)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from patch.config.choices import MOMENT_BLOCK
+from patch.optimizer.kernels.narrow import codes, midpoints
 from patch.optimizer.kernels.spec import (
     AdamScalars,
     AdamStates,
@@ -14,6 +17,7 @@ from patch.optimizer.kernels.spec import (
     bf16_param,
     check_item,
     copy_other_params,
+    moment_kinds,
 )
 
 # Elements that are updated at a time: few enough that temporaries stay in a core's cache.
@@ -38,14 +42,101 @@ def _update_part(item: UpdateItem, part: slice) -> None:
     """Update some elements of an item."""
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
-    is_split = states[0].dtype == np.uint16
-    master = join_split(states[3], states[0]) if is_split else states[0]
+    is_split = states.master.dtype == np.uint16
+    master = states.master
+    if is_split:
+        assert states.param is not None
+        master = join_split(states.param, states.master)
     grad = item.grad[part].float().numpy()
-    new, exp_avg, exp_avg_sq = adam(master, grad, states[1], states[2], item.scalars)
-    results[0][:] = low_bits(new) if is_split else new
-    results[1][:], results[2][:] = exp_avg, exp_avg_sq
-    if len(results) > 3:
-        results[3][:] = round_to_bf16(new)
+    exp_avg, exp_avg_sq = (_widened(states, which) for which in (0, 1))
+    is_folded = any(moment_kinds(item))
+    new, exp_avg, exp_avg_sq = adam(master, grad, exp_avg, exp_avg_sq, item.scalars, is_folded=is_folded)
+    results.master[:] = low_bits(new) if is_split else new
+    is_drawn = any(kept.dtype == np.uint16 for kept in states.moments)
+    numbers = _numbers(item, part) if is_drawn else None
+    for which, values in enumerate((exp_avg, exp_avg_sq)):
+        _keep(results, which, values, numbers)
+    if results.param is not None:
+        results.param[:] = round_to_bf16(new)
+
+
+def _widened(states: _Arrays, which: int) -> np.ndarray:
+    """A moment as float32."""
+    kept, scales = states.moments[which], states.scales[which]
+    if kept.dtype == np.uint16:
+        return (kept.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if scales is not None:
+        return codes(signed=which == 0)[kept] * np.repeat(scales, MOMENT_BLOCK)
+    return kept
+
+
+def _keep(states: _Arrays, which: int, values: np.ndarray, numbers: np.ndarray | None) -> None:
+    """Write a moment in its type."""
+    kept, scales = states.moments[which], states.scales[which]
+    if kept.dtype == np.uint16:
+        assert numbers is not None
+        kept[:] = round_stochastically(
+            values, numbers & np.uint32(0xFFFF) if which == 0 else numbers >> np.uint32(16)
+        )
+    elif scales is not None:
+        kept[:], scales[:] = to_eight_bits(values, signed=which == 0)
+    else:
+        kept[:] = values
+
+
+def _numbers(item: UpdateItem, part: slice) -> np.ndarray:
+    """The random numbers of some elements of an item."""
+    assert item.draw is not None
+    first, row, stride, skip, *keys = item.draw.numbers(item.scalars.step)
+    places = np.arange(skip + part.start, skip + min(part.stop, item.grad.numel()))
+    return random_numbers((first + places // row * stride + places % row).astype(np.uint64), *keys)
+
+
+def random_numbers(indices: np.ndarray, first_key: int, second_key: int) -> np.ndarray:
+    """(n,) uint32: lowbias32 of the lower 32 bits of uint64 indices, with two keys.
+
+    Args:
+        indices: (n,) of elements in their whole parameter; the upper 32 bits change both keys.
+        first_key: 32 bits.
+        second_key: 32 bits.
+    """
+    high = (indices >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
+    second = np.uint32(second_key) + high
+    x = indices.astype(np.uint32) ^ np.uint32(first_key) ^ high
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = ((x ^ (x >> np.uint32(15))) + second) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def round_stochastically(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The bits of float32 values rounded to bf16: up as often as their lower half says; all NaNs become one.
+
+    Args:
+        values: (n,) float32.
+        numbers: (n,) uint32, random numbers of 16 bits.
+    """
+    bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
+    return ((bits + numbers) >> np.uint32(16)).astype(np.uint16)
+
+
+def to_eight_bits(values: np.ndarray, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The indices of the nearest codes, and a scale for each block.
+
+    Args:
+        values: (n,) finite float32, of whole blocks.
+        signed: first moments, or second ones, which are not negative.
+    """
+    scales = np.abs(values.reshape(-1, MOMENT_BLOCK)).max(axis=1)
+    is_normal = scales >= np.finfo(np.float32).tiny
+    inverse = np.where(is_normal, np.float32(1) / scales, np.float32(0))
+    ratios = values * np.repeat(inverse, MOMENT_BLOCK)
+    ranks = np.searchsorted(midpoints(signed=signed), np.abs(ratios))
+    if signed:
+        below = np.searchsorted(midpoints(signed=True, negative=True), np.abs(ratios))
+        indices = np.where(np.signbit(ratios), 127 - below, 127 + ranks)
+    else:
+        indices = np.maximum(ranks, 1)
+    return indices.astype(np.uint8), np.where(is_normal, scales, np.float32(0))
 
 
 def adam(
@@ -54,6 +145,8 @@ def adam(
     exp_avg: np.ndarray,
     exp_avg_sq: np.ndarray,
     scalars: AdamScalars,
+    *,
+    is_folded: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The reference: new master, exp_avg and exp_avg_sq, written as plainly as possible.
 
@@ -63,8 +156,10 @@ def adam(
         exp_avg: (n,) first moments.
         exp_avg_sq: (n,) second moments.
         scalars: the scalars of the parameter group.
+        is_folded: as with moments in fewer bytes.
     """
-    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, scalars.constants)
+    constants = scalars.folded_constants if is_folded else scalars.constants
+    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, constants)
     is_decoupled = scalars.decoupled_weight_decay
     g = grad * scale if is_decoupled else grad * scale + decay * master
     p = master * decay if is_decoupled else master
@@ -91,11 +186,27 @@ def join_split(param: np.ndarray, low: np.ndarray) -> np.ndarray:
     return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
 
 
-def _arrays(states: AdamStates, part: slice) -> list[np.ndarray]:
-    """NumPy views of some elements of the states; bf16 parameters and low bits of masters as uint16."""
-    tensors = [states.master[part], states.exp_avg[part], states.exp_avg_sq[part]]
-    param = bf16_param(states)
-    if param is not None:
-        tensors.append(param[part].view(torch.int16))
-    arrays = [tensor.numpy() for tensor in tensors]
-    return [array.view(np.uint16) if array.dtype == np.int16 else array for array in arrays]
+class _Arrays(NamedTuple):
+    """NumPy views of some elements of the states; bf16 values and low bits of masters as uint16."""
+
+    master: np.ndarray
+    moments: list[np.ndarray]
+    param: np.ndarray | None
+    scales: list[np.ndarray | None]
+
+
+def _arrays(states: AdamStates, part: slice) -> _Arrays:
+    """Views of some elements."""
+    scaled = slice(part.start // MOMENT_BLOCK, part.stop // MOMENT_BLOCK)
+    param, scales = bf16_param(states), (states.exp_avg_scale, states.exp_avg_sq_scale)
+    return _Arrays(
+        _array(states.master[part]),
+        [_array(moment[part]) for moment in (states.exp_avg, states.exp_avg_sq)],
+        None if param is None else _array(param[part]),
+        [None if scale is None else scale[scaled].numpy() for scale in scales],
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    is_half = tensor.dtype in (torch.bfloat16, torch.int16)
+    return tensor.view(torch.int16).numpy().view(np.uint16) if is_half else tensor.numpy()

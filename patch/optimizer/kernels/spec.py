@@ -8,6 +8,10 @@
 
 Every product, sum, quotient and root is one IEEE float32 operation, and none are fused; scalars are computed
 in float64 and rounded once. All kernels follow this order, so they give the same bits on every device.
+Moments in fewer bytes (narrow.py) are widened before, and rounded after p was computed from m and v. Where
+one of the two has fewer, both bias2 are folded into scalars, which saves a quotient:
+
+    p = p - (lr / bias1 * sqrt(bias2)) * (m / (sqrt(v) + eps * sqrt(bias2)))
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
+
+from patch.config.choices import MOMENT_BLOCK
+from patch.optimizer.kernels.narrow import KINDS, Draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,12 @@ class AdamScalars:
         decay = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else self.weight_decay
         return self.grad_scale, *moments, self.lr / bias1, math.sqrt(bias2), self.eps, decay
 
+    @cached_property
+    def folded_constants(self) -> tuple[float, ...]:
+        """The same with sqrt(bias2) multiplied into lr / bias1 and eps, so that 1 stands in its place."""
+        *others, step_size, root_bias2, eps, decay = self.constants
+        return *others, step_size * root_bias2, 1.0, eps * root_bias2, decay
+
 
 class AdamStates(NamedTuple):
     """The states that an update reads and writes: contiguous (numel,) tensors on one device."""
@@ -59,8 +72,14 @@ class AdamStates(NamedTuple):
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    """Moments: each float32, bfloat16, or uint8 with a scale for each block (narrow.py)."""
+
     param: torch.Tensor | None = None
     """The model's bf16 or fp16 parameter, rounded from the master; None if the master is the parameter."""
+
+    exp_avg_scale: torch.Tensor | None = None
+    exp_avg_sq_scale: torch.Tensor | None = None
+    """(numel / MOMENT_BLOCK,) float32, of 8-bit moments."""
 
 
 class UpdateItem(NamedTuple):
@@ -74,6 +93,9 @@ class UpdateItem(NamedTuple):
     out: AdamStates | None = None
     """Where the results are written, with the types of `states`; None: the results overwrite `states`."""
 
+    draw: Draw | None = None
+    """What the random numbers of bf16 moments depend on."""
+
 
 class AdamKernel(Protocol):
     """An implementation of the update; all of them give the same bits."""
@@ -85,21 +107,41 @@ class AdamKernel(Protocol):
 def check_item(item: UpdateItem) -> None:
     """Assert that a kernel can use an item's tensors as plain pointers."""
     states, results = item.states, item.out or item.states
-    tensors = [tensor for tensor in (item.grad, *states, *results) if tensor is not None]
-    assert all(tensor.is_contiguous() for tensor in tensors), "a kernel takes contiguous tensors"
+    given = [tensor for tensor in (item.grad, *states, *results) if tensor is not None]
+    assert all(tensor.is_contiguous() for tensor in given), "a kernel takes contiguous tensors"
+    tensors = [t for t in (item.grad, *states[:4], *results[:4]) if t is not None]
     assert len({(tensor.numel(), tensor.device) for tensor in tensors}) == 1, "one size and device in an item"
     kinds = [tensor.dtype for tensor in tensors]
     assert kinds[0] in (torch.float32, torch.bfloat16), f"gradient of {kinds[0]}"
-    assert kinds[2:4] == [torch.float32] * 2, "moments are float32"
+    assert set(kinds[2:4]) <= set(KINDS), f"moments of {kinds[2:4]}"
+    assert torch.bfloat16 not in kinds[2:4] or item.draw is not None, "bf16 moments need random numbers"
+    for these in (states, results):
+        for moment, scale in (
+            (these.exp_avg, these.exp_avg_scale),
+            (these.exp_avg_sq, these.exp_avg_sq_scale),
+        ):
+            sizes = None if scale is None else (scale.numel() * MOMENT_BLOCK, scale.dtype)
+            wanted = (moment.numel(), torch.float32) if moment.dtype == torch.uint8 else None
+            assert sizes == wanted, "8-bit moments have a float32 scale for each block, others none"
     types = [[getattr(tensor, "dtype", None) for tensor in these] for these in (states, results)]
     assert types[0] == types[1], "results of other types"
     if is_split(item):
         assert states.param is not None and states.param.dtype == torch.bfloat16, "only bf16 splits"
 
 
+def constants_of(item: UpdateItem) -> tuple[float, ...]:
+    """The scalars of an item's update, in the order of `AdamScalars.constants`."""
+    return item.scalars.folded_constants if any(moment_kinds(item)) else item.scalars.constants
+
+
 def is_split(item: UpdateItem) -> bool:
     """Whether the master is split into the bf16 parameter and 16 low bits."""
     return item.states.master.dtype == torch.int16
+
+
+def moment_kinds(item: UpdateItem) -> tuple[int, int]:
+    """The places of the moments' types in KINDS."""
+    return KINDS.index(item.states.exp_avg.dtype), KINDS.index(item.states.exp_avg_sq.dtype)
 
 
 def bf16_param(states: AdamStates) -> torch.Tensor | None:
@@ -109,10 +151,13 @@ def bf16_param(states: AdamStates) -> torch.Tensor | None:
 
 
 def pointers(item: UpdateItem) -> list[int | None]:
-    """Addresses of the gradient, then of master, moments and bf16 parameter: first to read, then to write."""
+    """Addresses of the gradient, of master, moments and bf16 parameter, to read and to write; of scales."""
     tensors: list[torch.Tensor | None] = [item.grad]
-    for states in (item.states, item.out or item.states):
+    both = item.states, item.out or item.states
+    for states in both:
         tensors += [states.master, states.exp_avg, states.exp_avg_sq, bf16_param(states)]
+    for states in both:
+        tensors += [states.exp_avg_scale, states.exp_avg_sq_scale]
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,19 +16,23 @@ import torch
 import triton
 import triton.language as tl
 
+from patch.config.choices import MOMENT_BLOCK
 from patch.device import send
+from patch.optimizer.kernels.narrow import buckets, codes
 from patch.optimizer.kernels.spec import (
-    AdamScalars,
     UpdateItem,
     bf16_param,
     check_item,
+    constants_of,
     copy_other_params,
     is_split,
+    moment_kinds,
     pointers,
 )
 
 _BLOCK = tl.constexpr(1024)  # 2048 need twice the registers, and spill if pointers are not aligned
-_COLUMNS = tl.constexpr(20)  # of the table: 9 pointers, number of elements, first block, bits of 9 scalars
+_COLUMNS = tl.constexpr(30)  # 9 pointers, numel, first block, 9 scalars, 4 pointers to scales, 6 of Draw
+_SCALED = tl.constexpr(MOMENT_BLOCK)
 
 
 class _Form(NamedTuple):
@@ -37,6 +42,8 @@ class _Form(NamedTuple):
     has_bf16_param: bool
     is_split: bool
     is_decoupled: bool
+    kinds: tuple[int, int]
+    """Of moments: 0 float32, 1 bf16, 2 of 8 bits."""
 
 
 class TritonAdam:
@@ -52,6 +59,7 @@ class TritonAdam:
                 bf16_param(item.states) is not None,
                 is_split(item),
                 item.scalars.decoupled_weight_decay,
+                moment_kinds(item),
             )
             forms[form].append(item)
         for form, members in forms.items():
@@ -65,22 +73,34 @@ def _launch(form: _Form, items: list[UpdateItem]) -> None:
     num_blocks = 0
     for item in items:
         numel = item.grad.numel()
-        rows.append([pointer or 0 for pointer in pointers(item)])
-        rows[-1] += [numel, num_blocks, *_bits(item.scalars)]
+        places = [pointer or 0 for pointer in pointers(item)]
+        numbers = item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
+        rows.append([*places[:9], numel, num_blocks, *_bits(item), *places[9:], *numbers])
         num_blocks += triton.cdiv(numel, _BLOCK.value)
     if num_blocks:
+        device = items[0].grad.device
+        *others, kinds = form
         _update[(num_blocks,)](
-            send(torch.tensor(rows, dtype=torch.int64), items[0].grad.device),
+            send(torch.tensor(rows, dtype=torch.int64), device),
+            *_tables(device),
             len(rows),
-            *form,
+            *others,
+            *kinds,
             _alignment(rows),
             enable_fp_fusion=False,
         )
 
 
-def _bits(scalars: AdamScalars) -> list[int]:
+@cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of first and second moments in 8 bits, and their buckets (narrow.py)."""
+    both = np.concatenate([codes(signed=True), codes(signed=False)])
+    return send(torch.from_numpy(both), device), send(torch.from_numpy(buckets()), device)
+
+
+def _bits(item: UpdateItem) -> list[int]:
     """The constants as float32, as the integers with the same bits."""
-    return np.array(scalars.constants, np.float32).view(np.int32).tolist()
+    return np.array(constants_of(item), np.float32).view(np.int32).tolist()
 
 
 def _alignment(rows: list[list[int]]) -> int:
@@ -141,14 +161,74 @@ def _adam(
     return p, m, v
 
 
+@triton.jit
+def _random(row: tl.tensor, i: tl.tensor) -> tl.tensor:
+    """The random numbers of some elements of an item: Draw.numbers begin at column 24."""
+    place = tl.load(row + 27) + i
+    length = tl.load(row + 25)
+    number = tl.load(row + 24) + place // length * tl.load(row + 26) + place % length
+    high = (number >> 32).to(tl.uint32) * 0x9E3779B9
+    second = tl.load(row + 29).to(tl.uint32) + high
+    x = number.to(tl.uint32) ^ tl.load(row + 28).to(tl.uint32) ^ high
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = ((x ^ (x >> 15)) + second) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _load_moment(
+    row: tl.tensor, codes: tl.tensor, i: tl.tensor, inside: tl.tensor,
+    which: tl.constexpr, kind: tl.constexpr, alignment: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    if kind == 0:
+        return tl.load(_pointer(row, 2 + which, tl.float32, alignment) + i, inside)
+    if kind == 1:
+        return _float_of_bf16(tl.load(_pointer(row, 2 + which, tl.uint16, alignment) + i, inside))
+    index = tl.load(_pointer(row, 2 + which, tl.uint8, alignment) + i, inside)
+    scale = tl.load(_pointer(row, 20 + which, tl.float32, 1) + i // _SCALED, inside)
+    return tl.load(codes + 256 * which + index, inside) * scale
+
+
+@triton.jit
+def _store_moment(
+    row: tl.tensor, buckets: tl.tensor, x: tl.tensor, number: tl.tensor, i: tl.tensor, inside: tl.tensor,
+    which: tl.constexpr, kind: tl.constexpr, alignment: tl.constexpr,
+) -> None:  # fmt: skip
+    if kind == 0:
+        tl.store(_pointer(row, 6 + which, tl.float32, alignment) + i, x, inside)
+    bits = x.to(tl.uint32, bitcast=True)
+    if kind == 1:
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        number = number >> 16 if which == 1 else number & 0xFFFF
+        bits = (tl.where(is_nan, 0x7FC00000, bits) + number) >> 16
+        tl.store(_pointer(row, 6 + which, tl.uint16, alignment) + i, bits.to(tl.uint16), inside)
+    if kind == 2:
+        sizes = tl.where(inside, bits & 0x7FFFFFFF, 0).to(tl.int32)
+        largest = tl.max(tl.reshape(sizes, (_BLOCK // _SCALED, _SCALED)), axis=1, keep_dims=True)
+        largest = tl.where(largest < 0x800000, 0, largest)
+        largest = tl.reshape(tl.broadcast_to(largest, (_BLOCK // _SCALED, _SCALED)), (_BLOCK,))
+        scale = largest.to(tl.float32, bitcast=True)
+        tl.store(_pointer(row, 22 + which, tl.float32, 1) + i // _SCALED, scale, inside & (i % _SCALED == 0))
+        ratio = x * tl.where(largest == 0, 0.0, tl.div_rn(tl.full((_BLOCK,), 1.0, tl.float32), scale))
+        bits = ratio.to(tl.uint32, bitcast=True)
+        entry = tl.load(buckets + 65536 * which + (bits >> 16)).to(tl.uint32, bitcast=True)
+        ordered = tl.where(bits >> 31 == 1, bits ^ 0xFFFF, bits) & 0xFFFF
+        index = (entry & 0xFF) + tl.where(ordered > (entry >> 16), 1, 0)
+        tl.store(_pointer(row, 6 + which, tl.uint8, alignment) + i, index.to(tl.uint8), inside)
+
+
 @triton.jit(do_not_specialize=["num_items"])
 def _update(
     table: tl.tensor,
+    codes: tl.tensor,
+    buckets: tl.tensor,
     num_items: tl.tensor,
     has_bf16_grad: tl.constexpr,
     has_bf16_param: tl.constexpr,
     is_split: tl.constexpr,
     is_decoupled: tl.constexpr,
+    exp_avg_kind: tl.constexpr,
+    exp_avg_sq_kind: tl.constexpr,
     alignment: tl.constexpr,
 ) -> None:
     """Update one block of one item."""
@@ -166,13 +246,16 @@ def _update(
         p = _join_split(tl.load(_pointer(row, 4, tl.uint16, alignment) + i, inside), low)
     else:
         p = tl.load(_pointer(row, 1, tl.float32, alignment) + i, inside)
-    m = tl.load(_pointer(row, 2, tl.float32, alignment) + i, inside)
-    v = tl.load(_pointer(row, 3, tl.float32, alignment) + i, inside)
+    m = _load_moment(row, codes, i, inside, 0, exp_avg_kind, alignment)
+    v = _load_moment(row, codes, i, inside, 1, exp_avg_sq_kind, alignment)
 
     p, m, v = _adam(p, g, m, v, row, is_decoupled)
 
-    tl.store(_pointer(row, 6, tl.float32, alignment) + i, m, inside)
-    tl.store(_pointer(row, 7, tl.float32, alignment) + i, v, inside)
+    number = i
+    if exp_avg_kind == 1 or exp_avg_sq_kind == 1:
+        number = _random(row, i)
+    _store_moment(row, buckets, m, number, i, inside, 0, exp_avg_kind, alignment)
+    _store_moment(row, buckets, v, number, i, inside, 1, exp_avg_sq_kind, alignment)
     bits = p.to(tl.uint32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     if has_bf16_param:

@@ -7,13 +7,15 @@ read and write. A layer takes at least as long as the host needs to start its ke
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.config.backends import can_send_in_pieces
 from patch.config.choices import PRECISIONS, Precision, Recompute
 from patch.families import Kind, attended_channels, layer_matrices, widths
 from patch.families.adapters import adapters_of
-from patch.plan.activations import activation_bytes, dispatch_of
+from patch.plan.activations import activation_bytes, boundary_bytes, dispatch_of
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
 from patch.plan.timing.communication import (
@@ -36,6 +38,9 @@ BACKWARD_OF_ATTENTION = 2.5
 """FLOPs of its backward over those of its forward: five products, one of which computes the scores again."""
 LAUNCHES = (25, 50)
 """Kernels of a layer's forward and backward with fused operations."""
+_OF_PIECE = 6
+"""What a piece of a product that is sent costs the host, in launches: a receive and a send in one batch, two
+waits, its product. Assumed."""
 _FP32 = 4
 
 
@@ -84,19 +89,46 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
     products = _Products(config, machine)
     attention = _attention(config, machine)
     forward_bytes, backward_bytes, again = _traffic(config)
+    is_apart = machine.is_gpu and not can_send_in_pieces(config)
+    if config.parallel.tp_comm_overlap is None or is_apart:
+        ways = tensor_ways(config, machine)
+        config = with_tensor_overlap(config, ways[True] < ways[False] if ways else not machine.is_gpu)
     bandwidth = machine.memory_rate
     forward_cp, backward_cp = _context(config, machine, attention)
-    host, to_experts = machine.launch_seconds, dispatch_seconds(config, machine)
+    to_experts = dispatch_seconds(config, machine)
+    host = [
+        machine.launch_seconds
+        * (own + _OF_PIECE * _num_pieces(config, machine, products, is_forward=is_forward))
+        for own, is_forward in zip(LAUNCHES, (True, False), strict=True)
+    ]
     forward = LayerTime(
         products.forward, attention, forward_bytes / bandwidth,
-        _tensor(config, machine, products, is_forward=True), forward_cp, to_experts, LAUNCHES[0] * host,
+        _tensor(config, machine, products, is_forward=True), forward_cp, to_experts, host[0],
     )  # fmt: skip
     backward = LayerTime(
         products.backward, attention * _backward_factor(machine), backward_bytes / bandwidth,
-        _tensor(config, machine, products, is_forward=False), backward_cp, to_experts, LAUNCHES[1] * host,
+        _tensor(config, machine, products, is_forward=False), backward_cp, to_experts, host[1],
     )  # fmt: skip
     offload = _offload(config, machine, forward.total, backward.total)
     return LayerTimes(forward, backward, again / bandwidth, offload)
+
+
+def with_tensor_overlap(config: RunConfig, overlaps: bool) -> RunConfig:
+    """The same run with or without TP's messages in pieces of products."""
+    return dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, tp_comm_overlap=overlaps)
+    )
+
+
+def tensor_ways(config: RunConfig, machine: Machine) -> dict[bool, float]:
+    """Seconds of a layer without and with TP's messages in pieces; {} where a GPU's run has no such choice.
+
+    Pieces hide messages, but cost smaller products, sums by kernels of their own and the host's time.
+    """
+    if not (machine.is_gpu and can_send_in_pieces(config)):
+        return {}
+    ways = {way: layer_times(with_tensor_overlap(config, way), machine) for way in (False, True)}
+    return {way: times.forward.total + times.backward.total for way, times in ways.items()}
 
 
 def product_seconds(
@@ -147,6 +179,7 @@ class _Products:
                 number = row.num_experts // config.experts.expert_model_parallel_size
                 shape = row.shard_shape(config.etp_size)
                 sides[index] = (number, dispatch_of(config).rows / number, *shape)
+        self.sides, self.size = sides, size
         self.each = [t * product_seconds(machine, precision, (m, n, k), size) for t, m, n, k in sides]
         self.inputs = [t * product_seconds(machine, precision, (m, k, n), size) for t, m, n, k in sides]
         self.weights = [t * product_seconds(machine, precision, (n, k, m), added) for t, m, n, k in sides]
@@ -211,7 +244,7 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
 
     Forward gathers (SP) or receives a layer's input before two products and sums after two others. In
     backward what is sent for the first two travels while their weights' gradients are computed.
-    `--tp-comm-overlap` sends all but one of TP pieces while a product is computed.
+    `--tp-comm-overlap` sends all but one of TP pieces while a product is computed, which is in pieces then.
     """
     parallel = config.parallel
     tp_size = parallel.tensor_model_parallel_size
@@ -219,14 +252,15 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
         return 0.0
     once = summing_seconds(config, machine)
     inputs, weights = products.inputs, products.weights
-    overlaps = parallel.tp_comm_overlap
-    if not machine.is_gpu if overlaps is None else overlaps:
+    if parallel.tp_comm_overlap:
         every = products.each if is_forward else inputs
-        seconds = [every[index] for index in sorted(products.summed + products.cut)]
-        if not parallel.sequence_parallel:
-            once = 2 * once
-            seconds = [every[index] for index in (products.summed if is_forward else products.cut)]
-        return sum(max(once / tp_size, once - product * (1 - 1 / tp_size)) for product in seconds)
+        found = _in_pieces(config, products, is_forward=is_forward)
+        once *= 1 if parallel.sequence_parallel else 2
+        if machine.is_gpu:
+            return sum(
+                _piece_seconds(config, machine, products, i, once, is_forward=is_forward) for i in found
+            )
+        return sum(max(once / tp_size, once - every[index] * (1 - 1 / tp_size)) for index in found)
     if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
         return (len(products.summed) + len(products.cut)) * once
     if not parallel.sequence_parallel:
@@ -234,6 +268,53 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
     gathers = sum(max(0.0, once - inputs[index]) for index in products.cut)
     sums = len(products.summed) * once
     return sums + gathers + sum(max(0.0, once - weights[index]) for index in products.cut)
+
+
+def _in_pieces(config: RunConfig, products: _Products, *, is_forward: bool) -> list[int]:
+    """The products of a pass whose messages travel in pieces of them."""
+    if config.parallel.sequence_parallel:
+        return sorted(products.summed + products.cut)
+    return products.summed if is_forward else products.cut
+
+
+def _num_pieces(config: RunConfig, machine: Machine, products: _Products, *, is_forward: bool) -> int:
+    """Pieces that are sent in a pass. With SP backward gathers the inputs of weights' gradients, too."""
+    tp_size, is_cut = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
+    if not (machine.is_gpu and config.parallel.tp_comm_overlap):
+        return 0
+    gathers = len(products.cut) if is_cut and not is_forward else 0
+    of_product = tp_size - 1 if is_cut else 2 * tp_size
+    return of_product * (len(_in_pieces(config, products, is_forward=is_forward)) + gathers)
+
+
+def _piece_seconds(
+    config: RunConfig, machine: Machine, products: _Products, index: int, message: float, *, is_forward: bool
+) -> float:
+    """Seconds that a product in pieces takes longer on a GPU than one without messages.
+
+    The own rows of a gather come first, those of a sum last, so that all of a message is hidden if it is
+    shorter than the rest of the product; of an all-reduce the last piece is not, unless the product for a
+    weight's gradient follows. Small products reach less, messages need some of the SMs, and parts of a sum
+    are added by kernels of their own.
+
+    Args:
+        config, machine, products: see there.
+        index: of the product.
+        message: seconds of its messages.
+        is_forward: which pass.
+    """
+    parallel, (times, m, n, k) = config.parallel, products.sides[index]
+    tp_size, is_cut = parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    pieces = tp_size if is_cut else 2 * tp_size
+    sides = (m / pieces, n, k) if is_forward else (m / pieces, k, n)
+    each = times * product_seconds(machine, config.training.precision, sides, products.size)
+    whole = products.each[index] if is_forward else products.inputs[index]
+    beside = 0.0 if is_forward or index in products.summed else products.weights[index]
+    last = 0.0 if is_cut or not is_forward else message / pieces
+    exposed = max(last, message - each * (pieces - 1) - beside)
+    is_sum = is_cut and (index in products.summed) == is_forward
+    added = 3 * (tp_size - 1) * boundary_bytes(config) / machine.memory_rate if is_sum else 0.0
+    return exposed + each * pieces - whole + machine.reached.contention * message + added
 
 
 def _context(config: RunConfig, machine: Machine, attention: float) -> tuple[float, float]:

@@ -44,6 +44,8 @@ class Reached:
     """Pinned copies over PCIe: 25 of 32 GB/s, 51 of 64."""
     host_bandwidth: float = 0.6
     """The optimizer's kernel on all cores of a node."""
+    disk: float = 0.8
+    """Chunks of states that are read and written at once."""
 
 
 MEASURED = Reached(
@@ -90,6 +92,8 @@ class Machine:
     """Bytes/s between a device and its host, in each direction."""
     launch_seconds: float
     """Time of the host, to start a kernel: no operation of a step is faster."""
+    disk_bandwidth: float = 2e9
+    """Bytes/s of a node's fast disks, reads and writes together; the default is assumed, for one disk."""
     price_per_device_hour: float | None = None
     """In any currency; None: not known."""
     reached: Reached = Reached()

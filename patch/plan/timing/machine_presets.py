@@ -21,13 +21,13 @@ _NCCL: dict[str, Any] = {"node_link_latency": 3.6e-6, "network_latency": 14e-6, 
 
 # NVIDIA H100 SXM (data sheet of the H100): bf16 989.5 dense, fp8 twice that, fp32 67 TFLOP/s, 3.35 TB/s,
 # NVLink 900 GB/s and PCIe 5.0 128 GB/s, both for both directions. DGX H100 (its data sheet): eight ports of
-# 400 Gbit/s for eight GPUs, 2 TB, two Xeon 8480C of 56 cores, eight channels of DDR5-4800 each. 79.1 GiB is
-# what torch reports.
+# 400 Gbit/s for eight GPUs, 2 TB, two Xeon 8480C of 56 cores, eight channels of DDR5-4800 each, eight NVMe
+# disks of about 5 GB/s (assumed). 79.1 GiB is what torch reports.
 _H100 = Machine(
     name="NVIDIA H100 80GB HBM3", devices_per_node=8, compute_capability=(9, 0),
     device_memory_bytes=int(79.1 * _GIB), fp32_flops=67e12, bf16_flops=989.5e12, fp8_flops=1979e12,
     device_bandwidth=3.35e12, node_link_bandwidth=450e9, network_bandwidth=50e9, host_memory_bytes=2 * _TB,
-    host_cores=112, host_bandwidth=614e9, host_link_bandwidth=64e9, **_NCCL,
+    host_cores=112, host_bandwidth=614e9, host_link_bandwidth=64e9, disk_bandwidth=40e9, **_NCCL,
 )  # fmt: skip
 
 PRESETS: dict[str, Machine] = {
@@ -40,6 +40,7 @@ PRESETS: dict[str, Machine] = {
         device_memory_bytes=int(79.15 * _GIB), fp32_flops=19.5e12, bf16_flops=312e12,
         device_bandwidth=2.039e12, node_link_bandwidth=300e9, network_bandwidth=25e9,
         host_memory_bytes=2 * _TB, host_cores=128, host_bandwidth=409e9, host_link_bandwidth=32e9,
+        disk_bandwidth=20e9,
         reached=Reached(gemm=0.82, attention_forward=0.65, attention_backward=0.55, sustained=1.0), **_NCCL,
     ),
     "h100": _H100,

@@ -22,7 +22,7 @@ from patch.numbers import timed
 from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
-from patch.plan.memory import bytes_per_rank, usable_device_memory
+from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
 from patch.plan.parameters import by_layer, element_bytes, kept_parts, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
@@ -33,8 +33,9 @@ from patch.plan.timing.communication import (
     neighbour_seconds,
     summing_seconds,
 )
-from patch.plan.timing.layer_time import LAUNCHES, LayerTimes, layer_times, product_seconds
+from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
+from patch.plan.timing.weights import PassWaits, host_rate, pass_waits
 
 _LOGIT_BYTES = 20
 """For each logit: written, read for its largest and their sum, made a gradient, read by two products."""
@@ -58,6 +59,8 @@ class StepCosts:
     """Forward of each stage, in the order of the model; with recomputation and what nothing hides of TP and
     CP."""
     backward: tuple[float, ...]
+    waits: tuple[PassWaits, ...]
+    """What passes wait for weights beside that, where replicas share them."""
     message: float
     """Between neighbouring stages, one way; 0 without stages."""
     has_hidden_messages: bool
@@ -97,6 +100,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         embedding=embedding,
         forward=tuple(forward),
         backward=tuple(backward),
+        waits=pass_waits(config, machine, forward, backward),
         message=message,
         has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
         travel=gradient_travel(config, machine),
@@ -104,8 +108,13 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         parameters=tuple(parameters_of(config, rank) for rank in ranks),
         experts=tuple(parameters_of(config, rank, of_experts=True) for rank in ranks),
         states=kept_parts(config, None, is_shared=config.zero_stage.shares_states),
-        update=PRECISIONS[config.training.precision].update_bytes / machine.memory_rate,
+        update=_update_bytes(config) / machine.memory_rate,
     )
+
+
+def _update_bytes(config: RunConfig) -> float:
+    """Bytes that the update of a parameter reads and writes, its moments in their types."""
+    return PRECISIONS[config.training.precision].update_bytes - 16 + 2 * config.optimizer.moment_bytes
 
 
 def _stages(config: RunConfig, stages: list[list[LayerTimes]]) -> tuple[list[float], list[float]]:
@@ -205,9 +214,9 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
 def _timing(config: RunConfig, costs: StepCosts) -> Timing:
     """The passes of the pipeline. Where nothing hides a message, its sender waits until it has arrived."""
     is_hidden = costs.has_hidden_messages
-    wait, stages = 0.0 if is_hidden else costs.message, range(len(costs.forward))
-    forward = [costs.forward[stage] + (wait if stage < stages[-1] else 0) for stage in stages]
-    backward = [costs.backward[stage] + (wait if stage else 0) for stage in stages]
+    wait, last, waits = 0.0 if is_hidden else costs.message, len(costs.forward) - 1, costs.waits
+    forward = [n + waits[s].forward + (wait if s < last else 0) for s, n in enumerate(costs.forward)]
+    backward = [n + waits[s].backward + (wait if s else 0) for s, n in enumerate(costs.backward)]
     return simulate(Schedule.of(config), forward, backward, costs.message if is_hidden else 0.0)
 
 
@@ -231,9 +240,10 @@ def _passes(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
         parts.append(StepPart(title, seconds, f"{count} micro-batches x {', and '.join(texts)}"))
     total = sum(count * layers * (first.total + second.total) for layers, first, second in both)
     waiting = total - sum(part.seconds for part in parts)
-    launches = [count * machine.launch_seconds for count in LAUNCHES]
-    text = f"a layer's kernels take the host {timed(launches[0])} + {timed(launches[1])} to start"
-    parts.append(StepPart("waiting for the host", max(0.0, waiting), text))
+    launches = [timed(each.launches) for _, *passes in both[:1] for each in passes]
+    text = f"a layer's kernels take the host {' + '.join(launches)} to start"
+    # What is less than a millionth is a rounding.
+    parts.append(StepPart("waiting for the host", waiting if waiting > 1e-6 * total else 0.0, text))
     plain = sum(layers * second.total for layers, _, second in both)
     plain += costs.embedding[1] if 0 in own else 0
     again = sum(costs.backward[stage] for stage in own) - plain
@@ -250,6 +260,11 @@ def _passes(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
             f"{count} x {timed(costs.loss)}: {number} products with {config.padded_vocab_size} rows, logits"
         )
         parts.append(StepPart("output layer and loss", count * costs.loss, text))
+    if config.frees_weights:
+        waits = [costs.waits[stage] for stage in own]
+        each = [sum(wait.forward for wait in waits), sum(wait.backward for wait in waits)]
+        text = f"{count} x ({timed(each[0])} + {timed(each[1])} backward): {waits[0].words}"
+        parts.append(StepPart("weights of each pass, exposed", count * sum(each), text))
     if pp_size > 1:
         idle = timing.step - sum(part.seconds for part in parts)
         formula = Schedule.of(config).formula
@@ -267,7 +282,8 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
     if config.num_weight_copies > 1:
         contention = machine.reached.contention
         parts.append(_reduction(config, costs, timing, contention))
-        parts.append(_gathering(config, costs, contention))
+        if not config.frees_weights:  # else the passes gather them
+            parts.append(_gathering(config, costs, contention))
     fraction = offloaded_fraction(config, machine)
     own = costs.states
     held = kept_parts(config, None, is_shared=config.zero_stage.shares_gradients)
@@ -336,8 +352,10 @@ def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: 
     travels = _travels(config, costs, costs.travel.reduce, costs.of_experts.reduce)
     latest = timing.step
     for rank, travel in enumerate(travels):
-        backward = sum(costs.backward[rank::pp_size])
+        waits = costs.waits[rank::pp_size]  # gathers of weights take the links, too
+        backward = sum(costs.backward[rank::pp_size]) + sum(each.backward - each.gather for each in waits)
         both = backward + sum(costs.forward[rank::pp_size])
+        both += sum(each.forward - each.gather for each in waits)
         latest = max(latest, timing.ends[rank] + travel.exposed(backward, both, times))
     across = costs.travel.across.seconds(max(costs.parameters))
     seconds = max(travels).seconds
@@ -389,12 +407,18 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
 
     Gradients go down behind the last backward. So many states are updated meanwhile as there is time for, at
     most half; the others after the norm, while the next forward runs, which needs its first weights at once.
+    Of weights on the host the gradients are there already, and the new ones stay.
     """
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
     link = machine.host_link_bandwidth * machine.reached.host_link
-    of_process = machine.host_bandwidth * machine.reached.host_bandwidth / config.parallel.nproc_per_node
-    down, up = elements * (main + weight) / link, elements * weight / link
-    update = elements * PRECISIONS[config.training.precision].update_bytes / of_process
+    travelling = max(0.0, elements - costs.states * weights_on_host(config))
+    down, up = travelling * (main + weight) / link, travelling * weight / link
+    update = elements * _update_bytes(config) / host_rate(config, machine)
+    processes = config.parallel.nproc_per_node
+    stays = config.optimizer.host_state_bytes(machine.host_memory_bytes // processes)
+    on_disk = max(0.0, elements * state_bytes(config) - stays)  # read and written beside the kernel
+    disk = 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk)
+    update = max(update, disk)
     pp_size = config.parallel.pipeline_model_parallel_size
     backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
@@ -403,5 +427,6 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     text = (
         f"{elements / 1e6:.0f} M states: down {timed(down)} behind backward ({timed(backward)}), update "
         f"{timed(update)}, {early:.0%} of it early, up {timed(up)} behind forward ({timed(forward)})"
+        + (f"; {on_disk / 1e9:.0f} GB on the disk, read and written in {timed(disk)}" if disk else "")
     )
     return StepPart("states on the host, exposed", exposed, text)

@@ -29,7 +29,7 @@ def backends(command: Any, machine: MachineFacts, *flags: str, **positions: str)
     [
         (GPUS, "auto", ("cudnn", "flash")),
         (GPUS, "flash", ("cudnn", "flash")),
-        (FA3, "auto", ("cudnn", "flash")),
+        (FA3, "auto", ("flash", "cudnn")),
         (FA3, "flash", ("flash", "cudnn")),
         (FA3, "fused", ("cudnn", "flash")),
         (AMPERE, "auto", ("flash", "cudnn")),
@@ -78,7 +78,17 @@ def test_kernels_of_triton_are_for_gpus_that_have_it(command):
     ("machine", "flags", "parts"),
     [
         (GPUS, [], ["attention cuDNN, else FlashAttention-2 (flash-attn 3 is not installed)"]),
-        (FA3, ["--attention-backend=auto"], ["attention cuDNN, else FlashAttention-3;"]),
+        (FA3, ["--attention-backend=auto"], ["attention FlashAttention-3, else cuDNN;"]),
+        (
+            GPUS,
+            ["--context-parallel-size=2", "--cp-comm-type=p2p"],
+            ["attention cuDNN, else FlashAttention-2 (flash-attn 3"],
+        ),
+        (
+            AMPERE,
+            ["--context-parallel-size=2", "--cp-comm-type=p2p"],
+            ["attention FlashAttention-2, else memory-efficient SDPA;"],
+        ),
         (FA3, [], ["attention FlashAttention-3, else cuDNN; packed rows and windows torch's varlen_attn"]),
         (FA3, ["--deterministic-mode"], ["FlashAttention-3, else", "(cuDNN is not deterministic)"]),
         (GPUS, [], ["norm torch's rms_norm; RoPE one Triton kernel; SwiGLU one Triton kernel"]),

@@ -75,6 +75,8 @@ ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUD
         ({"capability": (9, 0)}, QUEUES, None),
         ({"tp": 2, "capability": (0, 0)}, QUEUES, "1"),
         ({"tp": 2, "capability": (9, 0)}, QUEUES, "1"),
+        ({"tp": 2, "capability": (9, 0), "tp_comm_overlap": True}, QUEUES, None),
+        ({"tp": 2, "capability": (9, 0), "tp_comm_overlap": True, "precision": "fp8"}, QUEUES, "1"),
         ({"tp": 2, "capability": (10, 0)}, QUEUES, None),
         ({"tp": 2, "capability": (12, 0)}, QUEUES, None),
     ],

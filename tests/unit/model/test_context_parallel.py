@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patch.distributed.context_group import Zigzag
 from patch.model import PackedSequences
+from patch.model.backends import faults_of
 from patch.model.context_parallel import ContextParallelAttention
 from patch.plan.resolve import resolve_cp_comm_type
 from patch.plan.timing.communication import sent_bytes
@@ -97,11 +98,23 @@ class _Kernels(TorchDispatchMode):
     def __init__(self, events: list[str]) -> None:
         super().__init__()
         self._events = events
+        self.shapes: list[list[int]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if "attention" in str(function):
             self._events.append("attend")
+            self.shapes.append(list(args[0].shape))
         return function(*args, **kwargs or {})
+
+
+def test_the_rings_kernel_is_tried_with_the_tokens_and_heads_of_a_rank() -> None:
+    config = SimpleNamespace(
+        kv_channels=HEAD_SIZE, window_size=None, params_dtype=torch.float32, num_attention_heads=8,
+        num_query_groups=4, tensor_model_parallel_size=2, context_parallel_size=3,
+    )  # fmt: skip
+    with _Kernels([]) as kernels:
+        assert not faults_of(("flash", "cudnn"), config, LENGTH, HEAD_SIZE, torch.device("cpu"), is_ring=True)
+    assert kernels.shapes == [[1, 4, LENGTH // 3, HEAD_SIZE]] * 2, "cuDNN alone, forward and backward"
 
 
 def test_messages_of_the_ring_travel_while_attention_is_computed() -> None:

@@ -12,6 +12,7 @@ from training_runs import build_stages
 
 from patch.config.schema import RunConfig
 from patch.model import SOURCES, LlamaModel, initialize_weights
+from patch.model.llama import look_up
 
 FORMS = {"fast": frozenset(), "aligned": frozenset(SOURCES)}
 VOCABULARIES = {
@@ -133,6 +134,17 @@ def _check_gradients(family: str, is_sp: bool) -> None:
         assert error < GRADIENT_BOUND, (name, error)
 
 
+def _check_lookup(is_sp: bool) -> None:
+    """The lookup of GPUs, whose gradient tests/unit/model/kernels checks, gives what upstream's does."""
+    model, _ = _model(small_run(tp=2, sequence_parallel=is_sp), "fast")
+    layer, tokens = model.embedding.word_embeddings, torch.randint(0, 250, (3, 16))
+    dist.broadcast(tokens, 0)
+    expected = layer(tokens)
+    layer.weight.main_grad_writer = None
+    assert torch.equal(look_up(layer, tokens), expected) and expected.any()
+    new_job()
+
+
 def run_all(rank: int, world_size: int) -> None:
     for tp, name, form in PADDED:
         config = small_run(tp=tp, dp=2 // tp, num_layers=1, **VOCABULARIES[name])
@@ -144,7 +156,9 @@ def run_all(rank: int, world_size: int) -> None:
         new_job()
     for case in CUT:
         _check_gradients(*case)
+    for is_sp in (False, True):
+        _check_lookup(is_sp)
 
 
-def test_padding_never_enters_the_loss_and_marked_gradients_are_parts_of_a_sum() -> None:
+def test_padding_never_enters_the_loss_and_marked_gradients_are_parts_of_a_sum_and_lookups_agree() -> None:
     run_distributed(run_all, 2)

@@ -234,3 +234,4 @@ def test_the_logits_never_exist_at_once() -> None:
 )
 def test_a_chunk_is_large_enough_for_its_products(vocab_rows: int, hidden_size: int, tokens: int) -> None:
     assert chunk_length(vocab_rows, hidden_size) == tokens
+    assert chunk_length(vocab_rows, hidden_size, cuda=True) == max(tokens, 2048), "H100: 1.7 x its ridge"

@@ -152,6 +152,9 @@ CASES = {
 LEFT_OUT = [
     # No memory to wait for the second gradient: an error, see test_micro_batches.py.
     ("two reentrant checkpoints", ZeroStage.GRADIENTS),
+    ("two reentrant checkpoints", ZeroStage.PARAMETERS),
+    # Read outside of the model's forward, where no rank may gather weights alone: an error, see there.
+    *product(("a head outside of forward", "a weight in the loss", "a deep copy"), (ZeroStage.PARAMETERS,)),
     # Compiling takes its time.
     *product(("torch.compile", "fullgraph"), (ZeroStage.NONE, ZeroStage.OPTIMIZER)),
 ]
@@ -171,7 +174,7 @@ class WithLoss(torch.nn.Module):
 def check(case: Case, zero_stage: ZeroStage, rank: int) -> None:
     """Two steps of two micro-batches."""
     model, oracle = case.build(), Oracle(WithLoss(case), zero_stage)
-    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=100)
+    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=100, param_persistence_threshold=0)
     optimizer = build_optimizer([model], config, zero_stage)
     for step in make_steps(2, 2, 2):
         optimizer.zero_grad(LR)
@@ -182,9 +185,10 @@ def check(case: Case, zero_stage: ZeroStage, rank: int) -> None:
                 case.loss(model, batch).backward()
         norm = oracle.take_step(step)
         assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-6)
-    optimizer.finish_param_sync()
     expected = weights_of(oracle.model.model)
-    for name, weight in weights_of(model).items():
+    with optimizer.full_weights():
+        found = weights_of(model)
+    for name, weight in found.items():
         assert abs(weight - expected[name]).max() <= case.bound, name
 
 
@@ -203,15 +207,15 @@ class Twice(torch.nn.Module):
 
 def check_stages_in_one_backward(zero_stage: ZeroStage, rank: int) -> None:
     model, oracle = Twice(), Oracle(Twice(), zero_stage)
-    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=1)
+    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=1, param_persistence_threshold=0)
     optimizer = build_optimizer(list(model.stages), config, zero_stage, data_parallel_groups())
     for step in make_steps(3, 2, 1):
         optimizer.zero_grad(LR)
         model(step[rank][0]).backward()
         optimizer.step()
         oracle.take_step(step)
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle)
 
 
 def run_all(rank: int, world_size: int) -> dict[tuple[str, ZeroStage], str]:

@@ -141,14 +141,15 @@ def train(rank: int, case: tuple, copies: dist.ProcessGroup, expert: int) -> dic
     norms = []
     for micro_batches in batches(rank):
         norms.append((take_step(model, optimizer, micro_batches), plain.take_step(micro_batches)))
-    optimizer.finish_param_sync()
     gaps = {dtype: 0.0 for dtype in BOUNDS}
-    for ours, other in zip(model.parameters(), plain.model.parameters(), strict=True):
-        gaps[ours.dtype] = max(gaps[ours.dtype], (ours - other).abs().max().item())
+    with optimizer.full_weights():
+        for ours, other in zip(model.parameters(), plain.model.parameters(), strict=True):
+            gaps[ours.dtype] = max(gaps[ours.dtype], (ours - other).abs().max().item())
+        experts = [p.detach().float().numpy() for p in model.experts()]
     return {
         "norms": norms,
         "gaps": gaps,
-        "experts": [p.detach().float().numpy() for p in model.experts()],
+        "experts": experts,
         "bytes": optimizer.report().device_bytes,
     }
 

@@ -5,7 +5,9 @@ What is updated when: test_early_updates.py.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,40 +28,45 @@ from optimizer_runs import (
 )
 
 from patch.config.choices import ZeroStage
-from patch.memory import UNLIMITED, SimulatedDevice
+from patch.memory import UNLIMITED, DiskMemory, SimulatedDevice
 from patch.optimizer.offload import Offload
 
 NUM_STEPS = 20
 CLIPPED, SOMETIMES, FREE = 0.01, 0.5, 0.0
 """Without clipping all that was speculated is committed, with it all is updated after backward."""
 RUNS = [
-    (ZeroStage.NONE, torch.float32, SOMETIMES),
-    (ZeroStage.OPTIMIZER, torch.bfloat16, FREE),
-    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED),
-    (ZeroStage.GRADIENTS, torch.float32, FREE),
-    (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES),
+    (ZeroStage.NONE, torch.float32, SOMETIMES, "fp32"),
+    (ZeroStage.OPTIMIZER, torch.bfloat16, FREE, "bf16"),
+    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, "fp32"),
+    (ZeroStage.GRADIENTS, torch.float32, FREE, "bf16"),
+    (ZeroStage.GRADIENTS, torch.bfloat16, SOMETIMES, "fp32"),
 ]
 RANDOM = "random"
 FIXED = [(0.0, 100), (0.3, 100), (1.0, 100), (0.5, 0)]
 """The fraction on the host, and elements of a chunk, 0 where they are searched."""
 MOVING = (RANDOM, 60)
 """Each rank's chunks move at random, and the host is late."""
+ON_DISK, MOVING_ON_DISK = (1.0, 100, 0), (RANDOM, 60, 2000)
+"""The same with so many bytes in host memory; other states are on a disk."""
 
 
 def places_of(run: tuple) -> list[tuple]:
     """One of the fixed places, and the moving ones."""
-    return [FIXED[RUNS.index(run) % len(FIXED)], MOVING]
+    return [FIXED[RUNS.index(run) % len(FIXED)], MOVING, ON_DISK, MOVING_ON_DISK]
 
 
-def train(rank: int, run: tuple, place: tuple | None) -> dict[str, Any]:
+def train(rank: int, run: tuple, place: tuple | None, folder: Path) -> dict[str, Any]:
     """Norms and weights of steps of which some use a part of the model only, some are begun and not taken;
     step 10 begins with loaded weights."""
-    zero_stage, dtype, clip_grad = run
+    zero_stage, dtype, clip_grad, moments = run
     model, offload, policy = OddModel(dtype=dtype), None, RandomPolicy(rank)
     is_random = place is not None and place[0] == RANDOM
     if place is not None:
-        offload = Offload(SimulatedDevice(UNLIMITED), policy, place[1]) if is_random else on_host(*place)
+        offload = Offload(SimulatedDevice(UNLIMITED), policy, place[1]) if is_random else on_host(*place[:2])
+        for host_bytes in place[2:]:
+            offload = replace(offload, disk=DiskMemory(folder), host_state_bytes=host_bytes)
     changes = {"clip_grad": clip_grad, "reduce_bucket_size": 200, "initial_loss_scale": 1024.0}
+    changes |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     with host_kernel(SlowKernel(0.0, 0.005)) if is_random else nullcontext():
         optimizer = build_optimizer(model, zero_stage, offload=offload, **changes)
     norms = []
@@ -81,16 +88,19 @@ def train(rank: int, run: tuple, place: tuple | None) -> dict[str, Any]:
         "weights": weights_of(model),
         "moves": policy.num_moves,
         "fraction": (manager.offload_fraction, manager.size / manager.num_elements),
+        "report": optimizer.report(),
     }
 
 
-def run_all(rank: int, world_size: int) -> dict[tuple, dict[str, Any]]:
-    return {(run, place): train(rank, run, place) for run in RUNS for place in (None, *places_of(run))}
+def run_all(rank: int, world_size: int, folder: Path) -> dict[tuple, dict[str, Any]]:
+    return {
+        (run, place): train(rank, run, place, folder) for run in RUNS for place in (None, *places_of(run))
+    }
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[tuple, dict[str, Any]]]:
-    return run_distributed(run_all, 2)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple, dict[str, Any]]]:
+    return run_distributed(run_all, 2, tmp_path_factory.mktemp("disk"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -102,6 +112,9 @@ def test_placement_changes_no_bit(ranks: list, run: tuple) -> None:
             assert np.isfinite(weight).all() and np.array_equal(ours["weights"][name], weight), name
         fraction, of_chunk = ours["fraction"]
         assert ours["moves"] > 20 if place[0] == RANDOM else abs(fraction - place[0]) <= of_chunk
+        report = ours["report"]
+        assert bool(report.disk_moved_bytes) == (len(place) > 2)
+        assert not place[2:] or report.host_bytes <= place[2]
 
 
 def test_clipping_of_these_runs_is_what_they_say(ranks: list) -> None:

@@ -111,7 +111,7 @@ class Model(torch.nn.Module):
 
 def train(rank: int, zero_stage: ZeroStage, num_micro_batches: int, bucket_size: int) -> None:
     """Three steps of the model and of its oracle; before the second one a backward is done for nothing."""
-    build = partial(Model, 1 if zero_stage is ZeroStage.GRADIENTS else 2)  # there a second one is refused
+    build = partial(Model, 1 if zero_stage.shares_gradients else 2)  # there a second one is refused
     model, oracle = build(), Oracle(build(), zero_stage)
     optimizer = build_optimizer(
         model, zero_stage, reduce_bucket_size=bucket_size, gradient_accumulation_fusion=True
@@ -123,8 +123,8 @@ def train(rank: int, zero_stage: ZeroStage, num_micro_batches: int, bucket_size:
         oracle.take_step(step)
     buckets = [bucket.range.params for bucket in optimizer.grad_buffer.buckets]
     assert (sum(param.parameter == 0 for param in chain(*buckets)) > 1) == (bucket_size == SMALL)
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle, atol=BOUND)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle, atol=BOUND)
 
 
 def run_all(rank: int, world_size: int) -> None:

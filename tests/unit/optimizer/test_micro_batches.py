@@ -59,13 +59,13 @@ class Shared(torch.nn.Module):
 
 def a_weight_in_two_reentrant_checkpoints(rank: int, zero_stage: ZeroStage) -> None:
     """In a first step of one micro-batch; with accumulation, and of all weights: test_backward_hooks.py."""
-    if zero_stage is not ZeroStage.GRADIENTS:  # it has no memory to wait with: see the error below
+    if not zero_stage.shares_gradients:  # it has no memory to wait with: see the error below
         check_training(rank, zero_stage, Shared, make_steps(3, 2, 1), reduce_bucket_size=1)
 
 
 def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> None:
     """At ZeRO stage `gradients` in any micro-batch; elsewhere where no step before had two."""
-    is_sharded = zero_stage is ZeroStage.GRADIENTS
+    is_sharded = zero_stage.shares_gradients
     for num_micro_batches, is_fused in product((1, 2) if is_sharded else (1,), (False, True)):
         model = Shared(use_reentrant=is_sharded)
         optimizer = build_optimizer(
@@ -112,11 +112,15 @@ def a_gradient_penalty_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
     (step,) = make_steps(1, 2, 1)
     oracle.take_step(step)
     optimizer.zero_grad(LR)
+    if zero_stage.shares_parameters:
+        with pytest.raises(TrainingError, match=r"create_graph.*sharding gradients"):
+            penalized(model, step[rank][0], optimizer.no_sync())
+        return
     penalized(model, step[rank][0], optimizer.no_sync()).backward()
     optimizer.step()
-    optimizer.finish_param_sync()
     oracle.model = oracle.model.model
-    assert_same_weights(model, oracle)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle)
 
 
 def twice_through_one_graph(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
@@ -148,8 +152,10 @@ Misuse = Callable[[OddModel, OverlappedDistributedOptimizer], object]
 WITHOUT_FORWARD = r"first.\w+: a gradient without a forward.*call the model"
 MISUSES: dict[str, tuple[Misuse, str]] = {
     "two backwards of a graph": (twice_through_one_graph, "no_sync"),
-    "a gradient penalty": (lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync"),
-    "a reentrant checkpoint": (checkpointed_outside_of_the_forward, "use_reentrant=False"),
+    "a gradient penalty": (
+        lambda m, _: penalized(m, ONES.clone()).backward(), r"autograd\.grad.*no_sync|create_graph",
+    ),
+    "a reentrant checkpoint": (checkpointed_outside_of_the_forward, "use_reentrant=False|full_weights"),
     "no no_sync": (lambda m, _: [m(ONES).backward() for _ in range(2)], "no_sync"),
     "no forward": (lambda m, _: m.first(ONES).sum().backward(), WITHOUT_FORWARD),
     "no second forward": (
@@ -199,8 +205,8 @@ def quiet_steps(rank: int, zero_stage: ZeroStage, steps: Sequence[Step]) -> None
         optimizer.step()
         longest = max(1, *map(len, step))
         oracle.take_step([[*of, *[torch.zeros(4, 23)] * (longest - len(of))] for of in step])
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle)
 
 
 def uneven(counts: Sequence[int]) -> list[Step]:
@@ -226,7 +232,7 @@ def a_last_micro_batch_without_gradient(rank: int, zero_stage: ZeroStage) -> Non
 
 def stages_without_gradient_on_one_rank(rank: int, zero_stage: ZeroStage) -> None:
     """Two stages take turns; rank 1 has no gradient on the one that comes first."""
-    if zero_stage is ZeroStage.GRADIENTS:  # not known before the end: all ranks must have one
+    if zero_stage.shares_gradients:  # not known before the end: all ranks must have one
         return
     (step,) = make_steps(1, 2, 1)
     quiet = [step[0], [torch.zeros(4, 23)]]
@@ -257,9 +263,9 @@ def train_stages(
         for oracle, step in zip(oracles, of_stages, strict=True):
             oracle.model.has_graph = True
             oracle.take_step(step)
-    optimizer.finish_param_sync()
-    for stage, oracle in zip(stages, oracles, strict=True):
-        assert_same_weights(stage, oracle)
+    with optimizer.full_weights():
+        for stage, oracle in zip(stages, oracles, strict=True):
+            assert_same_weights(stage, oracle)
 
 
 class Branches(torch.nn.Module):
@@ -325,7 +331,7 @@ def a_context_of_an_evaluation_that_ends_within_a_later_step(rank: int, zero_sta
 
 def unequal_numbers_of_micro_batches(rank: int, zero_stage: ZeroStage) -> None:
     for counts in ([2, 1], [3, 1], [0, 3]):
-        if zero_stage is not ZeroStage.GRADIENTS:
+        if not zero_stage.shares_gradients:
             quiet_steps(rank, zero_stage, uneven(counts))
             continue
         with pytest.raises(TrainingError, match=r"1 of 2 ranks.*--data-parallel-sharding optimizer"):
@@ -339,12 +345,33 @@ def gradients_with_a_graph(rank: int, zero_stage: ZeroStage) -> None:
     optimizer = build_optimizer(model, zero_stage)
     optimizer.zero_grad(LR)
     loss = model(ONES)
+    if zero_stage.shares_parameters:
+        with pytest.raises(TrainingError, match="create_graph"):
+            loss.backward(create_graph=True)
+        return
     loss.backward(create_graph=True)
     optimizer.finish_grad_sync()
     assert not any(bucket.shard.requires_grad for bucket in optimizer.grad_buffer.buckets)
 
 
+def a_weight_read_between_two_steps(rank: int, zero_stage: ZeroStage) -> None:
+    """By one rank alone: where it has a shard only, that is an error."""
+    model = OddModel()
+    optimizer = build_optimizer(model, zero_stage)
+    take_step(model, optimizer, [ONES])
+    optimizer.finish_param_sync()
+    if rank == 0 and zero_stage.shares_parameters:
+        with pytest.raises(TrainingError, match="full_weights"):
+            model.last.weight.sum()
+        with pytest.raises(TrainingError, match="full_weights"):
+            model.state_dict()
+        assert all(parameter.isnan().all() for parameter in model.parameters())
+    elif rank == 0:
+        assert model.last.weight.isfinite().all()
+
+
 CHECKS = [
+    a_weight_read_between_two_steps,
     a_weight_in_two_reentrant_checkpoints,
     a_second_gradient_of_a_reduced_bucket,
     a_retained_graph_inside_no_sync,

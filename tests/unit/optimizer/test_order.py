@@ -22,7 +22,6 @@ from optimizer_runs import (
     data_parallel_groups,
     make_steps,
     states_of,
-    weights_of,
 )
 
 from patch.config.choices import ZeroStage
@@ -38,15 +37,20 @@ from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
 CLIPPED, FREE = 0.3, 0.0
-ALIKE, LONE, INSTANCES = "alike", "lone", "instances"
+ALIKE, LONE, INSTANCES, ALONE = "alike", "lone", "instances", "alone"
 CASES = [
     (ZeroStage.NONE, torch.bfloat16, FREE, ALIKE),
     (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, LONE),
     (ZeroStage.GRADIENTS, torch.float32, FREE, LONE),
     (ZeroStage.GRADIENTS, torch.bfloat16, CLIPPED, INSTANCES),
+    (ZeroStage.PARAMETERS, torch.bfloat16, CLIPPED, ALIKE),
+    (ZeroStage.PARAMETERS, torch.float32, FREE, ALIKE),
+    (ZeroStage.PARAMETERS, torch.bfloat16, FREE, ALONE),
 ]
 """ZeRO stage, type, clipping, and which ranks have copies: the same of all parameters; of some nobody else,
-as of an expert; or ranks in instances."""
+as of an expert; ranks in instances; or nobody of any."""
+ON_HOST = CASES[-2:]
+"""Where weights and gradients lie in host memory, but for the reference."""
 TIGHT = 20 * CHUNK * 12
 """Host memory for the states, and hardly more: the buffers that updates share go round."""
 
@@ -60,14 +64,15 @@ def build(
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
-    if zero_stage is not ZeroStage.NONE:
+    if zero_stage is not ZeroStage.NONE and copies != ALONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
     if copies == INSTANCES:
         groups.dp_cp, groups.intra_dp_cp = dist.ProcessGroup(3, 4), dist.ProcessGroup(1, 2)
         groups.inter_dist_opt = dist.ProcessGroup(1, 2)
     config = OptimizerConfig(
-        lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0, **changes
-    )
+        lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0,
+        param_persistence_threshold=20, **changes,
+    )  # fmt: skip
     param_groups = None
     if copies == LONE:
         own = [*model.last.parameters(), model.gain]
@@ -90,7 +95,7 @@ def fail_midway(
     def fail(gradient: torch.Tensor) -> None:
         raise MemoryError
 
-    hook = model.first.weight.register_hook(fail)
+    hook = dict(model.named_parameters())["first.weight"].register_hook(fail)
     with pytest.raises(MemoryError):
         accumulate(model, optimizer, batches[:1])
     hook.remove()
@@ -112,18 +117,22 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
         steps = [[batch.to(dtype) for batch in step[0]] for step in make_steps(NUM_STEPS, 1, 2)]
     model.last.bias.shared_embedding = True
     fake.adopt(list(model.parameters()))
-    optimizer = build(model, zero_stage, clip_grad, copies, offload)
+    on_host = case in ON_HOST and offload is not None
+    optimizer = build(model, zero_stage, clip_grad, copies, offload, cpu_offloading_weights=on_host)
     norms, losses = [], []
     for index, step in enumerate(steps):
         optimizer.placement.apply()
         model.is_short = index % 3 == 1
         if index == 5:
-            model.first.load_state_dict(other.first.state_dict())
+            with optimizer.full_weights():
+                model.first.load_state_dict(other.first.state_dict())
             optimizer.reload_model_params()
         if index == 3:
             fail_midway(model, optimizer, step)
         accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
         with torch.no_grad():
+            if on_host:  # as a copy from pinned memory does
+                fake.compute.synchronize()
             late_sums(optimizer)
         if index % 4 == 2:  # a step that is not taken
             continue
@@ -132,15 +141,18 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
             with torch.no_grad():
                 losses.append(model(step[0]))
         if index == 3:
-            saved = {name: weight.clone() for name, weight in model.state_dict().items()}
+            with optimizer.full_weights():
+                saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer.placement.apply()
-    optimizer.finish_param_sync()
+    with optimizer.full_weights():
+        weights = {name: weight.clone() for name, weight in model.named_parameters()}
     states = [torch.cat([state for state, _ in states_of(optimizer, name)]) for name in optimizer.adam.dtypes]
     fake.compute.synchronize()
     with fake.executing():
         found = {f"saved {name}": weight.float().numpy() for name, weight in saved.items()}
         found |= {f"state {index}": state.numpy() for index, state in enumerate(states)}
-        return {"bits": [norms, [loss.item() for loss in losses]], "arrays": found | weights_of(model)}
+        found |= {name: weight.detach().float().numpy() for name, weight in weights.items()}
+        return {"bits": [norms, [loss.item() for loss in losses]], "arrays": found}
 
 
 def faked(order: Order, host_bytes: int, case: tuple) -> dict[str, Any]:

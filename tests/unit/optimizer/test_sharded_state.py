@@ -52,13 +52,16 @@ CHAINS = {
         layout("optimizer", 1, tp=2, dp=2, sequence_parallel=True, decoupled_lr=1e-2),
         layout("gradients", 10**9, pp=2, dp=2),
         layout("none", 5000, tp=2, pp=2, stage=1),
+        layout("parameters", 9000, dp=4, param_persistence_threshold=100),
         layout("none", 20_000, dp=4),
         layout("gradients", 20_000, dp=4, **TWO_INSTANCES),
+        layout("parameters", 20_000, dp=4, **TWO_INSTANCES, param_persistence_threshold=0),
         layout("optimizer", 20_000, dp=4, decoupled_lr=1e-2),  # other places in the buckets
     ],
     "tied": [
         layout("gradients", 9000, pp=2, dp=2, **TIED),
         layout("optimizer", 9000, dp=4, **TIED),
+        layout("parameters", 9000, pp=2, dp=2, **TIED, param_persistence_threshold=100),
         layout("none", 1, pp=2, dp=2, stage=1, **TIED),
         layout("optimizer", 9000, pp=2, dp=2, **TIED),
         layout("optimizer", 9000, cp=2, dp=2, **TWO_INSTANCES, **TIED),
@@ -108,8 +111,10 @@ def wanted_states(run: Run) -> dict[str, list[torch.Tensor]]:
 
 
 def sharded_state(run: Run) -> dict[str, Any]:
-    weights = sharded_weights(run.stages)
-    return {"model": weights, "optimizer": run.optimizer.sharded_state_dict(weights)}
+    with run.optimizer.described_weights():
+        weights = sharded_weights(run.stages)
+        states = run.optimizer.sharded_state_dict(weights)
+        return {"model": run.optimizer.sharded_weights(weights), "optimizer": states}
 
 
 def check_loaded(root: Path, iteration: int, run: Run) -> None:
@@ -149,7 +154,7 @@ def check_files(folder: Path, num_states: int) -> None:
             assert torch.equal(low, tensors[key].view(torch.int16)), key
 
 
-def check_writers(state: dict[str, Any]) -> None:
+def check_writers(state: dict[Any, Any]) -> None:
     """Each element of each stored state has one rank that writes it."""
     _, everywhere = determine_global_metadata(state)
     shards = [shard for shard in itertools.chain(*everywhere) if isinstance(shard, ShardedTensor)]
@@ -170,7 +175,7 @@ def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
                 for (state, _), value in zip(states_of(run.optimizer, name), values, strict=True):
                     state.copy_(value)
         state = sharded_state(run)
-        check_writers(state["optimizer"])
+        check_writers(dict(enumerate(shards_of(state))))
         save_checkpoint(root, iteration, state, {"iteration": iteration})
         if rank == 0:
             check_files(iteration_folder(root, iteration), len(run.optimizer.adam.dtypes))

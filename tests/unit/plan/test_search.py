@@ -44,12 +44,13 @@ def test_8b_on_eight_gpus_is_data_parallel():
 
 @pytest.mark.parametrize("size", ["8B", "70B"])
 def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
-    """8B: TP of at most 2. 70B: weights over 4 to 32 GPUs, TP inside a node (Megatron-LM's own layouts)."""
+    """8B: TP of at most 2. 70B: weights over 4 to 32 GPUs, TP inside a node (Megatron-LM's), or ZeRO-3."""
     layouts = found(size, nodes=4, batch=512 if size == "8B" else 128)
     assert len(layouts) >= 3
     for each in layouts:
         model_parallel = each.layout.tp * each.layout.pp
-        assert model_parallel <= 2 if size == "8B" else 4 <= model_parallel <= 32
+        parts = model_parallel * each.resolved.num_param_parts
+        assert model_parallel <= 2 if size == "8B" else 4 <= parts <= 32
         assert each.layout.tp <= 8 and each.resolved.world_size == 32 and each.fit.is_whole
         assert each.run.parallel.sequence_parallel == (each.layout.tp > 1)
         for rule in RULES:
@@ -90,11 +91,11 @@ def test_a_saving_is_taught_in_one_row(monkeypatch):
     row = MemorySaving(
         frozenset({"states"}), lambda run, limit: iter([halved]), searched=lambda run: (none, halved)
     )
-    machine = dataclasses.replace(H100, devices_per_node=1)
+    machine = dataclasses.replace(H100, devices_per_node=1, host_memory_bytes=140 * 10**9)  # for states alone
     run = planned_run(size="llama2-13B", flags="--global-batch-size 8", length=2048)
     assert not search(run, machine)
     for module in (cures, savings, search_module):
         monkeypatch.setattr(module, "SAVINGS", (*SAVINGS, row))
     assert {each.run.optimizer.main_grads_dtype for each in search(run, machine)} == {"bf16"}
-    assert all("--main-grads-dtype" in each.flags for each in cures.cures(run, machine.facts, machine))
+    assert any("--main-grads-dtype" in each.flags for each in cures.cures(run, machine.facts, machine))
     assert "bf16 gradients" in cures.advice(run, machine.facts, on_device=True)

@@ -197,8 +197,8 @@ def test_the_bubble_of_two_waits_has_no_constant() -> None:
 
 def test_contenders_of_adam_do_the_same_update() -> None:
     after = {}
-    for index, one in enumerate(contenders(Tensors(1))[0]):
-        tensors = Tensors(5000)
+    for index, one in enumerate(contenders(Tensors(64))[0]):
+        tensors = Tensors(5056)
         before = tensors.weight.clone()
         contenders(tensors)[0][index].update()
         after[one.title] = tensors.weight if one.case == "bf16" else tensors.master

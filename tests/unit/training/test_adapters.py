@@ -81,6 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 ZERO2 = {"data_parallel_sharding": "gradients"}
+ZERO3 = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 EAGER, SDPA, BF16 = {"precision_align": "eager"}, {"precision_align": "sdpa"}, {"precision": "bf16"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP": ("llama", {"tp": 2}),
@@ -93,10 +94,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "CP ring": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
     "ZeRO-1, half offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "optimizer", **HALF}),
     "ZeRO-2, activations offloaded": ("llama", {"dp": 2, **ZERO2, "cpu_offloading": True}),
+    "ZeRO-3, activations offloaded": ("some", {"dp": 2, **ZERO3, "cpu_offloading": True}),
+    "ZeRO-3, full": ("llama", {"dp": 2, **ZERO3, **FULL}),
     "EP": ("experts", {"dp": 2, **ZERO2, **EP2}),
     "EP over TP, ETP=1": ("experts", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
     "ETP=2": ("experts", {**SP2, **FULL}),
-    "few, EP": ("few", {"dp": 2, **EP2}),
+    "few, EP": ("few", {"dp": 2, **EP2, **ZERO3}),
     "latents, TP": ("latents", {"tp": 2}),
     "latents, SP": ("latents", SP2),
 }
@@ -230,7 +233,8 @@ def resume_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "SP": ("llama", SP2),
     "PP interleaved": ("llama", {"pp": 2, "stage": 1}),
-    "ZeRO-2": ("llama", {"dp": 2, "data_parallel_sharding": "gradients", **HALF}),
+    "ZeRO-2": ("llama", {"dp": 2, **ZERO2, **HALF}),
+    "ZeRO-3": ("llama", {"dp": 2, **ZERO3}),
     "a stage without": ("early", {"pp": 2}),
 }
 

@@ -67,7 +67,8 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
         "offload": {"cpu_offloading": True},
     },
     "ranks": {"tp-cp-dp-pp": {}, "pp-dp-cp-tp": {"rank_order": "pp-dp-cp-tp"}},
-    "DO": {level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")},
+    "DO": {level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")}
+    | {"parameters": {"data_parallel_sharding": "parameters", "param_persistence_threshold": 40}},
     "instances": {"1": {}, "2": {"num_distributed_optimizer_instances": 2}},
     "travel": {"whole": {}, "bf16": {"grad_reduce_in_bf16": True}},
     "sums": {"plain": {}, "fused": {"gradient_accumulation_fusion": True}},
@@ -115,6 +116,8 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
     "objective": {"sft": {}, "dpo": {"objective": "dpo", "dpo_beta": 0.5}},
 }  # fmt: skip
+REPLICATED = ("optimizer", "gradients")
+"""Where 8-bit weights travel after an update."""
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
     *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens"),
@@ -130,7 +133,7 @@ RULES_OF_ROWS = [
     Rule(("TP", "overlap"), lambda tp, overlap: tp == "2" or overlap == "auto"),
     Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
     Rule(("PR", "sums"), lambda precision, sums: "fp8" not in precision or sums == "plain"),
-    Rule(("PR", "DO"), lambda precision, level: "gather" not in precision or level != "none"),
+    Rule(("PR", "DO"), lambda precision, level: "gather" not in precision or level in REPLICATED),
     Rule(("PR", "offload"), lambda precision, share: "gather" not in precision or share == "none"),
     Rule(("DO", "instances"), lambda level, instances: level != "none" or instances == "1"),
     Rule(("DO", "travel"), lambda level, travel: level != "none" or travel == "whole"),
@@ -216,6 +219,8 @@ def changes_of(row: Row) -> dict[str, Any]:
     changes = {key: value for column, name in row.items() for key, value in COLUMNS[column][name].items()}
     if row["stages"] == "by hand":
         changes |= {"stage": 0, "pipeline_model_parallel_layout": BY_HAND[row["PP"], row["VPP"]]}
+    if (row["DO"], row["offload"], row["instances"]) == ("parameters", "half", "1"):
+        changes |= {"cpu_offloading_weights": True, "cpu_offloading_weights_fraction": 0.5}
     num_layers = LAYERS_OF_A_PROCESS * int(row["PP"])
     if row["model"] == "deepseek":
         changes["moe_layer_freq"] = f"[0]+[1]*{num_layers - 1}"
@@ -263,7 +268,7 @@ def prefer(run: Run) -> None:
 
 def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[Trained]:
     if world_size > 1:
-        loss.chunk_length = lambda *shape: CHUNK
+        loss.chunk_length = lambda *shape, cuda=False: CHUNK
     return [train(config) for config in configs]
 
 

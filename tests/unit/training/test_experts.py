@@ -45,13 +45,13 @@ SP2 = {"tp": 2, "sequence_parallel": True}
 ETP1 = {"expert_tensor_parallel_size": 1}
 FULL = {"recompute_granularity": "full"}
 HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+ZERO3 = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP=2 over TP=2, ETP=1, fused, selective": {
         **SP2, **EP2, **ETP1, "gradient_accumulation_fusion": True, "recompute_granularity": "selective"
     },
-    "EP=2 x ETP=2 over TP x DP, ZeRO-2, half offloaded": {
-        "dp": 2, "data_parallel_sharding": "gradients", "reduce_bucket_size": 9000, **SP2, **EP2, **ALLGATHER,
-        **HALF,
+    "EP=2 x ETP=2 over TP x DP, ZeRO-3, half offloaded": {
+        "dp": 2, **ZERO3, **SP2, **EP2, **ALLGATHER, **HALF
     },
     "EP=4 over CP x DP, ZeRO-1, full": {
         "cp": 2, "cp_comm_type": "p2p", "dp": 2, "expert_model_parallel_size": 4, **FULL,
@@ -158,6 +158,7 @@ def test_losses_of_tokens_and_rows_do_not_depend_on_how_a_batch_is_divided() -> 
 
 CHAIN: dict[str, dict[str, Any]] = {
     "one": {},
+    "EP=2 x DP, ZeRO-3": {"dp": 4, **ZERO3, **EP2},
     "EP=2 x ETP=2 x PP, ZeRO-1": {
         "pp": 2, "dp": 2, "data_parallel_sharding": "optimizer", "expert_model_parallel_size": 2
     },

@@ -14,7 +14,7 @@ from hf_families import family_model, family_run
 from nf4_oracle import rounded
 from peft_oracle import factors_of, peft_steps
 from safetensors.torch import load_file, save_file
-from small_runs import hf_llama, small_run
+from small_runs import ON_HOST, hf_llama, small_run
 from training_runs import build_seeded_run, train_run
 
 from patch.config.schema import RunConfig
@@ -32,15 +32,19 @@ SHAPE: dict[str, Any] = {
 EXPERTS = {"lora_target_modules": "q_proj,v_proj", "global_batch_size": 8}
 """Whose matrices have no adapters."""
 FULL, SELECTIVE = ({"recompute_granularity": each} for each in ("full", "selective"))
+SHARDED = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP, selective": ("llama", {"tp": 2, **SELECTIVE}),
     "SP, full": ("llama", {"tp": 2, "sequence_parallel": True, **FULL}),
     "PP, activations offloaded": ("llama", {"pp": 2, "cpu_offloading": True}),
     "CP": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
-    "EP": ("mixtral", {"dp": 2, "expert_model_parallel_size": 2, "data_parallel_sharding": "gradients"}),
+    "EP": ("mixtral", {"dp": 2, "expert_model_parallel_size": 2, **SHARDED}),
+    "full, base in shards": ("llama", {"dp": 2, **SHARDED, **FULL}),
+    "base on the host": ("llama", {"dp": 2, **ON_HOST, "cpu_offloading_weights_fraction": 0.6}),
 }
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}), "mixtral": ("mixtral", {}), "bf16": ("llama", {"precision": "bf16"})
+    "llama": ("llama", {}), "mixtral": ("mixtral", {}), "bf16": ("llama", {"precision": "bf16"}),
+    "on the host": ("llama", ON_HOST),
 }  # fmt: skip
 
 
@@ -66,13 +70,14 @@ def train(config: RunConfig, folder: Path) -> Trained:
     run.optimizer.reload_model_params()
     first = factors_of(run)
     results = train_run(run)
-    run.optimizer.finish_param_sync()
-    weights = iter_hf_weights(run.stages, config.model, run.groups)
-    base = {name: each.float().numpy() for name, each in weights}
+    with run.optimizer.full_weights():
+        weights = iter_hf_weights(run.stages, config.model, run.groups)
+        base = {name: each.float().numpy() for name, each in weights}
+        factors = factors_of(run)
     steps = [(result.loss, result.grad_norm) for result in results]
     kept = [parameter.dtype for parameter in run.stages[0].decoder.parameters()]
     assert kept.count(torch.uint8) >= 4 * len(run.stages[0].decoder.layers)
-    trained = Trained(steps, base, base_checksum(run.stages), first, factors_of(run))
+    trained = Trained(steps, base, base_checksum(run.stages, run.optimizer), first, factors)
     new_job()
     return trained
 
@@ -130,6 +135,11 @@ def test_steps_of_one_process_are_those_of_peft_beside_the_dequantised_weights(
     for factor, expected in theirs["factors"].items():
         change = expected - ours.first[factor]
         assert np.linalg.norm(ours.factors[factor] - expected) <= 1e-4 * np.linalg.norm(change), factor
+
+
+def test_a_base_in_host_memory_changes_no_bit(trained: dict) -> None:
+    expected, ours = trained[1][0]["llama"], trained[1][0]["on the host"]
+    assert ours.results == expected.results and ours.checksum == expected.checksum
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -23,6 +23,7 @@ from patch.training.step import train_step
 # Measured: 5e-7, the last bit of losses near 5.6.
 LOSS_BOUND = 2e-6
 NUM_STEPS = 3
+SHARDED = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0}
 
 
@@ -63,8 +64,9 @@ def train(
         resume(folder, Progress(NUM_STEPS - 1, 4), run.stages, run.optimizer, 0)
     results.append(train_step(run, NUM_STEPS - 1))
     valid = evaluate(run)["valid_loss"]
-    frozen = [p for p in run.stages[0].parameters() if not p.requires_grad]
-    assert all(map(torch.equal, before, frozen))
+    with run.optimizer.full_weights():
+        frozen = [p for p in run.stages[0].parameters() if not p.requires_grad]
+        assert all(map(torch.equal, before, frozen))
     new_job()
     return {
         "losses": [*(result.loss for result in results), valid],
@@ -81,9 +83,8 @@ def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "first": train(small_run(pp=2), is_first, folder / "first"),
         "last": train(small_run(pp=2, **STATIC), is_last, folder / "last"),
         "whole none": train(small_run(dp=2, data_parallel_sharding="none"), is_whole, folder / "none"),
-        "whole gradients": train(
-            small_run(dp=2, data_parallel_sharding="gradients", **STATIC), is_whole, folder / "gradients"
-        ),
+        "whole parameters": train(small_run(dp=2, **SHARDED, **STATIC), is_whole, folder / "parameters"),
+        "layers": train(small_run(dp=2, **SHARDED), is_first, folder / "layers"),
     }
 
 
@@ -102,7 +103,14 @@ def test_a_frozen_stage_of_a_pipeline_passes_gradients_on(ranks: dict, name: str
         assert rank[name]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("level", ["none", "gradients"])
+def test_frozen_layers_come_and_go_with_the_others(ranks: dict) -> None:
+    (expected,) = (rank["first"] for rank in ranks[1])
+    for rank in ranks[2]:
+        assert rank["layers"]["losses"] == pytest.approx(expected["losses"], abs=LOSS_BOUND)
+        assert rank["layers"]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["none", "parameters"])
 def test_a_model_with_nothing_to_train_is_evaluated_step_by_step(ranks: dict, level: str) -> None:
     (expected,) = (rank["whole"] for rank in ranks[1])
     for rank in ranks[2]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
-from small_runs import small_run
+from small_runs import ON_HOST, small_run
 from training_runs import build_seeded_run, digests, messages_from
 
 from patch.distributed.collectives import is_on_all_ranks
@@ -33,9 +33,11 @@ CASES = [
     ("none", 2, "full device"),
     ("optimizer", 2, "hook"),
     ("gradients", 2, "evaluation"),
-    ("none", 2, "backward"),
+    ("parameters", 2, "first forward"),
     ("gradients", 1, "backward"),
     ("optimizer", 2, "full device"),
+    ("parameters", 2, "hook"),
+    ("on host", 2, "full device"),
 ]
 """Sharding, micro-batches, and where memory runs out: `hook` is where a gradient is put in its bucket, with a
 part of them reduced. On rank 0, on rank 1 or on both."""
@@ -44,6 +46,9 @@ part of them reduced. On rank 0, on rank 1 or on both."""
 def build(level: str, num_batches: int, **changes: Any) -> Run:
     dp = dist.get_world_size()
     layout = {"dp": dp, "data_parallel_sharding": level, "global_batch_size": dp * num_batches}
+    layout |= {"param_persistence_threshold": 100} if level == "parameters" else {}
+    if level == "on host":
+        layout |= ON_HOST | {"optimizer_offload_fraction": 0.3, "cpu_offloading_weights_fraction": 0.3}
     activations = {"cpu_offloading": level != "none"}
     return build_seeded_run(small_run(**SMALL | layout | activations | changes))
 

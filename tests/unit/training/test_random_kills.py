@@ -8,10 +8,11 @@ from random_kills import Killing
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("lora_rank", [0, 3])
+@pytest.mark.parametrize("how", [{"on_disk": True}, {"lora_rank": 3}], ids=str)
 def test_killed_runs_go_on_from_the_newest_checkpoint_and_end_with_the_same_bytes(
-    tmp_path: Path, lora_rank: int
+    tmp_path: Path, how: dict
 ) -> None:
-    killing = Killing(tmp_path, is_async=True, seed=13, lora_rank=lora_rank)
+    killing = Killing(tmp_path, is_async=True, seed=13, **how)
     killing.run(5)
     assert len(killing.hits) == 5
+    assert not any(tmp_path.glob("states/*"))

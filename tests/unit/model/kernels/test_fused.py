@@ -1,13 +1,18 @@
 """The Triton kernels: their interpreter against torch's operations and autograd, and what a GPU would run."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from triton_interpreter import interpreted, output_of_compiler, rounding
+from triton_interpreter import give_writer, interpreted, output_of_compiler, rounding
 
+from patch.distributed.context_group import Zigzag
 from patch.model import four_bit_product
+from patch.model.ring_attention import RingKernels, attend_around_ring
+from patch.model.ring_tiles import Tile
+from patch.model.weight_gradient import RowsOfWeight
 
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -15,6 +20,8 @@ MODULE = "patch.model.kernels.fused"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative; one unit of a number's last digit and, in fp32, another exp."""
+MERGE_BOUND = 1e-6
+"""Of numbers near 1, merged three times in float32."""
 GELU_BOUND = 1e-5
 """Relative, in fp32: an exponential of what was rounded at 1e-7 of up to 100; and 1e-5 where terms cancel."""
 
@@ -124,21 +131,76 @@ def test_numbers_of_4_bits_have_torchs_bits(fused, shape, dtype):
     assert torch.equal(weight, four_bit_product.dequantize(packed, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [128, 80, 6])
+def test_merged_attention_is_that_to_all_keys(fused, dtype, size):
+    """The last of 41 queries meet two parts more than the others; what is not there yet is NaN."""
+    torch.manual_seed(0)
+    out = torch.full((41, 2, 3, size), torch.nan).permute(1, 2, 0, 3)
+    lse = torch.full((2, 3, 41), -torch.inf)
+    weights, values = torch.zeros(3, 2, 3, 41, dtype=torch.float64), torch.zeros(3, *out.shape)
+    for index, first in enumerate((0, 20, 20)):
+        part = torch.randn(2, 41 - first, 3, size).to(dtype).transpose(1, 2)
+        part_lse = 20 * torch.randn(2, 3, 41 - first)
+        fused.merge_attention(out[:, :, first:], lse[:, :, first:], part, part_lse)
+        weights[index, :, :, first:], values[index, :, :, first:] = part_lse.double().exp(), part.float()
+    expected = (weights[..., None] * values).sum(0) / weights.sum(0)[..., None]
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=MERGE_BOUND)
+    torch.testing.assert_close(lse.double(), weights.sum(0).log(), rtol=MERGE_BOUND, atol=MERGE_BOUND)
+
+
+def test_a_ring_attends_with_the_kernel(fused):
+    """Some keys are in several tiles, and count as often."""
+    tiles = [Tile(slice(None), slice(0, 24), slice(0, 24), is_causal=True)]
+    tiles += [Tile(slice(None), slice(begin, 24), slice(begin)) for begin in (9, 17)]
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 24, 12)
+    group, kernels = SimpleNamespace(zigzag=Zigzag(0, 1)), RingKernels(0.3, is_fused=True)
+    out = attend_around_ring(query, key, value, group, lambda source: tiles, kernels)
+    times = torch.ones(24, 24).tril()
+    for tile in tiles[1:]:
+        times[tile.queries, tile.keys] += 1
+    expected = (query @ key.mT * 0.3 + times.log()).softmax(-1) @ value
+    torch.testing.assert_close(out, expected, rtol=0, atol=MERGE_BOUND)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [300, 17])
+def test_an_embeddings_gradient_is_added_to_the_main_gradient_row_by_row(fused, dtype, width):
+    """One token many times, some of other ranks (outside of the 50 rows); two micro-batches."""
+    torch.manual_seed(0)
+    weight, total = torch.randn(50, width).to(dtype).requires_grad_(), torch.full((50, width), torch.nan)
+    give_writer(weight, total)
+    expected = torch.zeros(50, width, dtype=torch.float64)
+    for _ in range(2):
+        tokens, direction = torch.randint(-9, 60, (3, 40)), torch.randn(3, 40, width).to(dtype)
+        tokens[:, 7:30] = 4
+        rows, is_own = RowsOfWeight.apply(tokens, weight, True), (tokens >= 0) & (tokens < 50)
+        assert torch.equal(rows, torch.where(is_own[..., None], weight[tokens.clamp(0, 49)], 0))
+        rows.backward(direction)
+        expected.index_add_(0, tokens[is_own], direction[is_own].double())
+    assert not weight.grad.any(), "stand-ins"
+    torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=1e-5)
+
+
 COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from patch.model.kernels import fused
 
-INTS = {"width", "rows", "table_rows", "blocks"}
-SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True)}
+INTS = {"width", "table_rows", "blocks", "token_stride", "head_stride", "queries"}
+SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True), "_merge_attention": (32, 128, 16, 128)}
 NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv",
-         "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward")
+         "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward", "_merge_attention",
+         "_add_rows")
 TABLES = {"table": "*fp32", "levels": "*fp32", "scales": "*fp32", "codes": "*u8"}
-TABLES |= {"weights": "*fp32", "of_weights": "*fp32"}
+TABLES |= dict.fromkeys(("weights", "of_weights", "out", "lse", "part_lse", "total"), "*fp32")
+TABLES |= dict.fromkeys(("numbers", "order", "ends"), "*i64")
 for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
     kernel = getattr(fused, name)
     fixed = {"back": True, "sizes": SIZES.get(name)}
+    TABLES["rows"] = "*" + kind if name == "_add_rows" else "i32"
     fixed |= {"width": 4096} if name == "_weighted_swiglu_backward" else {}
     known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | TABLES
     signature = {a: known.get(a, "*" + kind) for a in kernel.arg_names}
@@ -155,8 +217,8 @@ def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
     """Of numbers in 4 bits a thread loads 4 bytes, so its stores are the wide ones."""
     ptx = output_of_compiler(COMPILE)
     kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
-    assert len(kernels) == 2 * 18
+    assert len(kernels) == 2 * 22
     for name, code in zip(kernels[::2], kernels[1::2], strict=True):
-        assert not re.findall(r"fma\.rn\.f32|div\.full", code), name
+        assert not re.findall(r"fma\.rn\.f32|div\.full|\.local", code), name
         wide = "st" if "nf4" in name else "ld"
         assert re.search(rf"{wide}\.global\.v[24]", code), name

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_runner import run_distributed
-from triton_interpreter import interpreted, output_of_compiler, rounding
+from triton_interpreter import give_writer, interpreted, output_of_compiler, rounding
+
+from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
 
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -101,6 +104,32 @@ def check_not_finite(group: Any) -> None:
 
 def test_losses_and_gradients_are_torchs_alone_and_over_tp() -> None:
     run_distributed(run_all, 2)
+
+
+@pytest.mark.parametrize("expected", [0.5, 0.25, None])
+@pytest.mark.parametrize("chunk", [5, 12])
+@pytest.mark.parametrize(("kept_as", "bound"), [(torch.float32, 4e-3), (torch.bfloat16, 8e-3)])
+def test_the_weights_gradient_is_added_to_the_main_gradient_without_a_rounding(
+    expected: float | None, chunk: int, kept_as: torch.dtype, bound: float
+) -> None:
+    """Two micro-batches; `bound` is that of logits and their gradients in bfloat16, and of the sum's type."""
+    torch.manual_seed(0)
+    weight = torch.randn(300, 16).bfloat16().requires_grad_()
+    total, exact = torch.full((300, 16), torch.nan, dtype=kept_as), torch.zeros(300, 16, dtype=torch.float64)
+    give_writer(weight, total)
+    part = VocabularyPart(0, 290, SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
+    with interpreted(MODULE, rounding):
+        for _ in range(2):
+            hidden, labels = torch.randn(12, 1, 16).bfloat16(), torch.randint(0, 290, (1, 12))
+            learned = LearnedTokens(torch.rand(1, 12), expected)
+            loss = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=True, chunk=chunk)
+            (0.5 * (loss if expected else loss * learned.mask).sum()).backward()
+            wide = weight.detach().double().requires_grad_()
+            losses = F.cross_entropy(hidden[:, 0].double() @ wide[:290].t(), labels[0], reduction="none")
+            exact += torch.autograd.grad(0.5 * (losses * learned.mask[0]).sum(), wide)[0]
+    assert weight.grad is not None and not weight.grad.any(), "a stand-in"
+    assert (total - exact).norm() <= bound * exact.norm()
+    assert kept_as != torch.float32 or not torch.equal(total, total.bfloat16().float())
 
 
 COMPILE = """

@@ -3,10 +3,12 @@
 import math
 import os
 import signal
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_items, scalars
+from adam_cases import BLOCKS, FORMS, MOMENTS, SIZES, assert_equal, bits_after, make_items, scalars
 
 from patch.optimizer.kernels import AdamStates, UpdateItem
 from patch.optimizer.kernels.cpp_adam import INSTRUCTION_SETS, CppAdam, load, num_threads
@@ -27,6 +29,18 @@ def test_every_instruction_set_equals_the_oracle(instruction_set, form, grad_dty
             step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
             ours, expected = (make_items(form, grad_dtype, step, seed=seed, scale=scale) for _ in range(2))
             assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
+
+
+@pytest.mark.parametrize("moments", MOMENTS, ids="-".join)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_moments_in_fewer_bytes_equal_the_oracle(instruction_set, moments):
+    if INSTRUCTION_SETS.index(instruction_set) > load().adam_best_instruction_set():
+        pytest.skip(f"this CPU has no {instruction_set}")
+    kernel, sizes = CppAdam(1, instruction_set), BLOCKS if "8bit" in moments else (*SIZES, 70_001)
+    for form, (seed, scale), has_out in product(FORMS, enumerate((1e-30, 1e-3, 1.0)), (False, True)):
+        make = partial(make_items, form, torch.float32, sizes=sizes, moments=moments)
+        ours, expected = (make(seed=seed, scale=scale, has_out=has_out) for _ in range(2))
+        assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (70_001,)], ids=["odd", "aligned"])

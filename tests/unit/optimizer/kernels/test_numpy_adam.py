@@ -5,7 +5,16 @@ import pytest
 import torch
 from adam_cases import SPECIAL, scalars
 
-from patch.optimizer.kernels.numpy_adam import adam, join_split, low_bits, round_to_bf16
+from patch.optimizer.kernels.narrow import Draw, codes
+from patch.optimizer.kernels.numpy_adam import (
+    adam,
+    join_split,
+    low_bits,
+    random_numbers,
+    round_stochastically,
+    round_to_bf16,
+    to_eight_bits,
+)
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
@@ -63,3 +72,77 @@ def test_split_masters_join_to_the_bit():
     is_nan = np.isnan(masters)
     assert np.isnan(joined[is_nan]).all()
     assert np.array_equal(joined[~is_nan].view(np.uint32), masters[~is_nan].view(np.uint32))
+
+
+def test_folded_scalars_are_the_same_update():
+    master, *others = (np.random.default_rng(0).random(100, np.float32) for _ in range(4))
+    plain, folded = (adam(master, *others, scalars(step=2), is_folded=folded) for folded in (False, True))
+    np.testing.assert_allclose(folded[0], plain[0], rtol=1e-6)
+    assert all(map(np.array_equal, folded[1:], plain[1:]))
+
+
+def _drawn(step: int, name: str = "weight", first: int = 0) -> np.ndarray:
+    *_, first_key, second_key = Draw(name, 0, 1, 1).numbers(step)
+    return random_numbers(np.arange(first, first + 100_000, dtype=np.uint64), first_key, second_key)
+
+
+def test_stochastic_rounding_keeps_the_mean_and_is_one_of_two_neighbours():
+    numbers = _drawn(1)
+    for value in (1.0, 1.001, -1.003, 3e-41, 0.0, 1.7e38, np.inf):
+        values = np.full(len(numbers), value, np.float32)
+        for half in (numbers & np.uint32(0xFFFF), numbers >> np.uint32(16)):
+            bits = round_stochastically(values, half).astype(np.uint32) << np.uint32(16)
+            found = np.unique(bits.view(np.float32))
+            assert len(found) <= 2 and found[0] <= values[0] <= found[-1]
+            if np.isfinite(value):
+                mean, gap = (
+                    bits.view(np.float32).astype(np.float64).mean(),
+                    float(found[-1]) - float(found[0]),
+                )
+                assert abs(mean - float(values[0])) <= 5 * 0.5 * gap / np.sqrt(len(numbers))
+    assert (round_stochastically(np.full(9, np.nan, np.float32), numbers[:9] >> 16) == 0x7FC0).all()
+
+
+def test_random_numbers_of_moments_steps_names_and_elements_do_not_go_together():
+    here = _drawn(1)
+    others = [_drawn(2), _drawn(1, "bias"), _drawn(1, first=1), _drawn(1, first=2**32), here >> np.uint32(16)]
+    low = (here & np.uint32(0xFFFF)).astype(np.float64)
+    for other in others:
+        other_low = (other & np.uint32(0xFFFF)).astype(np.float64)
+        assert abs(np.corrcoef(low, other_low)[0, 1]) < 5 / np.sqrt(len(low))
+    counts = np.bincount(here >> np.uint32(24), minlength=256)
+    assert np.square(counts - counts.mean()).sum() / counts.mean() < 256 + 5 * np.sqrt(512)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["exp_avg", "exp_avg_sq"])
+def test_eight_bits_are_those_of_bitsandbytes(signed):
+    functional = pytest.importorskip("bitsandbytes", reason="make test installs it").functional
+    theirs = functional.create_dynamic_map(signed)
+    ours = codes(signed=signed)
+    np.testing.assert_allclose(ours[1:], theirs[1:], rtol=2e-7)  # the last bit of torch.linspace
+    assert ours[0] == (-1.0 if signed else 0.0)
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(1000, 64)) * 10.0 ** generator.uniform(-4, 0, (1000, 64))
+    values = (values if signed else np.square(values)).astype(np.float32).ravel()
+    indices, scales = to_eight_bits(values, signed=signed)
+    code = torch.from_numpy(ours.copy())
+    # Its kernel for CPUs looks up a coarse table; the one for any device takes the nearest code, as on GPUs.
+    any_device = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+    quantize = torch.ops.bitsandbytes.quantize_blockwise.default
+    expected, absmax = quantize.redispatch(any_device, torch.from_numpy(values), code, 64)
+    np.testing.assert_array_equal(scales, absmax.numpy())
+    np.testing.assert_array_equal(indices, np.maximum(expected.numpy(), 0 if signed else 1))
+    restored = functional.dequantize_blockwise(
+        torch.from_numpy(indices), absmax=absmax, code=code, blocksize=64
+    )
+    values = ours[indices] * np.repeat(scales, 64)
+    np.testing.assert_array_equal(values, restored.numpy())
+    again = to_eight_bits(values, signed=signed)
+    assert np.array_equal(again[0], indices) and np.array_equal(again[1], scales), "rounding what was rounded"
+
+
+def test_a_second_moment_never_has_the_code_of_zero_and_a_denormal_block_is_zero():
+    values = np.full(128, 1e-12, np.float32)
+    values[0], values[1], values[64:] = 1.0, 0.0, 1e-39
+    indices, scales = to_eight_bits(values, signed=False)
+    assert indices[:3].tolist() == [255, 1, 1] and scales.tolist() == [1.0, 0.0]

@@ -1,10 +1,12 @@
 """The Triton kernel: its interpreter against the NumPy oracle to the bit, and what a GPU would get to run."""
 
 import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from adam_cases import FORMS, assert_equal, bits_after, make_items, scalars
+from adam_cases import BLOCKS, FORMS, MOMENTS, SIZES, assert_equal, bits_after, make_items, scalars
 from triton_interpreter import interpreted, output_of_compiler
 
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -30,6 +32,15 @@ def test_interpreter_equals_the_oracle(kernel, form, grad_dtype, is_decoupled):
         assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
 
 
+@pytest.mark.parametrize("moments", MOMENTS, ids="-".join)
+def test_moments_in_fewer_bytes_equal_the_oracle(kernel, moments):
+    sizes = BLOCKS if "8bit" in moments else SIZES
+    for form, (seed, scale) in product(("fp32 weight", "split master"), enumerate((1e-30, 1e-3, 1.0))):
+        make = partial(make_items, form, torch.float32, has_out=True, sizes=sizes, moments=moments)
+        ours, expected = (make(seed=seed, scale=scale) for _ in range(2))
+        assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
+
+
 def test_one_call_takes_items_of_all_forms_with_out(kernel):
     ours, expected = (
         [s for form in FORMS for s in make_items(form, torch.bfloat16, has_out=True)] for _ in range(2)
@@ -44,8 +55,8 @@ from triton.compiler import ASTSource
 from patch.optimizer.kernels.triton_adam import _update
 
 names = _update.arg_names
-kinds = {"table": "*i64", "num_items": "i32"}
-constants = dict(zip(names[2:], (True, True, False, True, 16)))
+kinds = {"table": "*i64", "codes": "*fp32", "buckets": "*i32", "num_items": "i32"}
+constants = dict(zip(names[4:], (True, True, False, True, *MOMENTS, 16)))
 signature = {name: kinds.get(name, "constexpr") for name in names}
 source = ASTSource(fn=_update, signature=signature, constexprs=constants)
 options = {"enable_fp_fusion": False}
@@ -53,8 +64,9 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 """
 
 
-def test_compiled_for_a_gpu_nothing_is_fused_flushed_or_approximated():
-    ptx = output_of_compiler(COMPILE)
+@pytest.mark.parametrize("kinds", [(0, 0), (1, 1), (2, 2)], ids=["fp32", "bf16", "8bit"])
+def test_compiled_for_a_gpu_nothing_is_fused_flushed_or_approximated(kinds):
+    ptx = output_of_compiler(COMPILE.replace("MOMENTS", str(kinds)))
     assert not re.findall(r"fma|ftz|approx|div\.full", ptx)
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
     assert "ld.global.v4" in ptx, "wide loads"

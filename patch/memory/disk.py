@@ -1,0 +1,221 @@
+"""Memory on a disk: buffers in a nameless file, read ahead and written behind by threads.
+
+A buffer is a meta tensor, which has a shape and no values; views of it are parts of the buffer. `on_host`
+and `write_values` read and write any part, through the page cache. `start_read` and `start_write` move whole
+buffers between the file and aligned memory, past the page cache (O_DIRECT) where the file system takes that.
+
+The file has no name: the kernel frees it with its last process, also after kill -9 or a lost machine. So
+nothing is ever left in the folder, nothing in it is followed or trusted, and no other program can shorten or
+replace the file; any number of ranks and runs share a folder. Room is reserved when a buffer is allocated.
+
+Requests of 64 MiB from two threads reach what the disk can do, because os.preadv and os.pwritev release the
+GIL and the kernel splits such a request for the disk's whole queue. PyPI's liburing (2026.3) takes bytearrays
+alone, no memory of torch, and containers forbid io_uring by default; kvikio (26.10) needs cupy and CUDA, and
+uses such threads itself where there is no GPUDirect Storage.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+
+from patch.device import same_device
+from patch.errors import TrainingError
+from patch.logger import get_logger
+from patch.memory.offload_device import whole_pages
+from patch.numbers import size_text
+
+_logger = get_logger(__name__)
+
+_REQUEST_BYTES = 64 << 20
+_NUM_THREADS = 2
+"""For each direction."""
+
+Jobs = Sequence[Future[None]]
+"""The requests of one transfer; it is complete when all of them are."""
+
+
+class DiskMemory:
+    """Memory in a file of its own; an Allocator, whose buffers are meta tensors.
+
+    Args:
+        folder: where the file lies; created if it is missing.
+    Raises:
+        TrainingError: there can be no file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with self._failing("a file cannot be created"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it ends with this object
+        self._direct = self._file
+        try:
+            again = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDWR | os.O_DIRECT)
+            self._direct = os.fdopen(again, "r+b", buffering=0)
+        except OSError:
+            _logger.warning("%s takes no direct I/O: states there pass through the page cache", folder)
+        self._readers, self._writers = (
+            ThreadPoolExecutor(_NUM_THREADS, f"disk-{what}", initializer=same_device())
+            for what in ("read", "write")
+        )
+        self._end = 0
+        self._unused: dict[int, list[int]] = defaultdict(list)
+        """Begins of ranges of the file that no buffer has any more, by their length."""
+        self._writes: dict[int, Jobs] = {}
+        """The last write to each range, by its begin."""
+        self._lock = Lock()
+        self.num_bytes_moved = 0
+        """Bytes read and written by whole buffers so far."""
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Reserve room for a (numel,) buffer: of zeros, or where another one was of what that one had.
+
+        Raises:
+            TrainingError: the disk, or this user's share of it, is full.
+        """
+        buffer = torch.empty(numel, dtype=dtype, device="meta")
+        size = whole_pages(buffer.nbytes)
+        if self._unused[size]:
+            begin = self._unused[size].pop()
+        else:
+            with self._failing(f"{size_text(size)} beside {size_text(self._end)} cannot be reserved"):
+                os.posix_fallocate(self._file.fileno(), self._end, size)
+            begin, self._end = self._end, self._end + size
+        storage = buffer.untyped_storage()
+        _places[storage._cdata] = _Place(self, begin, size)
+        weakref.finalize(storage, self._forget, storage._cdata, size, begin).atexit = False
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Do nothing: the range is used again when the last reference to the buffer is gone."""
+
+    def _forget(self, key: int, size: int, begin: int) -> None:
+        del _places[key]
+        self._unused[size].append(begin)
+
+    def start_read(self, source: torch.Tensor, target: torch.Tensor, after: Jobs = ()) -> Jobs:
+        """Start to read a whole buffer, when all writes to it, and `after`, have ended.
+
+        Args:
+            source: the buffer.
+            target: memory that begins at a page and ends with one, as HOST allocates it, or pinned.
+            after: what still uses the target.
+        """
+        place = _place_of(source)
+        assert place is not None
+        after = [*after, *self._writes.get(place.begin, ())]
+        return self._start(self._readers, os.preadv, place, target, after)
+
+    def start_write(self, source: torch.Tensor, target: torch.Tensor) -> Jobs:
+        """Start to write a whole buffer; see `start_read`, of which target and source are exchanged."""
+        place = _place_of(target)
+        assert place is not None
+        after = self._writes.get(place.begin, ())
+        jobs = self._writes[place.begin] = self._start(self._writers, os.pwritev, place, source, after)
+        return jobs
+
+    def _start(
+        self, threads: ThreadPoolExecutor, call: _Call, place: _Place, memory: torch.Tensor, after: Jobs
+    ) -> Jobs:
+        pages = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        assert len(pages) >= place.size and not memory.storage_offset(), "expected room for whole pages"
+        view = pages[: place.size].numpy().data
+        with self._lock:
+            self.num_bytes_moved += place.size
+
+        def transfer(begin: int) -> None:
+            for job in after:
+                job.result()
+            part = view[begin : begin + _REQUEST_BYTES]
+            self._transfer(self._direct.fileno(), call, part, place.begin + begin)
+
+        return [threads.submit(transfer, begin) for begin in range(0, place.size, _REQUEST_BYTES)]
+
+    def transfer_part(self, call: _Call, part: torch.Tensor, memory: torch.Tensor) -> None:
+        """Read or write a part of a buffer through the page cache, behind all writes that were started."""
+        place = _place_of(part)
+        assert place is not None and part.is_contiguous()
+        for job in self._writes.get(place.begin, ()):
+            job.result()
+        begin = place.begin + int(part.storage_offset()) * part.itemsize
+        if part.nbytes:
+            view = memory.view(-1).view(torch.uint8).numpy().data
+            self._transfer(self._file.fileno(), call, view, begin)
+            os.posix_fadvise(self._file.fileno(), begin, len(view), os.POSIX_FADV_DONTNEED)
+
+    def _transfer(self, descriptor: int, call: _Call, memory: memoryview, begin: int) -> None:
+        what = "read" if call is os.preadv else "written"
+        with self._failing(f"{size_text(len(memory))} at {begin} cannot be {what}"):
+            while memory:
+                if not (done := call(descriptor, [memory], begin)):
+                    raise OSError(0, f"the file ends before, expected {self._end} bytes")
+                memory, begin = memory[done:], begin + done
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(
+                f"memory in {self.folder}: {what}: {error.strerror}. Checkpoints are whole; make room "
+                "there, look after the disk, or give another folder",
+                field="offload_folder",
+            ) from error
+
+
+_Call = Callable[[int, list[memoryview], int], int]
+"""os.preadv or os.pwritev."""
+
+
+class _Place(NamedTuple):
+    """Where a buffer is."""
+
+    memory: DiskMemory
+    begin: int
+    size: int
+    """Bytes, whole pages."""
+
+
+_places: dict[int, _Place] = {}
+"""By the buffer's storage."""
+
+
+def _place_of(tensor: torch.Tensor) -> _Place | None:
+    return _places.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor in host memory: itself, or a copy from a device or a disk.
+
+    Raises:
+        TrainingError: the disk fails.
+    """
+    if (place := _place_of(tensor)) is None:
+        return tensor.cpu()
+    values = torch.empty(tensor.shape, dtype=tensor.dtype)
+    place.memory.transfer_part(os.preadv, tensor, values)
+    return values
+
+
+def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor wherever it is.
+
+    Raises:
+        TrainingError: a disk fails.
+    """
+    if (place := _place_of(target)) is None:
+        target.copy_(on_host(values) if values.is_meta else values)
+    else:
+        values = on_host(values).to(target.dtype).expand(target.shape).contiguous()
+        place.memory.transfer_part(os.pwritev, target, values)
