@@ -76,7 +76,8 @@ class OwnShards:
 
     def start_norm(self, index: int) -> None:
         """Compute a bucket's part of the norm while other buckets travel: its reduction has arrived."""
-        if not any(range_.needs_extra_reduction for range_ in self.shards[index].ranges):
+        shard = self.shards[index]  # in host memory the gradient itself is still on its way
+        if not (shard.is_on_host or any(range_.needs_extra_reduction for range_ in shard.ranges)):
             self._sums[index] = self._sums_of_squares(self._counted(index))
 
     def sum_over_model_parallel(self, clock: WaitClock) -> None:

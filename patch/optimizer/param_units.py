@@ -365,11 +365,12 @@ class ParamUnits:
                     "backward keeps a graph of itself (create_graph, as a gradient penalty), which reads "
                     "weights after they are freed, expected none: use --data-parallel-sharding gradients"
                 )
-            for unit in units:
+            needed = [unit for unit in units if unit.is_read_outside or not unit.skips_backward]
+            for unit in needed:
                 self._start_up_to(unit)
             if module_of is not None and self._is_sharded:
                 self._pass_by(module_of, forward)
-            for unit in units:
+            for unit in needed:
                 self._need(unit)
 
         for tensor in tensors_in(output) if units and torch.is_grad_enabled() else ():

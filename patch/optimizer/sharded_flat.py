@@ -79,7 +79,7 @@ class ShardedFlat(ApartFlat):
             ]
             run = _Run(begin, buckets, memory, views)
             if unit:
-                self._resize(memory, is_here=False)
+                self._resize(memory, 0)
             self._runs.setdefault(unit, []).append(run)
             if not self.is_whole:
                 self._show(run, is_here=not unit)
@@ -122,18 +122,17 @@ class ShardedFlat(ApartFlat):
     def give_memory(self, unit: int) -> None:
         """Let the parameters of a unit have memory, without values."""
         for run in self._runs.get(unit, []):
-            self._resize(run.memory, is_here=True)
+            self._resize(run.memory, run.memory.nbytes)
             self._show(run, is_here=True)
 
     def free(self, unit: int) -> None:
         """Take the memory of a unit, whose gathers have arrived."""
         for run in self._runs.get(unit, []):
             self._show(run, is_here=False)
-            self._resize(run.memory, is_here=False)
+            self._resize(run.memory, 0)
 
-    def _resize(self, memory: torch.Tensor, *, is_here: bool) -> None:
-        """Give a unit's memory its bytes, or take them."""
-        num_bytes = memory.nbytes if is_here else 0
+    def _resize(self, memory: torch.Tensor, num_bytes: int) -> None:
+        """Give a unit's memory its bytes, or take them (0)."""
         if self.meter is not None:
             self.meter.reserve(num_bytes - memory.untyped_storage().nbytes())
         resize_memory(memory, num_bytes)
@@ -185,7 +184,7 @@ class ShardedFlat(ApartFlat):
     def begin_visit(self, unit: int, clock: WaitClock, *, is_writing: bool) -> None:
         """Give a unit that is described memory, with all its values, or this rank's shards alone."""
         for run in self._runs[unit]:
-            self._resize(run.memory, is_here=True)
+            self._resize(run.memory, run.memory.nbytes)
             for own, place in self._own_places(run) if is_writing else ():
                 place.copy_(own)
         for gather in () if is_writing else self.start_unit(unit):
@@ -197,7 +196,7 @@ class ShardedFlat(ApartFlat):
         for run in self._runs[unit]:
             for own, place in self._own_places(run) if is_writing else ():
                 own.copy_(place)
-            self._resize(run.memory, is_here=False)
+            self._resize(run.memory, 0)
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole, unless only their places are wanted.

@@ -91,7 +91,7 @@ RUNS = {
     "zero-3, bf16, half": Row({"dp": 2, **ZERO_3, **CHUNKS, **HALF}, "zero-2, bf16", ("losses", "weights")),
     "host": Row({**ON_HOST, **FOUR, "reduce_bucket_size": 9000}, "one, 4", ("losses", "weights")),
     "host, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_3, **TIED, **ON_HOST}, "zero-2, pp"),
-    "host, half, full": Row(
+    "host, part, full": Row(
         {
             "dp": 2, **ZERO_3, **CHUNKS, **ON_HOST, "optimizer_offload_fraction": 0.6,
             "cpu_offloading_weights_fraction": 0.5, "recompute_granularity": "full",
