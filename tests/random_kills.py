@@ -64,17 +64,29 @@ class Hit(NamedTuple):
 # The run.
 
 
-def settings(output: Path, *, is_async: bool, interval: int, lora_rank: int, on_disk: bool) -> dict[str, Any]:
-    """The changes of `small_run` that make the run."""
-    offload = {
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora_rank": 3},
+    "disk": {
         "optimizer_offload_policy": "static", "optimizer_offload_chunk_size": 5000,
-        "offload_folder": str(output.parent / "states"), "optimizer_offload_host_share": 0.0,
-    }  # fmt: skip
-    return (offload if on_disk else {}) | {
+        "optimizer_offload_host_share": 0.0,
+    },
+}  # fmt: skip
+KINDS["host"] = KINDS["disk"] | {
+    "data_parallel_sharding": "parameters", "param_persistence_threshold": 100,
+    "cpu_offloading_weights": True,
+}  # fmt: skip
+"""What runs are like: plain, with adapters, states on a disk, weights in host memory besides."""
+
+
+def settings(output: Path, *, is_async: bool, interval: int, kind: str) -> dict[str, Any]:
+    """The changes of `small_run` that make the run."""
+    folder = {"offload_folder": str(output.parent / "states")} if kind in ("disk", "host") else {}
+    return {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
         "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
         "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 5,
-        "lora_rank": lora_rank,
+        **KINDS[kind], **folder,
     }  # fmt: skip
 
 
@@ -256,15 +268,11 @@ class Killing:
         folder: where the runs are.
         is_async: whether checkpoints are written in the background.
         seed: of all that is drawn.
-        lora_rank: of the adapters that train; 0: all weights do.
-        on_disk: whether most optimizer states lie in an offload folder.
+        kind: one of KINDS.
     """
 
-    def __init__(
-        self, folder: Path, *, is_async: bool, seed: int, lora_rank: int = 0, on_disk: bool = False
-    ) -> None:
-        self._folder = folder
-        self._how = {"is_async": is_async, "lora_rank": lora_rank, "on_disk": on_disk}
+    def __init__(self, folder: Path, *, is_async: bool, seed: int, kind: str) -> None:
+        self._folder, self._how = folder, {"is_async": is_async, "kind": kind}
         self._random = random.Random(seed)
         self.hits: list[Hit] = []
         self._moments: list[str] = []
@@ -360,13 +368,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--save", choices=("sync", "async"), default="async")
-    parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--on-disk", action="store_true")
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     chosen = parser.parse_args(arguments)
     print(chosen, flush=True)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        how = {"is_async": chosen.save == "async", "lora_rank": chosen.lora_rank, "on_disk": chosen.on_disk}
-        killing = Killing(Path(folder), seed=chosen.seed, **how)
+        is_async = chosen.save == "async"
+        killing = Killing(Path(folder), is_async=is_async, seed=chosen.seed, kind=chosen.kind)
         try:
             killing.run(chosen.kills)
         finally:

@@ -8,11 +8,11 @@ from random_kills import Killing
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("how", [{"on_disk": True}, {"lora_rank": 3}], ids=str)
+@pytest.mark.parametrize("kind", ["host", "lora"])
 def test_killed_runs_go_on_from_the_newest_checkpoint_and_end_with_the_same_bytes(
-    tmp_path: Path, how: dict
+    tmp_path: Path, kind: str
 ) -> None:
-    killing = Killing(tmp_path, is_async=True, seed=13, **how)
+    killing = Killing(tmp_path, is_async=True, seed=13, kind=kind)
     killing.run(5)
     assert len(killing.hits) == 5
     assert not any(tmp_path.glob("states/*"))
