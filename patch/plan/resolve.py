@@ -183,8 +183,10 @@ def resolve_tp_comm_overlap(config: RunConfig, machine: MachineFacts) -> tuple[R
     Returns:
         the run with a choice instead of auto, and a line about it.
     """
-    device = machines_of(config, machine)
-    ways = {} if device is None else tensor_ways(config, device)
+    device, asked = machines_of(config, machine), config
+    if config.training.recompute_granularity == "auto":  # decided later, for these layers
+        asked = with_mix(config, Mix())
+    ways = {} if device is None else tensor_ways(asked, device)
     if config.parallel.tp_comm_overlap is not None or not ways:
         return config, []
     chosen = ways[True] < ways[False]

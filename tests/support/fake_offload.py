@@ -22,6 +22,7 @@ from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
 from patch.distributed import async_collectives
+from patch.distributed.async_collectives import Pending
 from patch.memory import CudaDevice, staged_copy
 from patch.optimizer import (
     domain,
@@ -60,7 +61,7 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
     with (
         mock.patch.object(own_shards, "sums_of_squares", sums_by_norms),
         mock.patch.object(async_collectives, "follows_on_device", lambda group: True),
-        mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(micro_batch, "start_all_reduce", partial(_start_count, fake)),
         mock.patch.object(domain, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(domain, "start_reduce_scatter", fake.start_reduce_scatter),
         mock.patch.object(param_flat, "start_all_gather", fake.start_all_gather),
@@ -73,6 +74,12 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
     ):
         yield
+
+
+def _start_count(fake: FakeDevice, buffer: torch.Tensor, group: Any) -> Pending:
+    """A process that is really alone counts itself once."""
+    op = dist.ReduceOp.MAX if group.size() == 1 else dist.ReduceOp.SUM
+    return fake.start_all_reduce(buffer, group, op)
 
 
 def _host_zeros(fake: FakeDevice, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ class Chunk:
     index: int
     numel: int = GIB // 10
     is_on_host: bool = True
+    stays_on_host: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -46,7 +46,7 @@ FIXED = [(0.0, 100), (0.3, 100), (1.0, 100), (0.5, 0)]
 """The fraction on the host, and elements of a chunk, 0 where they are searched."""
 MOVING = (RANDOM, 60)
 """Each rank's chunks move at random, and the host is late."""
-ON_DISK, MOVING_ON_DISK = (1.0, 100, 0), (RANDOM, 60, 2000)
+ON_DISK, MOVING_ON_DISK = (1.0, 100, 0), (RANDOM, 60, 1000)
 """The same with so many bytes in host memory; other states are on a disk."""
 
 

@@ -34,6 +34,7 @@ class Chunk:
     index: int
     numel: int = CHUNK_NUMEL
     is_on_host: bool = True
+    stays_on_host: bool = False
 
     @property
     def num_bytes(self) -> int:

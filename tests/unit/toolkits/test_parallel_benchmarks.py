@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,12 @@ def run_waiting(world_size: int) -> dict[str, dict[str, Any]]:
         one.settle()
         seconds = time.perf_counter() - begin
         if isinstance(one, OurTrainer):
-            (model,), buckets = one.run.stages, one.run.optimizer.grad_buffer.buckets
+            (model,), optimizer = one.run.stages, one.run.optimizer
+            buckets, whole = optimizer.grad_buffer.buckets, optimizer.full_weights()
         else:
-            model, buckets = one.model, one.model.bucket_groups
-        weights = [weight.detach().float().numpy() for weight in model.parameters()]
+            model, buckets, whole = one.model, one.model.bucket_groups, nullcontext()
+        with whole:
+            weights = [weight.detach().float().clone().numpy() for weight in model.parameters()]
         found[name] = {"seconds": seconds, "loss": loss, "weights": weights, "buckets": len(buckets)}
     overlap.communicate(by_name["ours: optimizer"].run.optimizer)
     return found

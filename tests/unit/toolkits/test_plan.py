@@ -52,7 +52,7 @@ def test_the_rows_and_lines_of_a_search_are_its_layouts(tmp_path, capsys):
 
 
 def test_the_number_of_machines_that_is_named_is_enough(capsys):
-    run = ["--machine=h100", "--devices-per-node=1", "--search", "--", "--model-size=70B"]
+    run = ["--machine=h100", "--devices-per-node=1", "--search", "--", "--model-size=405B"]
     assert main([*run, "--global-batch-size=64"]) == 1
     nodes = int(re.search(r"^no layout fits 1 devices.* --nodes (\d+)$", capsys.readouterr().out, re.M)[1])
     assert main([f"--nodes={nodes}", *run, "--global-batch-size=64"]) == 0

@@ -132,7 +132,7 @@ def test_at_most_two_layers_are_whole_at_a_time(ranks: list) -> None:
 
 
 LARGE = {
-    "num_layers": 16, "precision": "bf16", "recompute_granularity": "full", "reduce_bucket_size": 4096,
+    "num_layers": 24, "precision": "bf16", "recompute_granularity": "full", "reduce_bucket_size": 4096,
     "micro_batch_size": 1, "max_padding_length": 16, "seq_length": 16,
 }  # fmt: skip
 
