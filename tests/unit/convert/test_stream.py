@@ -17,10 +17,10 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from training_runs import build_stages
 from transformers import AutoModelForCausalLM
-from upstream_models import local_upstream
 
 from patch.compat.cpu import replace_torch
 from patch.convert import ConversionError, hf_to_mcore, import_hf, mcore_to_hf, offline
+from toolkits.prove.upstream import upstream_stage
 
 SHARDED = "qwen-2"
 
@@ -115,7 +115,7 @@ def _load(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 
 def _load_upstream(folder: Path, config: Any, groups: Any) -> Any:
-    model = local_upstream(config, groups, 0).eval()
+    model = upstream_stage(config, groups, 0).eval()
     stored = str(folder / "release")
     loaded = dist_checkpointing.load(model.sharded_state_dict(), stored, strict="raise_all")
     model.load_state_dict({key: value for key, value in loaded.items() if "." in key}, strict=True)
