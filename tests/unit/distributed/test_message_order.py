@@ -134,8 +134,7 @@ def test_rounded_gradients_travel_while_those_before_are_added_up() -> None:
             buffers, outs = random((2 * N,), (2 * N,)), [torch.zeros(N) for _ in range(2)]
         fake.adopt([*buffers, *outs])
         sums = RoundedSums(2 * N, torch.bfloat16, CPU)
-        _, second = [sums.start(*each, group) for each in zip(buffers, outs, strict=True)]
-        second.wait()
+        [sums.start(*each, group) for each in zip(buffers, outs, strict=True)][1].wait()
         fake.compute.synchronize()
         with fake.executing():
             assert outs[1].any() and not outs[0].nan_to_num().any(), "the first sum had to end"

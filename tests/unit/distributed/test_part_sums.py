@@ -9,12 +9,12 @@ from triton_interpreter import interpreted, output_of_compiler, rounding
 
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
-DTYPES = [torch.float32, torch.bfloat16]
+MODULE, DTYPES = "patch.distributed.part_sums", [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    with interpreted("patch.distributed.part_sums", rounding) as module:
+    with interpreted(MODULE, rounding) as module:
         yield module
 
 
@@ -56,9 +56,9 @@ from patch.distributed.part_sums import _add_parts
 
 for out, has_own in (("*fp32", False), ("*bf16", True)):
     kinds = {"received": "*bf16", "own": "*bf16", "out": out, "has_own": "constexpr"}
-    signature = {name: kinds.get(name, "i32") for name in _add_parts.arg_names}
+    kinds = {name: kinds.get(name, "i32") for name in _add_parts.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 5)}
-    source = ASTSource(fn=_add_parts, signature=signature, constexprs={"has_own": has_own}, attrs=attrs)
+    source = ASTSource(fn=_add_parts, signature=kinds, constexprs={"has_own": has_own}, attrs=attrs)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """
 
