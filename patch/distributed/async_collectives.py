@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from patch.compat.torch_internals import region
 from patch.device import stream_of, streams_of
+from patch.layout.buckets import ROUNDED_UNDER_WAY
 
 # torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -189,7 +190,7 @@ def start_reduce_scatter(
 
     def add_up() -> None:
         if travels_as is not None:
-            sum_in_fp32(received, in_fp32(out), out)
+            sum_in_fp32(received, out)
             return
         if len(received) == 1:
             out.copy_(received[0])
@@ -204,13 +205,16 @@ def start_reduce_scatter(
     return Pending(_exchange(own, received, group), add_up)
 
 
-def in_fp32(out: torch.Tensor) -> torch.Tensor:
-    """Memory in which `sum_in_fp32` adds up: `out` itself, if its type is float32."""
-    return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+def sum_in_fp32(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of `parts`, in their order, to `out`, rounded once; on CUDA they are one tensor."""
+    if out.is_cuda:
+        # Imported here, because only torch's CUDA builds come with Triton.
+        from patch.distributed.part_sums import add_parts
 
-
-def sum_in_fp32(parts: Sequence[torch.Tensor], total: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of `parts`, in their order, to `out`; `total` is `in_fp32(out)`."""
+        assert isinstance(parts, torch.Tensor)
+        add_parts(parts, out)
+        return
+    total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     total.copy_(parts[0])
     for part in parts[1:]:
         total += part
@@ -287,8 +291,8 @@ class RoundedSums:
 
     Over gloo `start_reduce_scatter` does it.
 
-    All messages are rounded, exchanged and summed on one stream, one after the other. So one buffer to send
-    from and one to receive in do for all, however far the host is ahead.
+    Two messages are under way: one is rounded, or added up, while the other travels. Each stream has a buffer
+    to send from and one to receive in, and does one message after the other, however far the host is ahead.
 
     Args:
         numel: of the largest buffer.
@@ -297,16 +301,20 @@ class RoundedSums:
     """
 
     def __init__(self, numel: int, travels_as: torch.dtype, device: torch.device) -> None:
-        self._sent = torch.empty(numel, dtype=travels_as, device=device)
-        self._received = torch.empty_like(self._sent)
         self._device, self._streams = device, streams_of(device)
-        self._aside = stream_of(device, "rounded sums")
-        self._aside.wait_stream(self._streams.current_stream())
+        self._buffers = [
+            tuple(torch.empty(numel, dtype=travels_as, device=device) for _ in ("sent", "received"))
+            for _ in range(ROUNDED_UNDER_WAY)
+        ]
+        self._asides = [stream_of(device, f"rounded sums {index}") for index in range(ROUNDED_UNDER_WAY)]
+        for aside in self._asides:
+            aside.wait_stream(self._streams.current_stream())
+        self._turn = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both buffers."""
-        return self._sent.nbytes + self._received.nbytes
+        """Bytes of all buffers."""
+        return sum(part.nbytes for pair in self._buffers for part in pair)
 
     def start(self, buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
         """Sum `buffer` over the group and write this rank's shard of the sum to `out`.
@@ -316,11 +324,12 @@ class RoundedSums:
             out: (n,), this rank's part of `buffer`, or other memory.
             group: the ranks that take part.
         """
-        self._aside.wait_stream(self._streams.current_stream())
-        sent, received = self._sent[: buffer.numel()], self._received[: buffer.numel()]
-        with self._streams.stream(self._aside):
-            total = in_fp32(out)  # before the message: a rank that runs out of memory has sent nothing
+        self._turn = (self._turn + 1) % ROUNDED_UNDER_WAY
+        aside = self._asides[self._turn]
+        aside.wait_stream(self._streams.current_stream())
+        with self._streams.stream(aside):
+            sent, received = (part[: buffer.numel()] for part in self._buffers[self._turn])
             sent.copy_(buffer)
             start_all_to_all(received, sent, group).wait()
-            sum_in_fp32(received.chunk(group.size()), total, out)
-            return queued_on(self._aside, self._device)
+            sum_in_fp32(received.view(group.size(), -1), out)
+            return queued_on(aside, self._device)

@@ -132,14 +132,15 @@ class ScatteredSums:
         self._product, self._group = product, group
         self._num_rows = len(product) // group.size
         own = product[group.rows_of(0, self._num_rows)]
-        self._parts = [own if rank == group.rank else torch.empty_like(own) for rank in range(group.size)]
+        self._own, self._received = own, own.new_empty(group.size - 1, *own.shape)
         self._travelling: list[Pending] = []
 
     def pieces(self) -> Iterator[slice]:
         """The rows to compute; what was yielded before is on its way then."""
         group, num_rows = self._group, self._num_rows
         for step in range(1, group.size):
-            received = self._parts[(group.rank - step) % group.size]
+            source = (group.rank - step) % group.size
+            received = self._received[source - (source > group.rank)]
             for rows in _cut(received, 1 if received.is_cuda else _PIECES):
                 place = _within(group.rows_of(step, num_rows), rows)
                 yield place
@@ -150,8 +151,16 @@ class ScatteredSums:
         """[R, N], this rank's sums, in the order of ranks."""
         for pending in self._travelling:
             pending.wait()
-        total = torch.add(*self._parts[:2])  # of its own memory, so that the parts are freed
-        for part in self._parts[2:]:
+        total = torch.empty_like(self._own)  # memory of its own, so that the parts are freed
+        if total.is_cuda:
+            # Imported here, because only torch's CUDA builds come with Triton.
+            from patch.distributed.part_sums import add_parts
+
+            add_parts(self._received, total, own=self._own, rank=self._group.rank)
+            return total
+        parts = [*self._received[: self._group.rank], self._own, *self._received[self._group.rank :]]
+        torch.add(*parts[:2], out=total)
+        for part in parts[2:]:
             total += part
         return total
 

@@ -40,6 +40,8 @@ NUM_WHOLE = 2
 MAX_TRAVELLING = 4
 """Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
 bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
+ROUNDED_UNDER_WAY = 2
+"""Messages of rounded gradients over NCCL: one travels while another is rounded, or added up."""
 
 
 class ParamSpec(NamedTuple):

@@ -9,7 +9,7 @@ from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
 from patch.families.adapters import packed_bytes
-from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, NUM_WHOLE
+from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, NUM_WHOLE, ROUNDED_UNDER_WAY
 from patch.plan.parameters import (
     Unit,
     element_bytes,
@@ -192,7 +192,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     staged = NUM_STAGING * bucket * element if is_staged else 0
     rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
     if cuda:
-        return stand_ins + staged + 2 * bucket * rounded
+        return stand_ins + staged + 2 * ROUNDED_UNDER_WAY * bucket * rounded
     number = NUM_STAGING if is_staged else MAX_TRAVELLING + 1
     travelling = min(number * bucket, parameters)
     received = travelling * (rounded or element) * (shares - 1) // shares

@@ -1,9 +1,9 @@
-"""The contender of megatron-core: its DistributedDataParallel and DistributedOptimizer.
+"""The contenders of others. That of megatron-core: its DistributedDataParallel and DistributedOptimizer.
 
 It trains the same model on the same batches, set up as in Megatron-LM's training loop. It gets favourable
 settings: our bucket size (with its default of 40 million parameters the small model would be one bucket),
 torch's fused Adam (its own loop is several times slower on a CPU), and as one more contender its
-reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an all-reduce.
+reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an all-reduce. And DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -103,6 +103,50 @@ class UpstreamTrainer:
         if self.model.ddp_config.overlap_param_gather:
             self.model.disable_forward_pre_hook(param_sync=True)
             self.model.enable_forward_pre_hook()
+
+
+class DeepSpeedTrainer:
+    """DeepSpeed's ZeRO-2 around one of our models, with the states on the host where the device is a GPU.
+
+    Args:
+        config: the run.
+        groups: the process groups of the job.
+        device: the device of this rank.
+    """
+
+    def __init__(self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device) -> None:
+        import deepspeed  # optional
+
+        self._batches = [batch.to(device) for batch in SameBatches(config, groups.dp.rank()).batches]
+        (model,) = build_llama_model(config.model, groups, device, config.execution)
+        initialize_weights([model], config.model, config.training.seed)
+        optimizer = config.optimizer
+        host = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if device.type == "cuda" else {}
+        settings = {
+            "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+            "gradient_accumulation_steps": len(self._batches),
+            "gradient_clipping": optimizer.clip_grad,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "overlap_comm": True, **host},
+            "optimizer": {"type": "AdamW", "params": {"lr": optimizer.lr}},
+        }
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=settings, dist_init_required=False
+        )
+
+    def step(self) -> float:
+        """One optimizer step; returns the mean loss."""
+        total = 0.0
+        for batch in self._batches:
+            losses = self._engine(batch.tokens, None, None, labels=batch.labels)
+            loss, _ = _masked_mean(losses, mask=batch.loss_mask)
+            self._engine.backward(loss)
+            self._engine.step()  # updates after the last micro-batch
+            total += loss.item()
+        return total / len(self._batches)
+
+    def settle(self) -> None:
+        """Nothing is under way: its step waits."""
 
 
 def _settings(config: RunConfig, offload: float) -> OptimizerConfig:

@@ -29,7 +29,7 @@ from toolkits.benchmarks._contenders import SHAPE_8B, Contender, OurTrainer, run
 from toolkits.benchmarks._measure import dearest_kernels, kernel_table, ratio, take_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 from toolkits.benchmarks._runner import needs_gpu, try_alone
-from toolkits.benchmarks._upstream import UpstreamTrainer
+from toolkits.benchmarks._upstream import DeepSpeedTrainer, UpstreamTrainer
 
 _SEQUENCES = (8192, 4096)
 _STEPS, _QUICK_STEPS = 12, 5
@@ -49,9 +49,11 @@ class Recipe(NamedTuple):
     """Fields of the run that differ from those of our layers in bf16."""
     upstream: float | None = None
     """Not None: upstream's optimizer trains, with this share of its states on the host."""
+    is_deepspeed: bool = False
+    """DeepSpeed's ZeRO-Offload trains."""
 
 
-_FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
+FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
 _ENGINE = {"transformer_impl": "transformer_engine"}
 _EXPERTS = {
     "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 7168, "moe_layer_freq": "1",
@@ -60,8 +62,8 @@ _EXPERTS = {
 CONTENDERS = {
     "local bf16": Recipe(),
     "TE bf16": Recipe(_ENGINE),
-    "local fp8": Recipe(_FP8),
-    "TE fp8": Recipe(_FP8 | _ENGINE),
+    "local fp8": Recipe(FP8),
+    "TE fp8": Recipe(FP8 | _ENGINE),
     "TE fp8 delayed": Recipe(_DELAYED | _ENGINE),
     "experts bf16": Recipe(_EXPERTS),
 }
@@ -216,11 +218,18 @@ def measure(
 ) -> dict[str, Any]:
     """`time_steps` of a model with layers of 8B."""
     own = Recipe(**recipe)
-    return time_steps(step_run(own, layers, sequence), context, steps, own.upstream)
+    return time_steps(
+        step_run(own, layers, sequence), context, steps, own.upstream, is_deepspeed=own.is_deepspeed
+    )
 
 
 def time_steps(
-    config: RunConfig, context: DeviceContext, steps: int, upstream: float | None = None
+    config: RunConfig,
+    context: DeviceContext,
+    steps: int,
+    upstream: float | None = None,
+    *,
+    is_deepspeed: bool = False,
 ) -> dict[str, Any]:
     """Measure a run in a job of one process.
 
@@ -231,13 +240,16 @@ def time_steps(
         context: the device.
         steps: number of timed steps.
         upstream: see `Recipe`.
+        is_deepspeed: see `Recipe`.
     Returns:
         seconds a step, peak memory in GiB, the last loss, the dearest kernels of one more step, and the share
         of our states that is on the host.
     """
     groups = initialize(config, context)
     trainer: Contender
-    if upstream is None:
+    if is_deepspeed:
+        trainer = DeepSpeedTrainer(config, groups, context.device)
+    elif upstream is None:
         trainer = OurTrainer(config, groups, context.device)
     else:
         trainer = UpstreamTrainer(config, groups, context.device, {}, upstream)

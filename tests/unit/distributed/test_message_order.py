@@ -127,6 +127,19 @@ def test_no_order_of_execution_changes_a_bit(work: Callable[..., list[torch.Tens
         assert all(map(torch.equal, executed(order, work), expected)), order
 
 
+def test_rounded_gradients_travel_while_those_before_are_added_up() -> None:
+    fake = FakeDevice(LATE)
+    with messages_of(fake) as group:
+        with fake.executing():
+            buffers, outs = random((2 * N,), (2 * N,)), [torch.zeros(N) for _ in range(2)]
+        fake.adopt([*buffers, *outs])
+        sums = RoundedSums(2 * N, torch.bfloat16, CPU)
+        [sums.start(*each, group) for each in zip(buffers, outs, strict=True)][1].wait()
+        fake.compute.synchronize()
+        with fake.executing():
+            assert outs[1].any() and not outs[0].nan_to_num().any(), "the first sum had to end"
+
+
 def test_the_host_reads_a_small_sum_and_waits_for_nothing_else() -> None:
     """Neither for compute nor for messages of other groups, however often."""
     fake, weights, counts = FakeDevice(LATE), dist.ProcessGroup(1, 2), dist.ProcessGroup(1, 2)

@@ -53,13 +53,13 @@ def test_bytes_held_follow_the_level_and_the_ranks_that_share(instances, states)
     assert held[3] == (2 + 4 + 10) * count * instances / 4
 
 
-def test_all_rounded_gradients_travel_in_one_pair_of_buffers():
+def test_all_rounded_gradients_travel_in_two_pairs_of_buffers():
     plain, rounded = (
         _run("gradients", reduce_bucket_size=3000, grad_reduce_in_bf16=is_rounded)
         for is_rounded in (False, True)
     )
-    pair = RoundedSums(3000, torch.bfloat16, torch.device("cpu")).num_bytes
-    assert staging_bytes(rounded, 0, cuda=True) - staging_bytes(plain, 0, cuda=True) == pair
+    pairs = RoundedSums(3000, torch.bfloat16, torch.device("cpu")).num_bytes
+    assert staging_bytes(rounded, 0, cuda=True) - staging_bytes(plain, 0, cuda=True) == pairs
 
 
 @pytest.mark.parametrize(("micro_batches", "level"), [(1, "gradients"), (4, "optimizer")])
