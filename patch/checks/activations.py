@@ -1,9 +1,10 @@
-"""The rules of what is recomputed and what is in host memory: activations of layers, optimizer states."""
+"""The rules of what is recomputed and what is in host memory: activations, weights, optimizer states."""
 
 from __future__ import annotations
 
 from patch.checks.model import divisors
-from patch.config.positions import refuse
+from patch.config.choices import ZeroStage
+from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.numbers import counted
@@ -72,3 +73,19 @@ def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
     if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
         expected = "false, static, or auto with --simulated-device-memory BYTES"
         refuse("optimizer_offload_policy", "auto", expected, "there is no GPU whose memory could be watched")
+
+
+def weights_can_leave(config: RunConfig, machine: MachineFacts) -> None:
+    """Weights in host memory come to the device as those of other ranks do; `auto` needs a device to fit."""
+    optimizer = config.optimizer
+    if not optimizer.cpu_offloading_weights:
+        return
+    if config.sharding not in ("auto", ZeroStage.PARAMETERS):
+        expected = f"false, or {where('data_parallel_sharding')} parameters"
+        why = "only there are weights gathered for each pass, and freed after it"
+        refuse("cpu_offloading_weights", "true", expected, why)
+    is_auto, has_device = optimizer.cpu_offloading_weights_fraction is None, machine.cuda_devices
+    if is_auto and not has_device and not optimizer.simulated_device_memory:
+        expected = "0 to 1, or auto with --simulated-device-memory BYTES"
+        why = "there is no GPU whose memory the weights should fit"
+        refuse("cpu_offloading_weights_fraction", "auto", expected, why)

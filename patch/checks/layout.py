@@ -188,7 +188,7 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
         why = "it shards gradients in addition to the optimizer's states"
         refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
     if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
-        expected = "optimizer, gradients, auto, or none with DO=false"
+        expected = "optimizer, gradients, parameters, auto, or none with DO=false"
         refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
 
 

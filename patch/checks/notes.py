@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config.backends import no_transformer_engine
+from patch.config.choices import ZeroStage
 from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import where
@@ -38,7 +39,8 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
     """Whether fields about layout and memory are idle, those fields, and where they have no effect."""
-    parallel, training, policy = config.parallel, config.training, config.optimizer.optimizer_offload_policy
+    parallel, training, optimizer = config.parallel, config.training, config.optimizer
+    policy = optimizer.optimizer_offload_policy
     sharded_by_none = config.sharding != "auto" and not config.gathers_8_bit_weights
     with_policy = f" with {where('optimizer_offload_policy')} {scalar_of(config, 'optimizer_offload_policy')}"
     has_one_stage = config.virtual_pipeline_size == 1
@@ -57,6 +59,11 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield policy != "static", ("optimizer_offload_fraction",), with_policy
     yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
     yield policy is None, ("optimizer_offload_chunk_size",), with_policy
+    at_less = f" without {where('data_parallel_sharding')} parameters"
+    keeps_whole = config.sharding not in ("auto", ZeroStage.PARAMETERS)
+    yield keeps_whole, ("param_persistence_threshold",), at_less
+    on_device = f" without {where('cpu_offloading_weights')}"
+    yield not optimizer.cpu_offloading_weights, ("cpu_offloading_weights_fraction",), on_device
     of_full = ("recompute_method", "recompute_num_layers")
     yield training.recompute_granularity != "full", of_full, " without AC=full"
     offloading = f" without {where('cpu_offloading')}"

@@ -51,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     run_length.tasks_are_asked_for,
     numbers_are_in_range,
     activations.offload_is_possible,
+    activations.weights_can_leave,
     model.heads_fit,
     model.latent_attention_is_whole,
     model.latent_attention_is_possible,

@@ -55,6 +55,15 @@ Fp8Scaling = Literal["tensorwise", "rowwise", "delayed", "mxfp8", "blockwise"]
 GradientType = Literal["fp32", "bf16"]
 """Type in which gradients are added up and reduced."""
 
+MomentType = Literal["fp32", "bf16", "8bit"]
+"""Type in which a moment of Adam is kept: bf16 is rounded stochastically, 8bit has a scale for each block."""
+
+MOMENT_BLOCK = 64
+"""Neighbouring elements of a row that share the fp32 scale of an 8-bit moment."""
+
+MOMENT_BYTES: dict[MomentType, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}
+"""Bytes of one moment of a weight, its share of a scale included."""
+
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
@@ -107,6 +116,8 @@ class ZeroStage(IntEnum):
     """Optimizer states."""
     GRADIENTS = 2
     """Optimizer states and gradients."""
+    PARAMETERS = 3
+    """Optimizer states, gradients and parameters, which are gathered for each pass and freed after it."""
 
     @property
     def shares_states(self) -> bool:
@@ -119,9 +130,15 @@ class ZeroStage(IntEnum):
         return self >= ZeroStage.GRADIENTS
 
     @property
+    def shares_parameters(self) -> bool:
+        """Whether a rank keeps its shards of parameters only, so that every pass gathers them."""
+        return self >= ZeroStage.PARAMETERS
+
+    @property
     def shared_text(self) -> str:
         """What is shared, in words."""
-        return " and ".join(("optimizer states", "gradients", "parameters")[:self]) or "nothing"
+        words = " and ".join(("optimizer states", "gradients", "parameters")[:self]) or "nothing"
+        return words.replace(" and ", ", ", self - 2)  # commas between the first of three
 
     def sums_on_the_way(self, num_copies: int) -> bool:
         """Whether gradients are all-reduced, which adds up in the type that travels.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from patch.config.choices import GradientType, OffloadPolicy
+from patch.config.choices import MOMENT_BYTES, GradientType, MomentType, OffloadPolicy
 from patch.flag_field import flag
 
 
@@ -26,6 +26,12 @@ class OptimizerConfig:
     adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)
     adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
     adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
+    exp_avg_dtype: MomentType = flag(
+        "type in which first moments are kept: bf16 is rounded stochastically, 8bit has a scale for "
+        "every 64 elements; Megatron-LM's fp16 and fp8 are not built",
+        "fp32",
+    )
+    exp_avg_sq_dtype: MomentType = flag("type in which second moments are kept; see --exp-avg-dtype", "fp32")
     initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
     loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
     min_loss_scale: float = flag("fp16: the scale is never halved below this", 1.0, above=0)
@@ -71,6 +77,27 @@ class OptimizerConfig:
         none=0,
         at_least=0,
     )
+    param_persistence_threshold: int = flag(
+        "--data-parallel-sharding parameters: parameters of fewer elements stay whole on every rank",
+        100_000,
+        at_least=0,
+    )
+    cpu_offloading_weights: bool = flag(
+        "--data-parallel-sharding parameters: weights lie in host memory, and visit the device for each pass",
+        False,
+    )
+    cpu_offloading_weights_fraction: float | None = flag(
+        "--cpu-offloading-weights: share of a process's weights; auto: what the device has no room for",
+        1.0,
+        none="auto",
+        at_least=0,
+        at_most=1,
+    )
     simulated_device_memory: int | None = flag(
         "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of a weight's two moments."""
+        return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]

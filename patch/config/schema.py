@@ -106,8 +106,8 @@ class ParallelConfig:
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
     )
     data_parallel_sharding: Sharding | None = flag(
-        "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2) or auto; default: as the two "
-        "flags above say",
+        "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2), parameters (ZeRO-3) or auto; "
+        "default: as the two flags above say",
         None,
         none="default",
     )
@@ -377,6 +377,11 @@ class RunConfig:
     def num_gradient_parts(self) -> int:
         """Parts in which ranks keep the sums of gradients; 1: each keeps all."""
         return self.num_state_shares if self.zero_stage.shares_gradients else 1
+
+    @property
+    def num_param_parts(self) -> int:
+        """Parts in which ranks keep weights between passes; 1: each keeps all of its own."""
+        return self.num_state_shares if self.zero_stage.shares_parameters else 1
 
     @property
     def reductions_per_step(self) -> int:

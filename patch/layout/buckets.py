@@ -54,6 +54,8 @@ class ParamSpec(NamedTuple):
     """Index of its domain, that is of its flat buffer: no bucket spans two."""
     series: int = 0
     """Not 0: of those with this number nothing but a bucket's padding lies between two."""
+    unit: int = 0
+    """What is gathered and freed together: no bucket spans two. 0: parameters that stay whole."""
 
 
 class ParamRange(NamedTuple):
@@ -80,6 +82,8 @@ class BucketRange:
     """Which of the rank's pipeline stages they belong to."""
     domain: int = 0
     """Index of their domain."""
+    unit: int = 0
+    """What they are gathered and freed with; 0: they stay whole."""
 
     @property
     def numel(self) -> int:
@@ -129,7 +133,7 @@ def lay_out(
             params.append(ParamRange(part.parameter, position, position + part.numel, part.offset))
             position += part.numel
         end = ends[last.domain] = begin + -(-(position - begin) // unit) * unit
-        buckets.append(BucketRange(begin, end, tuple(params), last.stage, last.domain))
+        buckets.append(BucketRange(begin, end, tuple(params), last.stage, last.domain, last.unit))
     return buckets
 
 
@@ -156,15 +160,15 @@ def _packed(
 ) -> list[list[_Part]]:
     """Parts of parameters by bucket; only a whole parameter in the taper exceeds its bucket's size."""
     packed: list[list[_Part]] = []
-    open_: dict[tuple[int, int], list[_Part]] = {}
-    room: dict[tuple[int, int], int] = {}
+    open_: dict[tuple[int, int, int], list[_Part]] = {}
+    room: dict[tuple[int, int, int], int] = {}
     last = {spec.domain: index for index, spec in enumerate(specs)}
     # The last gradient of a domain comes with the one before it, so nothing hides it: it is not counted.
     left = {domain: -specs[index].numel for domain, index in last.items()}
     for spec in specs:
         left[spec.domain] += spec.numel
     for index, spec in enumerate(specs):
-        place, unit = (spec.stage, spec.domain), units[spec.domain]
+        place, unit = (spec.stage, spec.domain, spec.unit), units[spec.domain]
         smallest = max(smallest_sizes[spec.domain], unit)
         is_tapered = spec.is_alone or index == last[spec.domain]
         parts = list(_cut(index, spec.numel, bucket_size, unit, smallest, is_tapered=is_tapered))

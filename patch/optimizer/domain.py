@@ -6,6 +6,7 @@ What these ranks share of them is the domain's `Sharding`, one class for each Ze
     NONE         once a step, all-reduce              the sums of all       nothing
     OPTIMIZER    once a step, reduce-scatter          full buffers          each bucket, after its update
     GRADIENTS    every micro-batch, reduce-scatter    the rank's shards     each bucket, after its update
+    PARAMETERS   every micro-batch, reduce-scatter    the rank's shards     each unit, for each pass
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, RoundedSums, start_all_reduce, start_reduce_scatter
 from patch.errors import ConfigError
 from patch.layout.buckets import BucketRange, ParamSpec, flat_numels, lay_out
-from patch.optimizer.trained import TrainedParameters
+from patch.optimizer.trained import TrainedParameters, unit_modules
 
 
 class Places(NamedTuple):
@@ -115,7 +116,15 @@ class ShardedGradients(Sharding):
         return Places(kept[bucket.begin // domain.num_shards : bucket.end // domain.num_shards], None)
 
 
-SHARDINGS = {each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients())}
+class ShardedParameters(ShardedGradients):
+    """`PARAMETERS`: parameters, too, have memory for a rank's shards only (sharded_flat.py)."""
+
+    stage = ZeroStage.PARAMETERS
+
+
+SHARDINGS = {
+    each.stage: each for each in (Replicated(), ShardedStates(), ShardedGradients(), ShardedParameters())
+}
 
 
 class Domain(NamedTuple):
@@ -135,6 +144,9 @@ class Domain(NamedTuple):
     """The type in which gradients travel inside an instance; None: that in which they are collected."""
     gathered_as: torch.dtype | None = None
     """The 8-bit type in which parameters travel (eight_bit_flat.py); None: their own."""
+    gathers: dist.ProcessGroup | None = None
+    """The ranks of `instance` once more, for gathers between reductions: ranks whose unused parameters differ
+    reduce at other times, and messages of one group need one order."""
 
     @property
     def num_shards(self) -> int:
@@ -196,6 +208,14 @@ def flat_layout(
     # All ranks of the job decide this alike, whatever parameters they hold.
     if all(group.size() == 1 for group in [groups.dp_cp, *dp_groups]):
         zero_stage, across = ZeroStage.NONE, None
+    if config.cpu_offloading_weights:
+        why = "weights in host memory are not built yet"
+        raise ConfigError(f"got true, expected false: {why}", field="cpu_offloading_weights")
+    gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    if zero_stage.shares_parameters:
+        for group in dict.fromkeys((own or group) for group in [groups.dp_cp, *dp_groups]):
+            ranks = dist.get_process_group_ranks(group)
+            gathers[group] = dist.new_group(ranks, use_local_synchronization=True)
     sharding = SHARDINGS[zero_stage]
     if config.grad_reduce_in_bf16 and sharding.stage.sums_on_the_way(groups.dp_cp.size()):
         raise ConfigError(
@@ -212,14 +232,35 @@ def flat_layout(
         placed.append((group, parameter.dtype, gathered_as if is_gathered else None))
     keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None)]
     domains = [
-        Domain(sharding, group, dtype, own or group, across, travels_as, gathered_as)
+        Domain(
+            sharding, group, dtype, own or group, across, travels_as, gathered_as, gathers.get(own or group)
+        )
         for group, dtype, gathered_as in keys
     ]
-    specs = trained.specs([keys.index(key) for key in placed])
+    units = [0] * len(placed)
+    if sharding.stage.shares_parameters:
+        units = _units(trained, config.param_persistence_threshold)
+    specs = trained.specs([keys.index(key) for key in placed], units)
     is_padded = config.ddp_pad_buckets_for_high_nccl_busbw and any(d.group.size() > 1 for d in domains)
     shares = [domain.num_shards for domain in domains]
     buckets = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
     return FlatLayout(trained, domains, specs, buckets)
+
+
+def _units(trained: TrainedParameters, smallest: int) -> list[int]:
+    """What each parameter is gathered with: the number of its module, or 0 if it is to stay whole.
+
+    That is a parameter of fewer than `smallest` elements, or one of several modules.
+    """
+    found: dict[int, set[int]] = {}
+    for number, unit in enumerate(unit_modules(trained.stages), 1):
+        for parameter in unit.parameters:
+            found.setdefault(id(parameter), set()).add(number)
+    of_parameters = [(parameter, found[id(parameter)]) for parameter in trained.parameters]
+    return [
+        min(numbers) if len(numbers) == 1 and parameter.numel() >= smallest else 0
+        for parameter, numbers in of_parameters
+    ]
 
 
 def _instances(

@@ -21,9 +21,9 @@ import torch
 from patch.compat.torch_internals import foreach_norm, region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
 from patch.eight_bits import cast, scale_inv_of
-from patch.errors import ConfigError, TrainingError
+from patch.errors import ConfigError
 from patch.optimizer.domain import Domain, FlatLayout
-from patch.optimizer.param_flat import ParamFlat
+from patch.optimizer.param_flat import ApartFlat
 
 
 class _Round:
@@ -41,23 +41,20 @@ class _Round:
         self.is_known = False
 
 
-class EightBitFlat(ParamFlat):
-    """The weights of a domain that has a `gathered_as`, and several shards; whole until the first step."""
+class EightBitFlat(ApartFlat):
+    """The weights of a domain that has a `gathered_as`, and several shards."""
 
-    needs_preparation = True
+    needs_preparation, form = True, "in 8 bits (--fp8-param-gather)"
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
         assert self._domain.gathered_as is not None
-        self._dtype, whole = self._domain.gathered_as, self.buffer
-        self._whole: torch.Tensor | None = whole
-        self.buffer = torch.zeros_like(whole, dtype=torch.uint8)
-        self._can_wait_elsewhere = whole.is_cuda  # on another stream than the host or compute
-        self._own = whole.new_zeros(whole.numel() // self._domain.num_shards)
-        """This rank's shards, before they are rounded."""
+        self._dtype = self._domain.gathered_as
+        self.buffer = torch.zeros_like(self.buffer, dtype=torch.uint8)
+        self._can_wait_elsewhere = self.buffer.is_cuda  # on another stream than the host or compute
         self._places = {index: place for place, index in enumerate(self._begins)}
         # cuBLAS takes no scale that does not begin at a multiple of 16 bytes.
-        self._scale_inv = torch.ones(len(self._begins), 4, device=whole.device)[:, 0]
+        self._scale_inv = torch.ones(len(self._begins), 4, device=self.buffer.device)[:, 0]
         self._rounds: dict[int, _Round] = {}
         """By bucket: those of updates whose gathers are not started."""
 
@@ -65,11 +62,6 @@ class EightBitFlat(ParamFlat):
     def num_bytes(self) -> int:
         """Bytes of the 8-bit weights, and of this rank's shards."""
         return self.buffer.nbytes + self._own.nbytes
-
-    def shard(self, index: int) -> torch.Tensor:
-        """(n,) this rank's part of a bucket, before it is rounded; written by the optimizer."""
-        begin, end = self._ranges[index].begin, self._ranges[index].end
-        return self._own[begin // self._domain.num_shards : end // self._domain.num_shards]
 
     # After an update.
 
@@ -125,33 +117,12 @@ class EightBitFlat(ParamFlat):
             for param in self._ranges[index].params_within(begin, end)
         ]
 
-    # Whole weights.
-
-    def new_whole(self) -> torch.Tensor | None:
-        """(numel,) memory for `gather_whole`; None: weights are in their own type."""
-        return None if self._whole is not None else self._own.new_empty(self.buffer.numel())
-
-    @torch.no_grad()
-    def gather_whole(self, whole: torch.Tensor) -> None:
-        """Give weights their own type, gathered from all ranks; a collective."""
-        gathers = []
-        for index, bucket_range in self._ranges.items():
-            begin, end = self._domain.own(bucket_range)
-            whole[begin:end].copy_(self.shard(index))
-            gathers.append(self._start_gather(whole, index))
-        for gather in gathers:
-            gather.wait(self._clock)
-        self._whole = whole
-        self._point(whole)
-
     @torch.no_grad()
     def leave_whole(self) -> None:
         """Round what weights hold now, the same on all ranks, and give up the memory in their own type."""
-        if self._whole is None:
+        if not self.is_whole:
             return
-        for index, bucket_range in self._ranges.items():
-            begin, end = self._domain.own(bucket_range)
-            self.shard(index).copy_(self._whole[begin:end])
+        self.store_whole()
         weights = [parameter.detach() for parameter in self.parameters]
         self._scale_inv.copy_(scale_inv_of(torch.stack(_largest(weights)), self._dtype))
         values = self.buffer.view(self._dtype)
@@ -163,18 +134,6 @@ class EightBitFlat(ParamFlat):
             parameter.scale_inv = scale_inv  # type: ignore[attr-defined]
             # Otherwise autograd would round gradients to 8 bits.
             parameter.grad_dtype = self._domain.dtype
-
-    def check_whole(self) -> None:
-        """Refuse to read or write rounded weights.
-
-        Raises:
-            TrainingError: they are rounded.
-        """
-        if self._whole is None:
-            raise TrainingError(
-                "got weights in 8 bits (--fp8-param-gather), expected whole ones: read and write weights "
-                "within `optimizer.full_weights()`"
-            )
 
 
 def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:

@@ -56,7 +56,9 @@ class GradBuffer:
         config: the type in which gradients are collected, and whether layers add them up themselves.
         group: the data-parallel ranks, which have equally many micro-batches at stage `gradients`.
         clock: gets the time that compute waits for reductions.
-        on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
+        on_backward: called with the stage before the first gradient of each micro-batch, or the zeros of one
+            without any.
+        on_collected: called with a parameter's index when its gradient is in its place.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
     """
 
@@ -66,13 +68,14 @@ class GradBuffer:
         config: OptimizerConfig,
         group: dist.ProcessGroup,
         clock: WaitClock,
-        on_backward: Callable[[], None],
+        on_backward: Callable[[int], None],
+        on_collected: Callable[[int], None],
         on_final: Callable[[int, Pending | None], None],
     ) -> None:
         domains, bucket_ranges, named = layout.domains, layout.bucket_ranges, layout.trained.named
         like = torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=layout.trained.device)
         self._group, self._clock, self._like = group, clock, like
-        self._on_backward, self._on_final = on_backward, on_final
+        self._on_backward, self._on_collected, self._on_final = on_backward, on_collected, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
@@ -197,6 +200,7 @@ class GradBuffer:
             part = None if is_written else _part(gradient, param, len(parts))
             bucket.collect(param, part, is_nested=is_nested)
             self._launch_ready()
+        self._on_collected(parts[0][1].parameter)
 
     def _begin_writing(self, name: str, parts: list[tuple[Bucket, ParamRange]]) -> None:
         """A gradient of a parameter is about to be written to its buckets."""
@@ -218,7 +222,7 @@ class GradBuffer:
         return place.view(shape), is_first
 
     def _begin_micro_batch(self, stage: int, is_last: bool) -> None:
-        self._on_backward()
+        self._on_backward(stage)
         begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
         if self._staging is not None and begun:
             self._checks.append(LastMicroBatchCheck(stage, is_last, self._group, self._like))

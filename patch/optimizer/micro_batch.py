@@ -21,7 +21,7 @@ from patch.compat.torch_internals import call_at_end_of_backward, current_backwa
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.errors import TrainingError
 
-_NO_BACKWARD = -1
+NO_BACKWARD = -1
 """What `current_backward` returns outside of any backward."""
 
 
@@ -53,7 +53,7 @@ class MicroBatches:
         """Begin a step; forget a backward that an error ended."""
         self.ended: set[int] = set()
         """Stages whose last micro-batch of this step has begun."""
-        self._backward, self._open = _NO_BACKWARD, set[int]()
+        self._backward, self._open = NO_BACKWARD, set[int]()
         """The backward that is open, and the stages that it has come to."""
         self._is_over = False
         """Whether that backward is known to have ended."""
@@ -104,7 +104,7 @@ class MicroBatches:
     def end(self) -> None:
         """No further gradient comes from the open backward."""
         stages = self._open
-        self._backward, self._open, self._is_over = _NO_BACKWARD, set(), False
+        self._backward, self._open, self._is_over = NO_BACKWARD, set(), False
         self._on_end(stages)
 
     def end_all(self, stages: Iterable[int]) -> None:
@@ -158,16 +158,16 @@ def _follow_backward(
         outer = current_backward()
 
         def on_gradient(gradient: torch.Tensor) -> None:
-            on_backward(current_backward() if outer == _NO_BACKWARD else outer)
+            on_backward(current_backward() if outer == NO_BACKWARD else outer)
 
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a leaf would keep its hook for all later forwards
                 tensor.register_hook(on_gradient)
 
     stage.register_forward_hook(after_forward)
 
 
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """The tensors of a module's output: in tuples, lists, mappings (as Hugging Face's) and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
@@ -180,7 +180,7 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(output):
         parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
     for part in parts:
-        yield from _tensors_in(part)
+        yield from tensors_in(part)
 
 
 class LastMicroBatchCheck:

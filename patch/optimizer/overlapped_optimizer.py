@@ -41,7 +41,8 @@ from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.param_reads import ParamReads
-from patch.optimizer.sharded_state import ShardStates, sharded_ranges
+from patch.optimizer.param_units import ParamUnits
+from patch.optimizer.sharded_state import ShardStates, sharded_ranges, sharded_weights
 from patch.optimizer.trained import TrainedParameters, check_arguments
 
 
@@ -97,9 +98,12 @@ class OverlappedDistributedOptimizer:
         self.param_buffer = ParamBuffer(
             layout, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
         )
-        ParamReads(layout, self.param_buffer)
-        before, final = self.param_buffer.finish_before_backward, self._on_final_gradient
-        self.grad_buffer = GradBuffer(layout, config, groups.dp_cp, self._clock, before, final)
+        self._units = ParamUnits(layout, self.param_buffer, self._clock)
+        ParamReads(layout, self.param_buffer, self._units)
+        self.grad_buffer = GradBuffer(
+            layout, config, groups.dp_cp, self._clock, self._on_backward, self._units.collected,
+            self._on_final_gradient,
+        )  # fmt: skip
         self._own = OwnShards(
             self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups
         )
@@ -112,6 +116,10 @@ class OverlappedDistributedOptimizer:
             lambda name: self._own.state_ranges(partial(self.adam.state, name)),
             self.parameters,
         )
+
+    def _on_backward(self, stage: int) -> None:
+        self.param_buffer.finish_before_backward()
+        self._units.begin_backward(stage)
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
         self.adam.grad_ready(index, after)
@@ -133,6 +141,7 @@ class OverlappedDistributedOptimizer:
                 many as the groups.
         """
         self._trained.check()
+        self._units.begin_step()
         self.param_buffer.leave_whole()
         self._lr, self._is_grad_synced = lr, False
         self.grad_buffer.reset()
@@ -154,6 +163,7 @@ class OverlappedDistributedOptimizer:
         """
         self.param_buffer.start_gathers_of_others()
         self.grad_buffer.start_grad_sync()
+        self._units.end_pass()
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
@@ -162,6 +172,7 @@ class OverlappedDistributedOptimizer:
             return
         self.param_buffer.start_gathers_of_others()
         self.grad_buffer.finish_grad_sync()
+        self._units.end_pass()
         self._own.sum_over_model_parallel(self._clock)
         self._is_grad_synced = True
 
@@ -237,6 +248,7 @@ class OverlappedDistributedOptimizer:
         self.finish_param_sync()
         for parameter in self.parameters:
             parameter.grad = None  # one that its bucket had no memory for
+        self._units.end_pass()
         self.grad_buffer.abandon_backward(num_micro_batches)
 
     def start_param_sync(self) -> None:
@@ -256,9 +268,26 @@ class OverlappedDistributedOptimizer:
         """
         return self.param_buffer.whole()
 
+    def described_weights(self) -> AbstractContextManager[None]:
+        """Context in which the model's sharded_state_dict may be made, to save or to load; a collective.
+
+        In it weights of which ranks keep shards have shapes and no values: `sharded_weights` has these.
+        """
+        return self.param_buffer.described()
+
+    def sharded_weights(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """What of the model this rank saves or loads: views of its shards where it keeps no more.
+
+        Args:
+            model_state: the model's sharded_state_dict by stage, made within `described_weights`.
+        """
+        parts, in_shards = self._own.state_ranges(self._own.weights), self.param_buffer.in_shards
+        return sharded_weights(model_state, [part for part in parts if id(part.parameter) in in_shards])
+
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""
         self.finish_param_sync()
+        self.param_buffer.store_whole()
         self.adam.copy_model_params_to_main_params()
 
     def report(self) -> OptimizerReport:
@@ -321,7 +350,7 @@ class OverlappedDistributedOptimizer:
         Args:
             model_state: see `sharded_state_dict`.
         """
-        return sharded_ranges(model_state, self._own.state_ranges(self._own.gradients), "gradient")
+        return sharded_ranges(model_state, self._own.state_ranges(self._own.gradients), "gradient.")
 
 
 def _not_finite(step: int, grad_norm: float) -> TrainingError:

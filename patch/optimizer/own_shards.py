@@ -134,6 +134,10 @@ class OwnShards:
         """The final gradients of a part of a shard, as a state of `state_ranges`."""
         yield begin, self.shards[index].grad[begin:end]
 
+    def weights(self, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The weights of a part of a shard, as a state of `state_ranges`."""
+        yield begin, self.shards[index].param[begin:end]
+
     def _all(self) -> Iterator[tuple[int, ParamRange]]:
         """Each parameter's part, with the index of its bucket."""
         for index, params in enumerate(self._params):

@@ -20,9 +20,10 @@ from torch.autograd.graph import increment_version
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on
 from patch.distributed.collectives import all_or_none
-from patch.optimizer.domain import FlatLayout
+from patch.optimizer.domain import Domain, FlatLayout
 from patch.optimizer.eight_bit_flat import EightBitFlat
 from patch.optimizer.param_flat import ParamFlat
+from patch.optimizer.sharded_flat import ShardedFlat
 
 
 class ParamBuffer:
@@ -45,6 +46,7 @@ class ParamBuffer:
         bucket_ranges, domains = self._bucket_ranges, self._domains = layout.bucket_ranges, layout.domains
         self._wait_for_update, self._clock = wait_for_update, clock
         parameters, device = layout.trained.parameters, layout.trained.device
+        self.parameters = parameters
         self._updating: deque[int] = deque()
         """Buckets whose gathers are not started, in their order, the same on all ranks."""
         self._pending: dict[int, Pending] = {}
@@ -53,8 +55,7 @@ class ParamBuffer:
         self._lock = threading.RLock()
         """Threads that share a model may wait for the same parameters."""
         self.flats: list[ParamFlat] = [
-            (ParamFlat if domain.gathered_as is None else EightBitFlat)(layout, number, clock)
-            for number, domain in enumerate(domains)
+            _kind_of(domain)(layout, number, clock) for number, domain in enumerate(domains)
         ]
         """By domain."""
         self._num_readers = 0
@@ -70,6 +71,26 @@ class ParamBuffer:
     def flat_of(self, index: int) -> ParamFlat:
         """What holds the parameters of a bucket."""
         return self.flats[self._bucket_ranges[index].domain]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has its own type and all its elements."""
+        return all(flat.is_whole for flat in self.flats)
+
+    def check_whole(self) -> None:
+        """Refuse to read or write parameters that are not whole.
+
+        Raises:
+            TrainingError: they are not.
+        """
+        for flat in self.flats:
+            flat.check_whole()
+
+    def is_updated(self, indices: Sequence[int]) -> bool:
+        """Whether this rank's parts of buckets are updated, or compute alone has to wait for that."""
+        with self._lock:
+            self._start_gathers()
+            return not any(index in self._updating for index in indices)
 
     @property
     def num_bytes(self) -> int:
@@ -222,9 +243,35 @@ class ParamBuffer:
         Raises:
             torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
         """
+        with self._gathered(self.flats):
+            yield
+
+    @contextmanager
+    def described(self) -> Iterator[None]:
+        """Context in which parameters in shards have shapes only, and all others are whole; a collective."""
+        sharded = [flat for flat in self.flats if isinstance(flat, ShardedFlat)]
+        assert not (sharded and self._num_readers), "within whole weights nobody needs a description"
+        with self._gathered([flat for flat in self.flats if flat not in sharded]):
+            for flat in sharded:
+                flat.describe()
+            try:
+                yield
+            finally:
+                for flat in sharded:
+                    flat.end_description()
+
+    @property
+    def in_shards(self) -> set[int]:
+        """Ids of parameters of which a rank keeps shards."""
+        sharded = (flat for flat in self.flats if isinstance(flat, ShardedFlat))
+        return {id(parameter) for flat in sharded for parameter in flat.in_shards()}
+
+    @contextmanager
+    def _gathered(self, flats: Sequence[ParamFlat]) -> Iterator[None]:
+        """Context in which the parameters of these domains are whole."""
         self.finish_param_sync()
         with all_or_none():  # also over ranks whose parameters always are, which would go on alone
-            found = [(flat, memory) for flat in self.flats if (memory := flat.new_whole()) is not None]
+            found = [(flat, memory) for flat in flats if (memory := flat.new_whole()) is not None]
         for flat, memory in found:
             flat.gather_whole(memory)
         self._num_readers += 1
@@ -234,6 +281,11 @@ class ParamBuffer:
             self._num_readers -= 1
             if not self._num_readers:
                 self.leave_whole()
+
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+        for flat in self.flats:
+            flat.store_whole()
 
     def leave_whole(self) -> None:
         """Let parameters have the form that they train in."""
@@ -246,3 +298,10 @@ class ParamBuffer:
         else:
             self._with_gathers_left.discard(self)
         self.is_settled = not self._updating and not self._pending
+
+
+def _kind_of(domain: Domain) -> type[ParamFlat]:
+    if domain.gathered_as is not None:
+        return EightBitFlat
+    is_sharded = domain.sharding.stage.shares_parameters and domain.num_shards > 1
+    return ShardedFlat if is_sharded else ParamFlat

@@ -1,7 +1,8 @@
 """The flat buffer of one domain's parameters, here in their own type.
 
-Parameters that have another form while nobody reads them are a subclass (eight_bit_flat.py): it says what
-ranks tell each other before a bucket is gathered, what travels, and how whole parameters come and go.
+Parameters that have another form while nobody reads them are a subclass (eight_bit_flat.py, sharded_flat.py):
+it says what ranks tell each other before a bucket is gathered, what travels, and how whole parameters come
+and go.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.autograd.graph import increment_version
 
 from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.errors import TrainingError
 from patch.optimizer.domain import FlatLayout
 
 
@@ -82,8 +84,16 @@ class ParamFlat:
     def gather_whole(self, whole: torch.Tensor) -> None:
         """Give parameters their own type and all their elements, in this memory; a collective."""
 
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+
     def leave_whole(self) -> None:
-        """Keep what whole parameters hold now, the same on all ranks, in the form that they train in."""
+        """Keep it, and give parameters the form that they train in."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has its own type and all its elements."""
+        return True
 
     def check_whole(self) -> None:
         """Refuse to read or write parameters that are not whole.
@@ -110,3 +120,70 @@ class ParamFlat:
         begin, end = self._domain.own(bucket_range)
         whole = flat[bucket_range.begin : bucket_range.end]
         return start_all_gather(whole, flat[begin:end], self._domain.instance)
+
+
+class ApartFlat(ParamFlat):
+    """Parameters of several shards, of which a rank's own lie apart; whole until the first step.
+
+    Whole parameters, from the construction on and while somebody reads or writes them, lie in a buffer of
+    their own.
+    """
+
+    form: ClassVar[str]
+    """What parameters are otherwise, for errors."""
+
+    def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
+        super().__init__(layout, number, clock)
+        self._whole: torch.Tensor | None = self.buffer
+        self._own = self.buffer.new_zeros(self.buffer.numel() // self._domain.num_shards)
+        """This rank's shards, in the parameters' type."""
+        self.store_whole()
+
+    def shard(self, index: int) -> torch.Tensor:
+        """(n,) this rank's part of a bucket, which the optimizer updates."""
+        begin, end = self._ranges[index].begin, self._ranges[index].end
+        return self._own[begin // self._domain.num_shards : end // self._domain.num_shards]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has its own type and all its elements."""
+        return self._whole is not None
+
+    def new_whole(self) -> torch.Tensor | None:
+        """(numel,) memory for `gather_whole`; None: parameters are whole."""
+        numel = self._own.numel() * self._domain.num_shards
+        return None if self.is_whole else self._own.new_empty(numel)
+
+    @torch.no_grad()
+    def gather_whole(self, whole: torch.Tensor) -> None:
+        """Give parameters their own type and all elements, gathered from all ranks; a collective."""
+        gathers = []
+        for index, bucket_range in self._ranges.items():
+            begin, end = self._domain.own(bucket_range)
+            whole[begin:end].copy_(self.shard(index))
+            gathers.append(self._start_gather(whole, index))
+        for gather in gathers:
+            gather.wait(self._clock)
+        self._whole = whole
+        self._point(whole)
+
+    @torch.no_grad()
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+        if self._whole is None:
+            return
+        for index, bucket_range in self._ranges.items():
+            begin, end = self._domain.own(bucket_range)
+            self.shard(index).copy_(self._whole[begin:end])
+
+    def check_whole(self) -> None:
+        """Refuse to read or write parameters that are not whole.
+
+        Raises:
+            TrainingError: they are not.
+        """
+        if not self.is_whole:
+            raise TrainingError(
+                f"got weights {self.form}, expected whole ones: read and write weights within "
+                "`optimizer.full_weights()`"
+            )

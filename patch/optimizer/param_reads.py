@@ -18,6 +18,7 @@ import torch
 from patch.compat.torch_internals import own_parameters, watch_reads
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.param_buffer import ParamBuffer
+from patch.optimizer.param_units import ParamUnits
 
 
 class ParamReads:
@@ -26,9 +27,11 @@ class ParamReads:
     Args:
         layout: of the parameters.
         buffer: knows which buckets are on their way.
+        units: gathers what is freed; None: nothing is.
     """
 
-    def __init__(self, layout: FlatLayout, buffer: ParamBuffer) -> None:
+    def __init__(self, layout: FlatLayout, buffer: ParamBuffer, units: ParamUnits | None) -> None:
+        self._units = units
         self._buffer, trained, bucket_ranges = buffer, layout.trained, layout.bucket_ranges
         self._num_forwards = 0
         """Forwards of stages, under way."""
@@ -46,6 +49,8 @@ class ParamReads:
 
     def on_read(self, parameter: torch.nn.Parameter | None) -> None:
         """Wait for a parameter."""
+        if self._units is not None:
+            self._units.read((parameter,))
         self._need((parameter,))
 
     def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:

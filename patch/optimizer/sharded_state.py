@@ -90,7 +90,7 @@ class ShardStates:
         """All of them as sharded tensors, views; unless `is_loading` filled up by `zeros_of_frozen`."""
         found: ShardedStateDict = {}
         for name in self._dtypes:
-            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}")
+            found |= sharded_ranges(model_state, self._ranges(name), f"{_STATE}.{name}.")
         if not is_loading:
             found |= zeros_of_frozen(model_state, set(map(id, self._parameters)), state_dtypes, _STATE)
         return found
@@ -104,7 +104,7 @@ def sharded_ranges(
     Args:
         model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
         ranges: of the state.
-        prefix: the shards' keys are `prefix` + "." + the weight's key.
+        prefix: the shards' keys are `prefix` + the weight's key.
     Returns:
         one entry per rectangle; each holds a view of the state.
     """
@@ -120,6 +120,22 @@ def sharded_ranges(
                 begin += size
                 found |= _entry(shard, prefix, values, (offset, shape), dp_rank)
     return found
+
+
+def sharded_weights(model_state: ShardedStateDict, ranges: Iterable[StateRange]) -> ShardedStateDict:
+    """The model's state with the parts of weights that this rank keeps in the place of whole weights.
+
+    Args:
+        model_state: by stage, see `sharded_ranges`.
+        ranges: of the weights that it keeps no more of.
+    """
+    ranges = list(ranges)
+    kept = {id(part.parameter) for part in ranges}
+    parts = sharded_ranges(model_state, ranges, "")
+    return {
+        stage: {name: entry for name, entry in entries.items() if id(entry.data) not in kept}
+        for stage, entries in model_state.items()
+    } | {"shards": parts}
 
 
 def zeros_of_frozen(
@@ -156,7 +172,7 @@ def zeros_of_frozen(
         offset = (0,) * len(shape)
         for name, dtype in dtypes_of(shard.data.dtype).items():
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
-            filled |= _entry(shard, f"{prefix}.{name}", zeros, (offset, shape), _replica(shard)[2])
+            filled |= _entry(shard, f"{prefix}.{name}.", zeros, (offset, shape), _replica(shard)[2])
     return filled
 
 
@@ -210,7 +226,7 @@ def _entry(
     shard: ShardedTensor, prefix: str, values: torch.Tensor, rectangle: Rectangle, dp_rank: int
 ) -> ShardedStateDict:
     """A state of a rectangle of a weight's shard, by its key and place."""
-    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}.{shard.key}"
+    (offset, shape), axes, key = rectangle, shard.prepend_axis_num, f"{prefix}{shard.key}"
     inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
     whole, global_offset = (1,) * axes + shape, (*shard.global_offset[:axes], *inner)
     found = ShardedTensor(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -71,6 +72,46 @@ def _check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_o
             )
 
 
+class UnitModule(NamedTuple):
+    """A module before which its parameters are gathered, and after which they are freed."""
+
+    stage: int
+    module: torch.nn.Module
+    parameters: list[torch.nn.Parameter]
+    place_in_backward: int
+    """Among all of the rank."""
+
+
+def unit_modules(stages: Sequence[torch.nn.Module]) -> list[UnitModule]:
+    """The modules whose parameters come and go together, in the order of forward.
+
+    They are the elements of lists (layers), and outside of these each module with parameters of its own.
+    """
+    found: list[UnitModule] = []
+    for number, stage in enumerate(stages):
+        forward, backward = _walk(stage)
+        places = {module: place for place, (module, _) in enumerate(backward, len(found))}
+        found += [UnitModule(number, module, own, places[module]) for module, own in forward]
+    return found
+
+
+_Walk = list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]
+
+
+def _walk(module: torch.nn.Module) -> tuple[_Walk, _Walk]:
+    """The units in a module, with their parameters, in the order of its forward and of its backward."""
+    forward: _Walk = [(module, own)] if (own := list(own_parameters(module).values())) else []
+    backward: _Walk = []
+    for child in module.children():
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            parts = list(chain.from_iterable(own_parameters(part).values() for part in child.modules()))
+            within = ([(child, parts)], [(child, parts)]) if parts else ([], [])
+        else:
+            within = _walk(child)
+        forward, backward = forward + within[0], within[1] + backward
+    return forward, [*forward[: bool(own)], *backward]
+
+
 class TrainedParameters:
     """The trainable parameters, in about the order in which backward completes them.
 
@@ -105,22 +146,23 @@ class TrainedParameters:
         """Of the first; where nothing is trained, of the frozen parameters."""
         self._addresses: dict[int, int] = {}
 
-    def specs(self, domain_indices: list[int]) -> list[ParamSpec]:
+    def specs(self, domain_indices: list[int], units: Sequence[int]) -> list[ParamSpec]:
         """What the layout needs to know; a tied embedding, which two stages must cut alike, is alone.
 
         Parameters with the same attribute `series` are one.
 
         Args:
             domain_indices: of the parameters.
+            units: what each is gathered with; 0: it stays whole.
         """
-        indices = zip(self.group_indices, self._stage_indices, domain_indices, strict=True)
+        indices = zip(self.group_indices, self._stage_indices, domain_indices, units, strict=True)
         series: dict[object, int] = {None: 0}
         return [
             ParamSpec(
                 parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain,
-                series.setdefault(getattr(parameter, "series", None), len(series)),
+                series.setdefault(getattr(parameter, "series", None), len(series)), unit,
             )
-            for parameter, (group, stage, domain) in zip(self.parameters, indices, strict=True)
+            for parameter, (group, stage, domain, unit) in zip(self.parameters, indices, strict=True)
         ]  # fmt: skip
 
     def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -160,9 +160,9 @@ def state_to_save(
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
     if stages[0].is_adapted:
         common[_BASE] = base_checksum(stages)
-    with optimizer.full_weights():
+    with optimizer.described_weights():
         if weights_only:
-            state: dict[str, Any] = {"model": _stored_weights(stages)}
+            state: dict[str, Any] = {"model": optimizer.sharded_weights(_stored_weights(stages))}
         else:
             state = _sharded_state(stages, optimizer, is_loading=False)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
@@ -202,7 +202,7 @@ def resume(
         return
     then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
     now = _layout(stages)
-    with optimizer.full_weights():
+    with optimizer.described_weights():
         state = _sharded_state(stages, optimizer, is_loading=True)
         if then == now:
             state["random"] = _sharded_generators()
@@ -247,8 +247,9 @@ def _load_finished(
             "to resume from an older checkpoint",
             field="train_iters",
         )
-    with optimizer.full_weights():
-        load_checkpoint(root, iteration, {"model": _stored_weights(stages)}, CURES)
+    with optimizer.described_weights():
+        weights = optimizer.sharded_weights(_stored_weights(stages))
+        load_checkpoint(root, iteration, {"model": weights}, CURES)
     optimizer.reload_model_params()
 
 
@@ -311,7 +312,8 @@ def _sharded_state(
     stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     weights = _stored_weights(stages)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
+    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": optimizer.sharded_weights(weights), "optimizer": states}
 
 
 def _sharded_generators() -> dict[str, ShardedTensor]:

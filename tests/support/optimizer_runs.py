@@ -104,7 +104,8 @@ def build_optimizer(
 
     `changes` are fields of its configuration.
     """
-    config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
+    defaults = {"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300, "param_persistence_threshold": 0}
+    config = OptimizerConfig(**defaults | changes)
     groups = data_parallel_groups()
     split_instances(groups, num_instances)
     stages = model if isinstance(model, list) else [model]
@@ -151,7 +152,7 @@ def states_of(
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Copies of all parameters, as float32; call `finish_param_sync` first."""
+    """Copies of all parameters, as float32; within `full_weights`."""
     return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
 
 
@@ -214,9 +215,9 @@ class Oracle:
     def _of_instance(self, step: Step) -> dict[str, np.ndarray]:
         found = [[self._backward(batch) for batch in batches] for batches in step]
         if self._rounds:  # at "gradients" each micro-batch travels, else the sum of all
-            is_sum = self._zero_stage is not ZeroStage.GRADIENTS
+            is_sum = not self._zero_stage.shares_gradients
             found = [[_rounded(part) for part in ([_sum(rank)] if is_sum else rank)] for rank in found]
-        if self._zero_stage is ZeroStage.GRADIENTS:
+        if self._zero_stage.shares_gradients:
             found = list(zip(*found, strict=True))
         return _sum([_sum(inner) for inner in found])
 
@@ -263,8 +264,8 @@ def check_training(
         backward(model, optimizer, step[rank])
         optimizer.step()
         oracle.take_step(step)
-    optimizer.finish_param_sync()
-    assert_same_weights(model, oracle, atol)
+    with optimizer.full_weights():
+        assert_same_weights(model, oracle, atol)
 
 
 def failures_of(checks: Mapping[Any, Callable[[], object]]) -> dict[Any, str]:
