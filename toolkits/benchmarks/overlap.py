@@ -162,13 +162,11 @@ class ComputeAlone(OurTrainer):
             super().settle()
 
 
-def communicate(optimizer: OverlappedDistributedOptimizer) -> None:
-    """The bytes of one sharded step, bucket by bucket: all reductions, then all gathers."""
+def communicate(optimizer: OverlappedDistributedOptimizer, num_gathers: int = 1) -> None:
+    """The bytes of one sharded step, bucket by bucket: all reductions, then all gathers, once or more."""
     group, clock = optimizer.groups.dp_cp, WaitClock(optimizer.device)
-    for start, dtype in (
-        (start_reduce_scatter, torch.float32),
-        (start_all_gather, optimizer.param_buffer.flats[0].buffer.dtype),
-    ):
+    gather = (start_all_gather, optimizer.parameters[0].dtype)
+    for start, dtype in ((start_reduce_scatter, torch.float32), *[gather] * num_gathers):
         started = []
         for one in optimizer.grad_buffer.buckets:
             whole = torch.zeros(one.range.numel, dtype=dtype, device=optimizer.device)

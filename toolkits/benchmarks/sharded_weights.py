@@ -1,0 +1,200 @@
+"""Measures sharded weights (ZeRO-3) beside torch's FSDP2 (`fully_shard`): overlap, and peak memory.
+
+    python -m toolkits.benchmarks.sharded_weights [--quick] [--json FILE]
+
+Two ranks in network namespaces (needs root and iproute2) with layers that wait, as in `overlap`, one
+micro-batch a step. Peak memory is that of a model with real layers: what its processes allocate from its
+construction on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from patch.config.choices import ZeroStage
+from patch.config.schema import RunConfig
+from patch.device import DeviceContext
+from patch.distributed.async_collectives import start_reduce_scatter
+from patch.distributed.groups import initialize
+from patch.model import LlamaModel, build_llama_model, initialize_weights
+from patch.plan.resolve import with_sharding
+from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, run_config, time_round
+from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, over_ranks, peak_bytes, time_on_ranks
+from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
+from toolkits.benchmarks._runner import run_ranks
+from toolkits.benchmarks.overlap import ComputeAlone, communicate, sharded_run
+
+OURS, FSDP, FSDP_EXCHANGE = "ours", "fully_shard", "fully_shard, sums by exchange"
+_RANKS, _TIMEOUT_S, _WAIT_S = 2, 1200, 0.5
+_FULL, _QUICK = (7, 2), (2, 2)
+"""Number of rounds, timed steps per round."""
+_MEMORY_SHAPE: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8,
+    "num_query_groups": 4, "kv_channels": 64, "vocab_size": 2048,
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark and report."""
+    return run_benchmark(_run, argv, quick="fewer rounds")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
+    with Cables(_RANKS) as cables:
+        measured = run_ranks(
+            measure, _RANKS, _TIMEOUT_S, cables=cables, schedule=_QUICK if arguments.quick else _FULL
+        )
+    peaks = run_ranks(measure_memory, _RANKS, _TIMEOUT_S)
+    found = Rounds(measured["rounds"])
+    rival = found.best(FSDP)
+    title = f"DP={_RANKS}, accumulation 1, {way_of(measured)}"
+    lines = [f"{name}: peak {peak / 2**20:.1f} MiB" for name, peak in peaks.items()]
+    print(found.table(title, rival), *lines, sep="\n", flush=True)
+    aims = [
+        Aim(f"{OURS} / max(compute, communication)", found.over_bound(OURS), 1.08),
+        Aim(f"{OURS} / {rival}", found.ratio(OURS, rival), 1.0),
+        Aim(f"{OURS} / {FSDP}, peak memory", peaks[OURS] / peaks[FSDP], 1.0),
+    ]
+    return Report("", aims, [found.panel(title)], {"overlap": measured, "peaks": peaks})
+
+
+class _ExchangedSums:
+    """FSDP's reduce-scatter as an exchange of parts, which moves half of gloo's own."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for its messages."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        start_reduce_scatter(input_tensor, output_tensor, group).wait(None)
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
+class FsdpTrainer:
+    """torch's FSDP2: fp32 shards, gathered as bf16, gradients summed in fp32, fused AdamW.
+
+    Args:
+        config: the run.
+        groups: the process groups of the job.
+        device: the device of this rank.
+        is_exchanging: whether gradients are summed by `_ExchangedSums`.
+        is_prefetching: whether forward gathers the next layer meanwhile, as where a host runs ahead.
+        change: what is changed about the model before it is sharded.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        *,
+        is_exchanging: bool = False,
+        is_prefetching: bool = False,
+        change: Callable[[LlamaModel], None] = lambda model: None,
+    ) -> None:
+        (model,) = build_llama_model(config.model, groups, device, config.execution)
+        initialize_weights([model], config.model, config.training.seed)
+        change(model)
+        self._model, self._config, self._group = model.float(), config, groups.dp_cp
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        layers = model.get_submodule("decoder.layers")
+        units = [fully_shard(module, mesh=mesh, mp_policy=policy) for module in (*layers.children(), model)]
+        for unit, following in pairwise(units[:-1] if is_prefetching else ()):
+            unit.set_modules_to_forward_prefetch([following])
+        if is_exchanging:
+            for unit in units:
+                unit.set_custom_reduce_scatter(_ExchangedSums())
+        optimizer = config.optimizer
+        self._adam = torch.optim.AdamW(
+            model.parameters(), lr=optimizer.lr, weight_decay=optimizer.weight_decay, eps=optimizer.adam_eps,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2), fused=True,
+        )  # fmt: skip
+        self._batches = [batch.to(device) for batch in SameBatches(config, groups.dp.rank()).batches]
+
+    def step(self) -> float:
+        """One optimizer step; returns the mean loss over ranks."""
+        (batch,) = self._batches
+        losses = self._model(batch.tokens, None, None, labels=batch.labels)
+        loss = (losses * batch.loss_mask).sum() / batch.loss_mask.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_grad)
+        self._adam.step()
+        self._adam.zero_grad()
+        mean = loss.detach().float()
+        dist.all_reduce(mean, group=self._group)
+        return mean.item() / self._group.size()
+
+    def settle(self) -> None:
+        """Nothing of a step is left: FSDP2 gathers within forward and backward."""
+
+
+def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]:
+    """The cable's speed and the seconds of all contenders; equal on all ranks."""
+    device, (rounds, steps) = context.device, schedule
+    config = sharded_run(_RANKS, 1)
+    groups = initialize(config, context)
+    wait = partial(let_layers_wait, wait_s=_WAIT_S, rank=dist.get_rank())
+    ours = OurTrainer(with_sharding(config, ZeroStage.PARAMETERS), groups, device, change=wait)
+    contenders: dict[str, Contender] = {
+        COMPUTE: ComputeAlone(with_sharding(config, ZeroStage.OPTIMIZER), groups, device, change=wait),
+        OURS: ours,
+        FSDP: FsdpTrainer(config, groups, device, is_prefetching=True, change=wait),
+        FSDP_EXCHANGE: FsdpTrainer(
+            config, groups, device, is_exchanging=True, is_prefetching=True, change=wait
+        ),
+    }
+    timed: dict[str, Callable[[], float]] = {
+        name: partial(_seconds, one, steps, device) for name, one in contenders.items()
+    }
+    timed[COMMUNICATION] = partial(
+        time_on_ranks, partial(communicate, ours.run.optimizer, num_gathers=2), context
+    )
+    return compare(timed, rounds)
+
+
+def _seconds(contender: Contender, steps: int, device: torch.device) -> float:
+    return time_round(contender, steps, device).seconds
+
+
+def measure_memory(context: DeviceContext) -> dict[str, float]:
+    """By contender: bytes at the peak of its construction and two steps, of the rank that has the most."""
+    config = run_config(
+        64, **_MEMORY_SHAPE, nproc_per_node=_RANKS, global_batch_size=_RANKS, precision="bf16",
+    )  # fmt: skip
+    groups = initialize(config, context)
+    sharded = with_sharding(config, ZeroStage.PARAMETERS)
+    builds: dict[str, Callable[[], Contender]] = {
+        OURS: lambda: OurTrainer(sharded, groups, context.device),
+        FSDP: lambda: FsdpTrainer(config, groups, context.device),
+    }
+
+    def train(build: Callable[[], Contender]) -> None:
+        contender = build()
+        for _ in range(2):
+            contender.step()
+        contender.settle()
+
+    return {
+        name: over_ranks(peak_bytes(partial(train, build), context.device), context.device)
+        for name, build in builds.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
