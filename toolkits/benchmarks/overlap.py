@@ -165,8 +165,9 @@ class ComputeAlone(OurTrainer):
 def communicate(optimizer: OverlappedDistributedOptimizer, num_gathers: int = 1) -> None:
     """The bytes of one sharded step, bucket by bucket: all reductions, then all gathers, once or more."""
     group, clock = optimizer.groups.dp_cp, WaitClock(optimizer.device)
-    gather = (start_all_gather, optimizer.parameters[0].dtype)
-    for start, dtype in ((start_reduce_scatter, torch.float32), *[gather] * num_gathers):
+    messages: list[tuple[Callable[..., Pending], torch.dtype]] = [(start_reduce_scatter, torch.float32)]
+    messages += [(start_all_gather, optimizer.parameters[0].dtype)] * num_gathers
+    for start, dtype in messages:
         started = []
         for one in optimizer.grad_buffer.buckets:
             whole = torch.zeros(one.range.numel, dtype=dtype, device=optimizer.device)
