@@ -60,7 +60,7 @@ def full(disk: DiskMemory) -> None:
 
 
 def broken(disk: DiskMemory) -> None:
-    os.dup2(os.open("/proc/self/mem", os.O_RDONLY), disk._direct.fileno())
+    os.dup2(os.open("/proc/self/mem", os.O_RDWR), disk._direct.fileno())
 
 
 FAILURES = {full: "No space left on device", broken: "Input/output error"}
