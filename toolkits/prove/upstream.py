@@ -279,7 +279,7 @@ class UpstreamRun:
 
     def _save(self, name: str, step: int, states: Mapping[str, Sequence[StateRange]]) -> None:
         weights = sharded_weights(self._stages)
-        state = {prefix: sharded_ranges(weights, ranges, prefix) for prefix, ranges in states.items()}
+        state = {prefix: sharded_ranges(weights, ranges, f"{prefix}.") for prefix, ranges in states.items()}
         save_checkpoint(self._output / name, step, state, {})
 
 

@@ -45,6 +45,7 @@ def test_environment_tells_each_rank_its_place_and_share_of_cores_and_flags_are_
     body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write({seen})"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     before = dict(os.environ)
     assert launch_workers(write_script(tmp_path, body), 2) == 0
     found = [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)]
