@@ -11,6 +11,7 @@ import torch
 from patch.checkpoint.data_files import Value
 from patch.device import stream_of, streams_of
 from patch.logger import get_logger
+from patch.memory import is_on_disk
 from patch.memory.offload_device import allocate_pinned
 
 _logger = get_logger(__name__)
@@ -51,7 +52,7 @@ class HostCopies:
         with streams.stream(stream):
             self._reserve(sum(map(_room, values)), is_pinned=device.type == "cuda")
             for index, value in enumerate(values):
-                if isinstance(value, io.BytesIO) or value.is_meta:
+                if isinstance(value, io.BytesIO) or is_on_disk(value):
                     continue
                 begin, end = end, end + _room(value)
                 copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
@@ -78,6 +79,6 @@ class HostCopies:
 
 def _room(value: Value) -> int:
     """Bytes of a value's place in the buffer."""
-    if isinstance(value, io.BytesIO) or value.is_meta:
+    if isinstance(value, io.BytesIO) or is_on_disk(value):
         return 0
     return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -40,7 +40,7 @@ from patch.compat.unpickle import load_plain, read_metadata
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.memory import write_values
+from patch.memory import is_on_disk, write_values
 from patch.storage.names import COMMON_FILE, METADATA_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
@@ -153,9 +153,9 @@ def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str,
         return data
 
     loaded = dict_list_map_outplace(value_of, extract_sharded_base(state)[0])
-    reader.fill(target for target in targets if not target[2].is_meta)
+    reader.fill(target for target in targets if not is_on_disk(target[2]))
     for key, box, target in targets:
-        if target.is_meta:  # on a disk: one part after the other, so that memory holds no more
+        if is_on_disk(target):  # on a disk: one part after the other, so that memory holds no more
             write_values(target, reader.read(key, box).to(target.dtype))
     return apply_factory_merges(loaded, factories)
 

@@ -36,6 +36,7 @@ from patch.device import start_thread
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.memory import is_on_disk
 from patch.numbers import size_text
 from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Checksum, SummedFile, write_summed
@@ -171,7 +172,7 @@ class Save:
         self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
-        self._reads_disk = any(isinstance(value, torch.Tensor) and value.is_meta for value in planner.values)
+        self._reads_disk = any(map(is_on_disk, planner.values))
         """Whether values lie on a disk, of which there are no copies: the state may change once all is
         written."""
         self._copy: Callable[[], list[Value]] | None = None

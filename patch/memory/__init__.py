@@ -1,7 +1,7 @@
 """Memory of an offload device and of the host, and copies between them; see README.md."""
 
 from patch.memory.cuda_device import CudaDevice
-from patch.memory.disk import DiskMemory, on_host, write_values
+from patch.memory.disk import DiskMemory, is_on_disk, on_host, write_values
 from patch.memory.offload_device import (
     HOST,
     Allocator,
@@ -34,6 +34,7 @@ __all__ = [
     "StagedCopier",
     "TorchAllocator",
     "host_zeros",
+    "is_on_disk",
     "on_host",
     "write_values",
 ]

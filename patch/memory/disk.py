@@ -195,6 +195,11 @@ def _place_of(tensor: torch.Tensor) -> _Place | None:
     return _places.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
 
 
+def is_on_disk(value: object) -> bool:
+    """Whether a value is a tensor in a DiskMemory."""
+    return isinstance(value, torch.Tensor) and _place_of(value) is not None
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor in host memory: itself, or a copy from a device or a disk.
 

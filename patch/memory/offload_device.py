@@ -100,7 +100,7 @@ class _PinnedPages(mmap.mmap):
 
 
 def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an uninitialised (numel,) buffer of pinned host memory, of exactly this size.
+    """Allocate a (numel,) buffer of zeros in pinned host memory, of exactly this size.
 
     torch's own allocator rounds up to a power of two.
 
@@ -122,7 +122,7 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
         MemoryError: the system cannot pin that much memory.
     """
     if device.type == "cuda":
-        return allocate_pinned(numel, dtype).zero_()
+        return allocate_pinned(numel, dtype)
     return HOST.allocate(numel, dtype)
 
 

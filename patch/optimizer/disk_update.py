@@ -135,20 +135,20 @@ class DiskUpdates(HostUpdates):
                 with self._lock:
                     self._free.append(taken)
 
-    def _compute(
-        self,
-        update: _ChunkUpdate,
-        scalars: Sequence[AdamScalars],
-        outputs: OutputBuffers,
-        states: Mapping[str, Chunk],
-        new_states: Mapping[str, Chunk],
-    ) -> None:
+    def _states_of(
+        self, update: _ChunkUpdate, outputs: OutputBuffers
+    ) -> tuple[Mapping[str, Chunk], Mapping[str, Chunk]]:
+        assert self._taken is not None
+        return self._taken.states, self._taken.states
+
+    def _compute(self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers) -> None:
         buffer, begin = self._taken, time.perf_counter()
         assert buffer is not None
         for job in buffer.jobs:
             job.result()
         self.disk_wait_s += time.perf_counter() - begin
-        super()._compute(update, scalars, outputs, buffer.states, buffer.states)
+        super()._compute(update, scalars, outputs)
+        _, new_states = super()._states_of(update, outputs)
         buffer.jobs = [
             job
             for name, state in new_states.items()

@@ -111,9 +111,7 @@ class ShardedGradients(Sharding):
 
     def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Of this rank's shards alone; on the host if its parameters are."""
-        if domain.is_on_host:
-            return host_zeros(numel // domain.num_shards, like.dtype, like.device)
-        return like.new_zeros(numel // domain.num_shards)
+        return domain.new_shards(like, numel)
 
     def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
         """The shard; gradients have no place of their own."""
@@ -159,6 +157,11 @@ class Domain(NamedTuple):
     def num_shards(self) -> int:
         """Ranks that share the sum; 1 where every rank gets all of it."""
         return self.instance.size() if self.sharding.shares_states else 1
+
+    def new_shards(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """(numel / shards,) zeros of the type of `like`: on its device, or where the parameters are."""
+        own = numel // self.num_shards
+        return host_zeros(own, like.dtype, like.device) if self.is_on_host else like.new_zeros(own)
 
     def own(self, bucket_range: BucketRange) -> tuple[int, int]:
         """This rank's part [begin, end) of a bucket, counted in the flat buffer."""

@@ -288,7 +288,7 @@ class HostUpdates:
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> None:
         with self._inputs_of(update):
-            self._compute(update, scalars, outputs, update.chunk.states, outputs.shadow)
+            self._compute(update, scalars, outputs)
 
     def _commit(self, speculation: _Speculation) -> Event:
         """Replace the states of a chunk by those of its speculative update."""
@@ -301,7 +301,7 @@ class HostUpdates:
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> Event:
         with self._inputs_of(update):
-            self._compute(update, scalars, outputs, update.chunk.states, update.chunk.states)
+            self._compute(update, scalars, outputs)
         return self._copy_params_back(update.chunk, outputs, self._on_device(update.chunk))
 
     def _on_device(self, chunk: StateChunk) -> list[ChunkRange]:
@@ -324,13 +324,14 @@ class HostUpdates:
                 self._release_inputs(update)
                 self._prefetch_inputs()
 
+    def _states_of(
+        self, update: _ChunkUpdate, outputs: OutputBuffers
+    ) -> tuple[Mapping[str, Chunk], Mapping[str, Chunk]]:
+        """What an update reads, and where it writes new states."""
+        return update.chunk.states, outputs.shadow or update.chunk.states
+
     def _compute(
-        self,
-        update: _ChunkUpdate,
-        scalars: Sequence[AdamScalars],
-        outputs: OutputBuffers,
-        states: Mapping[str, Chunk],
-        new_states: Mapping[str, Chunk],
+        self, update: _ChunkUpdate, scalars: Sequence[AdamScalars], outputs: OutputBuffers
     ) -> None:
         assert update.inputs is not None and update.inputs_copied is not None
         update.inputs_copied.synchronize()
@@ -338,6 +339,7 @@ class HostUpdates:
             outputs.copied.synchronize()
         begin = time.perf_counter()
         inputs, items = update.inputs, []
+        states, new_states = self._states_of(update, outputs)
         for r in update.chunk.ranges:
             shard, grad, new = self._shards[r.shard], inputs.grad[r.in_chunk], outputs.param[r.in_chunk]
             old = new if inputs.param is None else inputs.param[r.in_chunk]

@@ -164,10 +164,12 @@ class OwnShards:
         """The sum of each part, in float64, where there may be none."""
         if not parts:
             return torch.empty(0, dtype=torch.float64, device=self._device)
+        found = torch.empty(len(parts), dtype=torch.float64, device=self._device)
         places = {part.device for part in parts}
-        if len(places) == 1:
-            return sums_of_squares(parts).to(self._device)
-        return torch.cat([self._sums_of_squares([part]) for part in parts])
+        for place in sorted(places, key=lambda place: place.type == "cpu"):  # the device works meanwhile
+            there = [index for index, part in enumerate(parts) if part.device == place]
+            found[there] = sums_of_squares([parts[index] for index in there]).to(self._device)
+        return found
 
     def _counted(self, index: int) -> list[torch.Tensor]:
         """The gradients of a bucket that this rank counts in the norm."""

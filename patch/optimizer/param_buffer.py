@@ -104,9 +104,8 @@ class ParamBuffer:
 
     def count_units(self, meter: SimulatedDevice) -> None:
         """Let a simulated device count the memory of parameters that come and go."""
-        for flat in self._all_flats:
-            if isinstance(flat, ShardedFlat):
-                flat.meter = meter
+        for flat in self._sharded_flats:
+            flat.meter = meter
 
     @property
     def num_bytes(self) -> int:
@@ -273,10 +272,10 @@ class ParamBuffer:
         Returns:
             the visits that make one unit whole at a time; None: all parameters are whole.
         """
-        sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
+        sharded = self._sharded_flats
         assert not (sharded and self._num_readers), "within whole weights nobody needs a description"
         with self._gathered([flat for flat in self._all_flats if flat not in sharded]):
-            visits = UnitVisits(sharded, self._device, self._clock, is_writing=to_write)
+            visits = UnitVisits(sharded, self._device, is_writing=to_write)
             try:
                 yield visits if sharded else None
             finally:
@@ -286,13 +285,17 @@ class ParamBuffer:
 
     def own_parts(self) -> tuple[list[StateRange], set[int]]:
         """This rank's parts of parameters of which it keeps no more: views; and ids of the parameters."""
-        sharded = [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
+        sharded = self._sharded_flats
         ids = {id(parameter) for flat in sharded for parameter in flat.in_shards()}
         return [part for flat in sharded for part in flat.own_parts()], ids
 
     @property
     def _all_flats(self) -> list[ParamFlat]:
         return [*self.flats, *self.frozen_flats]
+
+    @property
+    def _sharded_flats(self) -> list[ShardedFlat]:
+        return [flat for flat in self._all_flats if isinstance(flat, ShardedFlat)]
 
     @contextmanager
     def _gathered(self, flats: Sequence[ParamFlat]) -> Iterator[None]:

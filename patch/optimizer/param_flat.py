@@ -16,7 +16,6 @@ from torch.autograd.graph import increment_version
 from patch.compat.torch_internals import region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
 from patch.errors import TrainingError
-from patch.memory import host_zeros
 from patch.optimizer.domain import FlatLayout
 
 
@@ -34,7 +33,7 @@ class ParamFlat:
     so that all buckets with parts of one parameter are updated together."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
-        self._domain, self._trained, self._clock = layout.domains[number], layout.held, clock
+        self._domain, self._held, self._clock = layout.domains[number], layout.held, clock
         self._ranges = {index: r for index, r in enumerate(layout.bucket_ranges) if r.domain == number}
         """The buckets of the domain, by their index."""
         self._begins = {
@@ -56,7 +55,7 @@ class ParamFlat:
         buffer = self._like.new_zeros(numel)
         for parameter, whole in self._views(buffer):
             parameter.data = whole.copy_(parameter)
-        self._trained.note(self.parameters)
+        self._held.note(self.parameters)
         return buffer
 
     @property
@@ -118,7 +117,7 @@ class ParamFlat:
         for parameter, place in self._views(flat):
             parameter.data = place
         increment_version(self.parameters)
-        self._trained.note(self.parameters)
+        self._held.note(self.parameters)
 
     def _start_gather(self, flat: torch.Tensor, index: int) -> Pending:
         """Gather a bucket of a buffer, in which this rank has its own part."""
@@ -141,12 +140,7 @@ class ApartFlat(ParamFlat):
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
         self._whole: torch.Tensor | None = self.buffer if self.buffer.numel() else None
-        numel = layout.numels[number] // self._domain.num_shards
-        self._own = (
-            host_zeros(numel, self._domain.dtype, self._like.device)
-            if self._domain.is_on_host
-            else self._like.new_zeros(numel)
-        )
+        self._own = self._domain.new_shards(self._like, layout.numels[number])
         """This rank's shards, in the parameters' type."""
         self.store_whole()
 

@@ -31,7 +31,7 @@ from patch.compat.torch_internals import call_at_end_of_backward, current_backwa
 from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
-from patch.layout.buckets import BucketRange
+from patch.layout.buckets import NUM_WHOLE, BucketRange
 from patch.optimizer.domain import FlatLayout
 from patch.optimizer.micro_batch import NO_BACKWARD, tensors_in
 from patch.optimizer.param_buffer import ParamBuffer
@@ -75,7 +75,7 @@ class _Unit:
         return (
             forward is None
             or not (self.is_around or self.is_read_outside)
-            and all(number > forward for number, count in self.awaited.items() if count)
+            and all(number > forward for number in self.awaited)
         )
 
 
@@ -227,7 +227,7 @@ class ParamUnits:
     def num_bytes(self) -> int:
         """Bytes of the two largest units, as many as are whole at a time."""
         sizes = (sum(flat.unit_bytes(unit.number) for flat in unit.flats) for unit in self._units)
-        return sum(sorted(sizes)[-2:])
+        return sum(sorted(sizes)[-NUM_WHOLE:])
 
     @property
     def are_there(self) -> bool:
@@ -358,8 +358,9 @@ class ParamUnits:
         def on_gradient(gradient: torch.Tensor) -> None:
             nonlocal is_awaited
             if is_awaited and module_of is not None:
-                module_of.awaited[forward] -= 1
                 is_awaited = False
+                if (left := module_of.awaited.pop(forward, 0) - 1) > 0:
+                    module_of.awaited[forward] = left
             if torch.is_grad_enabled() and self._is_sharded:
                 raise TrainingError(
                     "backward keeps a graph of itself (create_graph, as a gradient penalty), which reads "

@@ -141,7 +141,7 @@ class ShardedFlat(ApartFlat):
         """Let parameters be their places, or NaN."""
         for parameter, view in run.views:
             parameter.data = view if is_here else self._nothing.expand(parameter.shape)
-        self._trained.note(parameter for parameter, _ in run.views)
+        self._held.note(parameter for parameter, _ in run.views)
 
     def describe(self) -> dict[int, tuple[int, _Run]]:
         """Give parameters in shards places in memory of the host that nobody touches: only these may be read.
@@ -181,14 +181,14 @@ class ShardedFlat(ApartFlat):
         return sum(run.memory.nbytes for run in self._runs.get(unit, []))
 
     @torch.no_grad()
-    def begin_visit(self, unit: int, clock: WaitClock, *, is_writing: bool) -> None:
+    def begin_visit(self, unit: int, *, is_writing: bool) -> None:
         """Give a unit that is described memory, with all its values, or this rank's shards alone."""
         for run in self._runs[unit]:
             self._resize(run.memory, run.memory.nbytes)
             for own, place in self._own_places(run) if is_writing else ():
                 place.copy_(own)
         for gather in () if is_writing else self.start_unit(unit):
-            gather.wait(clock)
+            gather.wait(self._clock)
 
     @torch.no_grad()
     def end_visit(self, unit: int, *, is_writing: bool) -> None:
@@ -259,13 +259,10 @@ class UnitVisits:
         is_writing: what visitors write is kept, the same on all ranks; otherwise they read, and every visit
             is a collective.
         device: of the parameters.
-        clock: gets the time that this thread waits for other ranks.
     """
 
-    def __init__(
-        self, flats: Sequence[ShardedFlat], device: torch.device, clock: WaitClock, *, is_writing: bool
-    ) -> None:
-        self._is_writing, self._clock, self.device = is_writing, clock, device
+    def __init__(self, flats: Sequence[ShardedFlat], device: torch.device, *, is_writing: bool) -> None:
+        self._is_writing, self.device = is_writing, device
         self._places = {memory: (flat, *place) for flat in flats for memory, place in flat.describe().items()}
         self._open: tuple[ShardedFlat, int] | None = None
 
@@ -277,7 +274,7 @@ class UnitVisits:
         flat, unit, run = found
         if self._open != (flat, unit):
             self.end()
-            flat.begin_visit(unit, self._clock, is_writing=self._is_writing)
+            flat.begin_visit(unit, is_writing=self._is_writing)
             self._open = flat, unit
         return run.memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

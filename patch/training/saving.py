@@ -22,6 +22,7 @@ from patch.convert.live_adapters import export_adapter
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
+from patch.memory import is_on_disk
 from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.stored_shape import is_hf_folder
@@ -105,7 +106,7 @@ class CheckpointSaver:
         )
         if self._copies is not None and not self._is_decided and not is_end:
             self._is_decided = True
-            copied = [shard for shard in shards_of(state) if not getattr(shard.data, "is_meta", False)]
+            copied = [shard for shard in shards_of(state) if not is_on_disk(shard.data)]
             if not _have_room(bytes_to_write(copied)):
                 self._copies = None
         copies = None if is_end else self._copies

@@ -68,7 +68,6 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(sharded_flat, "start_all_gather", fake.start_all_gather),
         mock.patch.object(sharded_flat, "resize_memory", _resize_memory),
         mock.patch.object(domain, "host_zeros", partial(_host_zeros, fake)),
-        mock.patch.object(param_flat, "host_zeros", partial(_host_zeros, fake)),
         mock.patch.object(param_buffer, "all_or_none", nullcontext),
         mock.patch.object(domain, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())),
         mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),

@@ -18,6 +18,7 @@ from patch.optimizer.kernels.spec import (
     check_item,
     constants_of,
     copy_other_params,
+    draw_numbers,
     is_split,
     moment_kinds,
     pointers,
@@ -146,7 +147,7 @@ def _row(item: UpdateItem) -> _UpdateItem:
     has_bf16_grad = item.grad.dtype == torch.bfloat16
     numel = item.grad.numel()
     scalars = _Scalars(constants_of(item), item.scalars.decoupled_weight_decay)
-    numbers = item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
+    numbers = draw_numbers(item)
     draw = _Draw(numbers[:4], numbers[4:])
     kinds = moment_kinds(item)
     return _UpdateItem((*pointers(item),), kinds, draw, numel, has_bf16_grad, is_split(item), scalars)

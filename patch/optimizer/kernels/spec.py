@@ -134,6 +134,11 @@ def constants_of(item: UpdateItem) -> tuple[float, ...]:
     return item.scalars.folded_constants if any(moment_kinds(item)) else item.scalars.constants
 
 
+def draw_numbers(item: UpdateItem) -> tuple[int, ...]:
+    """What kernels take of an item's `Draw`; where there is none, numbers that nobody reads."""
+    return item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
+
+
 def is_split(item: UpdateItem) -> bool:
     """Whether the master is split into the bf16 parameter and 16 low bits."""
     return item.states.master.dtype == torch.int16

@@ -25,6 +25,7 @@ from patch.optimizer.kernels.spec import (
     check_item,
     constants_of,
     copy_other_params,
+    draw_numbers,
     is_split,
     moment_kinds,
     pointers,
@@ -74,7 +75,7 @@ def _launch(form: _Form, items: list[UpdateItem]) -> None:
     for item in items:
         numel = item.grad.numel()
         places = [pointer or 0 for pointer in pointers(item)]
-        numbers = item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
+        numbers = draw_numbers(item)
         rows.append([*places[:9], numel, num_blocks, *_bits(item), *places[9:], *numbers])
         num_blocks += triton.cdiv(numel, _BLOCK.value)
     if num_blocks:
