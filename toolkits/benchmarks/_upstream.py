@@ -139,7 +139,7 @@ class DeepSpeedTrainer:
         total = 0.0
         for batch in self._batches:
             losses = self._engine(batch.tokens, None, None, labels=batch.labels)
-            loss, _ = _masked_mean(losses, mask=batch.loss_mask)
+            loss, _ = masked_mean(losses, mask=batch.loss_mask)
             self._engine.backward(loss)
             self._engine.step()  # updates after the last micro-batch
             total += loss.item()
@@ -165,9 +165,9 @@ def _forward_step(
     batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
     batch = next(batches)
-    return model(batch.tokens, None, None, labels=batch.labels), partial(_masked_mean, mask=batch.loss_mask)
+    return model(batch.tokens, None, None, labels=batch.labels), partial(masked_mean, mask=batch.loss_mask)
 
 
-def _masked_mean(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def masked_mean(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = (losses * mask).sum() / mask.sum()
     return loss, {"loss": loss.detach().clone()}  # upstream divides the loss in place

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from patch.config.backends import SdpaKernel
+from patch.config.backends import SdpaKernel, backends_of
 from patch.device import DeviceContext, MachineFacts
 from patch.model.attention import CausalAttention
 from patch.plan.flops import attended_pairs, peak_flops
+from toolkits.benchmarks._contenders import SHAPE_8B, run_config
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 from toolkits.benchmarks._runner import needs_gpu, try_alone
 
@@ -31,7 +32,6 @@ _QUICK_LENGTHS = (4096, 8192, 32768, 131072)
 _TIMEOUT_S = 180
 _MOST = 1.05
 """Time of the kernel that we take over that of the fastest."""
-_HOPPER, _BLACKWELL = (9, 0), (11, 0)
 Times = dict[str, dict[int, float]]
 """Contender -> length -> milliseconds; what failed or is not installed is missing."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,10 +80,11 @@ def _run(arguments: argparse.Namespace) -> Report:
 
 
 def default_contender(machine: MachineFacts) -> str:
-    """What our layers take by default (patch/config/backends.py)."""
-    if "flash_attn_3" in machine.libraries and machine.compute_capability[0] == _HOPPER[0]:
-        return "FlashAttention-3"
-    return "cuDNN" if _HOPPER <= machine.compute_capability < _BLACKWELL else "FlashAttention-2"
+    """What our layers take by default."""
+    taken = backends_of(run_config(8192, num_layers=1, **SHAPE_8B, precision="bf16"), machine)
+    if taken.sdpa[0] == "cudnn":
+        return "cuDNN"
+    return "FlashAttention-3" if taken.has_flash_attention_3 else "FlashAttention-2"
 
 
 def num_flops(length: int, heads: Heads = Heads()) -> float:  # noqa: B008

@@ -21,6 +21,7 @@ from statistics import median
 import torch
 
 from patch.config.schema import OptimizerConfig
+from patch.errors import TrainingError
 from patch.memory import HOST, UNLIMITED, DiskMemory, SimulatedDevice, on_host
 from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.hybrid_adam import HybridAdam
@@ -28,7 +29,7 @@ from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 from toolkits.benchmarks._measure import Rounds, take_turns, time_call
-from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.benchmarks._report import Aim, NotRunError, Report, run_benchmark
 from toolkits.benchmarks._runner import CPU
 
 _NUMEL = 32 << 20
@@ -48,8 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> Report:
-    ours = _Ours(arguments.folder, max(4, round(arguments.gib * 2**30 / _NUMEL / _BYTES_EACH)))
-    plain = _Plain(arguments.folder, [state.nbytes for state in ours.states])
+    try:
+        ours = _Ours(arguments.folder, max(4, round(arguments.gib * 2**30 / _NUMEL / _BYTES_EACH)))
+        plain = _Plain(arguments.folder, [state.nbytes for state in ours.states])
+    except (OSError, TrainingError) as error:  # no room, or no direct I/O
+        raise NotRunError(f"{arguments.folder}: {error}") from error
     calls = {OURS: ours.update, PLAIN: plain.transfer}
     for call in calls.values():
         call()  # the first write to reserved room is slower

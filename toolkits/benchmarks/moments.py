@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from patch.optimizer import OptimizerConfig, ZeroStage, build_optimizer
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
+from toolkits.benchmarks._runner import CPU, job
 
 _WIDTH, _LAYERS, _HEADS, _LENGTH, _BATCH, _WARMUP = 256, 4, 4, 128, 16, 30
-_STEPS, _QUICK_STEPS = 600, 200
+_STEPS, _QUICK_STEPS, _EVERY = 600, 200, 50
 _LARGEST_DIFFERENCE = 0.02
 """Of losses, as a share: about what another order of batches changes."""
 KINDS = ("fp32", "bf16", "8bit")
@@ -56,23 +55,21 @@ def _run(arguments: argparse.Namespace) -> Report:
     files = sorted(Path(__file__).parents[2].glob("patch/**/*.py"))
     texts = [b"".join(f.read_bytes() for f in files[first::10]) for first in range(10)]
     train, held_out = b"".join(texts[1:]), texts[0]
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with job(CPU, threads=0):
         curves = {kind: _losses(kind, arguments.rounds, train, held_out) for kind in KINDS}
-        dist.destroy_process_group()
     final = {kind: found[-1] for kind, found in curves.items()}
     aims = [
         Aim(f"{kind}: loss / that of fp32", final[kind] / final["fp32"], 1 + _LARGEST_DIFFERENCE)
         for kind in KINDS[1:]
     ]
     text = "\n".join(f"{kind}: loss {final[kind]:.4f}" for kind in KINDS)
-    points = [float(50 * (index + 1)) for index in range(len(curves["fp32"]))]
+    points = [float(_EVERY * (index + 1)) for index in range(len(curves["fp32"]))]
     panel = Panel("step", curves={kind: (points, found) for kind, found in curves.items()}, ylabel="loss")
     return Report(f"{arguments.rounds} steps\n{text}\n", aims, [panel], {"losses": curves})
 
 
 def _losses(kind: str, num_steps: int, train: bytes, held_out: bytes) -> list[float]:
-    """Every 50 steps, the loss of text that is not trained on."""
+    """Every _EVERY steps, the loss of text that is not trained on."""
     torch.manual_seed(0)
     model, batches = _Decoder(), torch.Generator().manual_seed(1)
     config = OptimizerConfig(lr=1e-3, exp_avg_dtype=kind, exp_avg_sq_dtype=kind)  # type: ignore[arg-type]
@@ -82,7 +79,7 @@ def _losses(kind: str, num_steps: int, train: bytes, held_out: bytes) -> list[fl
         optimizer.zero_grad(lr=1e-3 * min(1.0, (step + 1) / _WARMUP))
         optimizer.scale_loss(model(_batch(train, batches, _BATCH))).backward()
         optimizer.step()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % _EVERY == 0:
             optimizer.finish_param_sync()
             with torch.no_grad():
                 found.append(model(_batch(held_out, torch.Generator().manual_seed(2), 128)).item())

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
 from toolkits.benchmarks._runner import needs_gpu
@@ -26,22 +27,22 @@ _MEMORY_SHARE = 0.75
 """Upstream's fp32 masters take 2 bytes a parameter more than ours."""
 _FRACTIONS = (0.25, 0.5, 1.0)
 _AUTO = {"optimizer_offload_policy": "auto"}
-_ALL = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0}
+
+
+def _static(fraction: float) -> dict[str, Any]:
+    return {"optimizer_offload_policy": "static", "optimizer_offload_fraction": fraction}
+
+
 NONE, NONE_FP8 = "ours: no offload", "ours: fp8"
 CONTENDERS = {
     NONE: Recipe(),
     "upstream: no offload": Recipe(upstream=0.0),
     **{f"upstream: {fraction:g}": Recipe(upstream=fraction) for fraction in _FRACTIONS},
-    **{
-        f"ours: {fraction:g}": Recipe(
-            {"optimizer_offload_policy": "static", "optimizer_offload_fraction": fraction}
-        )
-        for fraction in _FRACTIONS
-    },
+    **{f"ours: {fraction:g}": Recipe(_static(fraction)) for fraction in _FRACTIONS},
     "ours: auto": Recipe(_AUTO),
     "ours: fp8": Recipe(FP8),
     "ours: fp8 auto": Recipe(FP8 | _AUTO),
-    "ours: fp8 1": Recipe(FP8 | _ALL),
+    "ours: fp8 1": Recipe(FP8 | _static(1.0)),
     "DeepSpeed: 1": Recipe(is_deepspeed=True),
 }
 """A number is the share of states on the host, with our `static`, upstream's HybridDeviceOptimizer, or

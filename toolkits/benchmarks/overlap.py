@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ _BUCKETS = 20
 _TIMEOUT_S = 1800
 
 
-_WAIT_S = 0.5
+WAIT_S = 0.5
 """Seconds of a micro-batch in all layers."""
 _NUM_RANKS = (2, 4)
 _FULL = {"1": (7, 2), "4": (3, 1), "16": (3, 1)}
@@ -191,7 +191,7 @@ def build_contenders(
         without: the names of those that are left out.
     """
     sharded = with_sharding(config, ZeroStage.OPTIMIZER)
-    wait = partial(let_layers_wait, wait_s=_WAIT_S, rank=dist.get_rank())
+    wait = partial(let_layers_wait, wait_s=WAIT_S, rank=dist.get_rank())
     contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(sharded, groups, device, change=wait)}
     for name, stage in OURS.items():
         if name not in without:
@@ -218,20 +218,25 @@ def measure(context: DeviceContext, buckets: int, schedule: dict[str, tuple[int,
         config = sharded_run(num_ranks, int(accumulation), buckets)
         without = _LEFT_OUT if int(accumulation) > 1 else ()
         contenders = build_contenders(config, groups, device, without)
-        timed: dict[str, Callable[[], float]] = {
-            name: partial(_seconds, one, steps, device) for name, one in contenders.items()
-        }
         trained = contenders["ours: optimizer"]
         assert isinstance(trained, OurTrainer)
-        timed[COMMUNICATION] = partial(
-            time_on_ranks, partial(communicate, trained.run.optimizer), context
-        )
+        timed = timed_steps(contenders, steps, partial(communicate, trained.run.optimizer), context)
         found[accumulation] = compare(timed, rounds, share=0.0 if found else 1.0)
     return found
 
 
-def _seconds(contender: Contender, steps: int, device: torch.device) -> float:
-    return time_round(contender, steps, device).seconds
+def timed_steps(
+    contenders: Mapping[str, Contender], steps: int, messages: Callable[[], None], context: DeviceContext
+) -> dict[str, Callable[[], float]]:
+    """What takes the seconds of a contender's step, and of its messages alone, by name."""
+
+    def seconds(contender: Contender) -> float:
+        return time_round(contender, steps, context.device).seconds
+
+    timed: dict[str, Callable[[], float]] = {
+        name: partial(seconds, contender) for name, contender in contenders.items()
+    }
+    return timed | {COMMUNICATION: partial(time_on_ranks, messages, context)}
 
 
 if __name__ == "__main__":

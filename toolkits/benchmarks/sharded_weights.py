@@ -28,15 +28,16 @@ from patch.distributed.async_collectives import start_reduce_scatter
 from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.plan.resolve import with_sharding
-from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, run_config, time_round
-from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, over_ranks, peak_bytes, time_on_ranks
+from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, run_config
+from toolkits.benchmarks._measure import COMPUTE, Rounds, over_ranks, peak_bytes
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
 from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
 from toolkits.benchmarks._runner import run_ranks
-from toolkits.benchmarks.overlap import ComputeAlone, communicate, sharded_run
+from toolkits.benchmarks._upstream import masked_mean
+from toolkits.benchmarks.overlap import WAIT_S, ComputeAlone, communicate, sharded_run, timed_steps
 
 OURS, FSDP, FSDP_EXCHANGE = "ours", "fully_shard", "fully_shard, sums by exchange"
-_RANKS, _TIMEOUT_S, _WAIT_S = 2, 1200, 0.5
+_RANKS, _TIMEOUT_S = 2, 1200
 _FULL, _QUICK = (7, 2), (2, 2)
 """Number of rounds, timed steps per round."""
 _MEMORY_SHAPE: dict[str, Any] = {
@@ -80,7 +81,7 @@ class _ExchangedSums:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        start_reduce_scatter(input_tensor, output_tensor, group).wait(None)
+        start_reduce_scatter(input_tensor, output_tensor, group).wait()
         if op == dist.ReduceOp.AVG:
             output_tensor /= group.size()
 
@@ -110,7 +111,7 @@ class FsdpTrainer:
         (model,) = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights([model], config.model, config.training.seed)
         change(model)
-        self._model, self._config, self._group = model.float(), config, groups.dp_cp
+        self._model, self._config, self._device = model.float(), config, device
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         layers = model.get_submodule("decoder.layers")
@@ -131,14 +132,12 @@ class FsdpTrainer:
         """One optimizer step; returns the mean loss over ranks."""
         (batch,) = self._batches
         losses = self._model(batch.tokens, None, None, labels=batch.labels)
-        loss = (losses * batch.loss_mask).sum() / batch.loss_mask.sum()
+        loss, _ = masked_mean(losses, mask=batch.loss_mask)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_grad)
         self._adam.step()
         self._adam.zero_grad()
-        mean = loss.detach().float()
-        dist.all_reduce(mean, group=self._group)
-        return mean.item() / self._group.size()
+        return over_ranks(loss.item(), self._device, dist.ReduceOp.SUM) / dist.get_world_size()
 
     def settle(self) -> None:
         """Nothing of a step is left: FSDP2 gathers within forward and backward."""
@@ -149,7 +148,7 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
     device, (rounds, steps) = context.device, schedule
     config = sharded_run(_RANKS, 1)
     groups = initialize(config, context)
-    wait = partial(let_layers_wait, wait_s=_WAIT_S, rank=dist.get_rank())
+    wait = partial(let_layers_wait, wait_s=WAIT_S, rank=dist.get_rank())
     ours = OurTrainer(with_sharding(config, ZeroStage.PARAMETERS), groups, device, change=wait)
     contenders: dict[str, Contender] = {
         COMPUTE: ComputeAlone(with_sharding(config, ZeroStage.OPTIMIZER), groups, device, change=wait),
@@ -159,17 +158,8 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
             config, groups, device, is_exchanging=True, is_prefetching=True, change=wait
         ),
     }
-    timed: dict[str, Callable[[], float]] = {
-        name: partial(_seconds, one, steps, device) for name, one in contenders.items()
-    }
-    timed[COMMUNICATION] = partial(
-        time_on_ranks, partial(communicate, ours.run.optimizer, num_gathers=2), context
-    )
-    return compare(timed, rounds)
-
-
-def _seconds(contender: Contender, steps: int, device: torch.device) -> float:
-    return time_round(contender, steps, device).seconds
+    messages = partial(communicate, ours.run.optimizer, num_gathers=2)
+    return compare(timed_steps(contenders, steps, messages, context), rounds)
 
 
 def measure_memory(context: DeviceContext) -> dict[str, float]:

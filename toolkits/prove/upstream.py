@@ -36,6 +36,7 @@ if __name__ == "__main__":  # a worker has no other way to the packages
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from patch.checkpoint import save_checkpoint  # noqa: E402
+from patch.checks.layout import ACCOUNTED  # noqa: E402
 from patch.checks.run_length import place_in_schedule  # noqa: E402
 from patch.compat import cpu  # noqa: E402
 from patch.config import RunConfig, read_run  # noqa: E402
@@ -68,8 +69,6 @@ _CUDA_MODULES = (
     "megatron.core.transformer.utils",
 )
 """What upstream's optimizer and attention need on a CPU beyond `patch.compat`; runs do not use them."""
-ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Flags that make embedding and loss stages of their own."""
 _STATES = {
     "param": "weight", "exp_avg": "optimizer.state.exp_avg", "exp_avg_sq": "optimizer.state.exp_avg_sq",
 }  # fmt: skip

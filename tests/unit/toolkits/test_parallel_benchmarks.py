@@ -72,7 +72,7 @@ def run_waiting(world_size: int) -> dict[str, dict[str, Any]]:
     from toolkits.prove.upstream import prepare_cpu
 
     prepare_cpu()
-    overlap._WAIT_S = WAIT_S
+    overlap.WAIT_S = WAIT_S
     overlap._SHAPE |= {"num_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     config = overlap.sharded_run(world_size, 2)
     by_name = overlap.build_contenders(config, initialize(config, CPU), CPU.device)
