@@ -53,7 +53,7 @@ def flag(
     """
     if none is not None and default is dataclasses.MISSING:
         default = None
-    if none == 0 and "above" not in bounds:
-        bounds["at_least"] = 0
+    if isinstance(none, int) and "above" not in bounds:
+        bounds.setdefault("at_least", none)
     metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
     return dataclasses.field(default=default, metadata=metadata)

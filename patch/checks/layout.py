@@ -84,7 +84,8 @@ _LAYOUT = "pipeline_model_parallel_layout"
 _OVERLAP, _FLUSH = "overlap_p2p_communication", "overlap_p2p_communication_warmup_flush"
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 _MOST_NAMED = 8
-_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Flags that let embedding and loss count as layers."""
 
 
 def layout_fits(config: RunConfig, machine: MachineFacts) -> None:
@@ -94,7 +95,7 @@ def layout_fits(config: RunConfig, machine: MachineFacts) -> None:
     if layout is None:
         return
     layers = layout_layers(layout)
-    for field in ("num_layers_per_virtual_pipeline_stage", *_ACCOUNTS):
+    for field in ("num_layers_per_virtual_pipeline_stage", *ACCOUNTED):
         if value := value_of(config, field):
             instead = "false" if value is True else "0"
             why = "stages by hand say already how layers are cut"
@@ -176,7 +177,7 @@ def micro_batch_groups_fit(config: RunConfig, machine: MachineFacts) -> None:
 
 def counted_layers(config: RunConfig, number: int) -> str:
     """So many layers, and what else was counted as one, in words."""
-    words = zip(_ACCOUNTS, ("embedding", "loss"), strict=True)
+    words = zip(ACCOUNTED, ("embedding", "loss"), strict=True)
     counted = [word for field, word in words if value_of(config, field)]
     return f"{number} layers" + (f" ({' and '.join(counted)} counted)" if counted else "")
 

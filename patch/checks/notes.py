@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from patch.checks.layout import ACCOUNTED
 from patch.config.backends import no_transformer_engine
 from patch.config.choices import ZeroStage
 from patch.config.experts import ExpertsConfig
@@ -22,8 +23,7 @@ _INTERLEAVING = (
 )
 _STAGES = (
     "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+    *ACCOUNTED,
 )
 
 

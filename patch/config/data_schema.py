@@ -85,15 +85,14 @@ class DataConfig:
     eval_tasks_allow_code: bool = flag(
         "the tasks' folder is trusted: its Python functions run, and its keys are not looked at", False
     )
-
     eval_tasks_num_fewshot: int | None = flag(
-        "examples before each question, unless its task says 0; -1: as it says", None, none=-1, at_least=-1
+        "examples before each question, unless its task says 0; -1: as it says", none=-1
     )
     eval_tasks_apply_chat_template: bool = flag("questions are messages of the run's chat template", False)
     eval_tasks_fewshot_as_multiturn: bool = flag(
         "with --eval-tasks-apply-chat-template: each example is a question and an answer of the chat", True
     )
-    eval_tasks_system_instruction: str | None = flag("text before all questions; none", None, none="none")
+    eval_tasks_system_instruction: str | None = flag("text before all questions; none", none="none")
 
     @property
     def tasks(self) -> list[str]:
@@ -141,7 +140,6 @@ class CheckpointConfig:
     )
     metric_for_best_model: str | None = flag(
         "TASK/METRIC of --eval-tasks by which a checkpoint is the best; valid_loss: the validation loss",
-        None,
         none="valid_loss",
     )
     save_weights_only_at_end: bool = flag(

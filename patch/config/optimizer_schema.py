@@ -120,3 +120,8 @@ class OptimizerConfig:
     def moment_bytes(self) -> float:
         """Bytes of a weight's two moments."""
         return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
+
+    @property
+    def saved_moment_bytes(self) -> float:
+        """Bytes that they are less than in fp32, in which the facts of a precision count them."""
+        return 2 * MOMENT_BYTES["fp32"] - self.moment_bytes

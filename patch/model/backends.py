@@ -90,10 +90,8 @@ def faults_of(
     num_ranks = config.tensor_model_parallel_size * (1 if is_ring else config.context_parallel_size)
     kind: Callable[..., CausalAttention] = CausalAttention
     if is_ring:
-        kernels, length = (
-            [each for each in kernels if each == "cudnn"],
-            length // config.context_parallel_size,
-        )
+        kernels = [each for each in kernels if each == "cudnn"]
+        length //= config.context_parallel_size
         alone = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
         kind = partial(ContextParallelAttention, cp_comm_type="p2p", pg_collection=alone)
     num_groups = config.num_query_groups or 1

@@ -36,8 +36,14 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
 
     They get memory again when the optimizer gives them their place in its flat buffer.
     """
-    for parameter in (p for stage in stages for p in stage.parameters() if p.requires_grad):
-        parameter.data = parameter.new_zeros(1).expand(parameter.shape)
+    for stage in stages:
+        _forget(stage)
+
+
+def _forget(module: torch.nn.Module, least: int = 0) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.numel() >= least:
+            parameter.data = parameter.new_zeros(1).expand(parameter.shape)
 
 
 @contextmanager
@@ -49,9 +55,8 @@ def forgetting_weights(least: int) -> Iterator[None]:
     """
 
     def forget(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-        for parameter in part.parameters() if part is not None else ():
-            if parameter.requires_grad and parameter.numel() >= least:
-                parameter.data = parameter.new_zeros(1).expand(parameter.shape)
+        if part is not None:
+            _forget(part, least)
 
     handle = register_module_module_registration_hook(forget)
     try:

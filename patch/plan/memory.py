@@ -26,10 +26,6 @@ _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
 
 
-_FP32_MOMENTS = 8
-"""Bytes of both, which the facts of a precision count."""
-
-
 class RankBytes(NamedTuple):
     """Bytes of model state on one rank."""
 
@@ -285,4 +281,4 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
 
 def state_bytes(config: RunConfig) -> float:
     """Bytes of a parameter's states: its moments, and what a float32 master has beyond the weight."""
-    return PRECISIONS[config.training.precision].state_bytes - _FP32_MOMENTS + config.optimizer.moment_bytes
+    return PRECISIONS[config.training.precision].state_bytes - config.optimizer.saved_moment_bytes

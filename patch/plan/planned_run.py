@@ -125,6 +125,8 @@ def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Ru
 
     Without GPUs on as many processes as make up whole replicas: a flag may have changed the file's layout.
     """
+    if any(text.startswith("--nproc-per-node") for text in argv):
+        return run
     parallel, number = run.parallel, machine.devices_per_node
     if not machine.is_gpu:
         sizes = [parallel.tensor_model_parallel_size, parallel.context_parallel_size]
@@ -132,8 +134,6 @@ def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Ru
         whole = math.lcm(math.prod(sizes), math.prod(of_experts)) * parallel.pipeline_model_parallel_size
         whole //= math.gcd(whole, parallel.nnodes)
         number = -(-parallel.nproc_per_node // whole) * whole
-    if any(text.startswith("--nproc-per-node") for text in argv):
-        return run
     return dataclasses.replace(run, parallel=dataclasses.replace(parallel, nproc_per_node=number))
 
 

@@ -117,7 +117,8 @@ def _read_from_folder(task: dict[str, Any], folder: Path, file: Path) -> None:
     path, name = task["dataset_path"], task.pop("dataset_name", None) or ""
     files = dict[str, list[str]]()
     for split in {value for key, value in task.items() if key.endswith("_split") and value}:
-        forms = f"{path}/{split}/{name}.* {path}/{split}/{name}_{split}.* {path}/{name}/{split}[-.]*".split()
+        of_name = (f"{path}/{split}/{name}.*", f"{path}/{split}/{name}_{split}.*") if name else ()
+        forms = (*of_name, f"{path}/{name}/{split}[-.]*")
         found = [each.resolve() for form in forms for each in sorted(folder.glob(form.lstrip("/")))]
         found = [each for each in found if each.suffix in _READERS and each.is_relative_to(folder.resolve())]
         if not found:
@@ -125,7 +126,7 @@ def _read_from_folder(task: dict[str, Any], folder: Path, file: Path) -> None:
             raise _refusal(file, f"dataset_path {path} without {split} in {folder / path}", expected)
         files[str(split)] = [*map(str, found)]
         task["dataset_path"] = _READERS[found[0].suffix]
-    task["dataset_kwargs"] = {"data_files": files}
+    task["dataset_kwargs"] = (task.get("dataset_kwargs") or {}) | {"data_files": files}
 
 
 def _names(tasks: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -60,7 +60,7 @@ _FIXED: dict[str, _Reason] = {
     **dict.fromkeys(["train_on", "allow_special_tokens", "long_samples"], _SAMPLES),
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _SAMPLES),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
-    **dict.fromkeys(["precision", "quantize_base"], _TYPE),
+    **dict.fromkeys(["precision", "quantize_base", "exp_avg_dtype", "exp_avg_sq_dtype"], _TYPE),
     **dict.fromkeys(["lora_rank", "lora_alpha", "lora_target_modules", "lora_rslora"], _ADAPTERS),
 }
 """Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,

@@ -44,7 +44,7 @@ from patch.storage.names import (
     is_legacy,
     is_released,
 )
-from patch.storage.places import AnyPath, any_path, file_system, nearest_folder
+from patch.storage.places import IN_MEMORY, AnyPath, any_path, file_system_of, nearest_folder
 from patch.storage.remote import RemotePath, is_url
 
 _PACKAGES = {"mlflow": "mlflow-skinny"}
@@ -239,7 +239,7 @@ def offload_folder_is_on_a_disk(config: RunConfig, machine: MachineFacts) -> Non
     nearest, expected = nearest_folder(Path(folder)), "a folder on a disk that can be written"
     if not nearest.is_dir() or not _can_hold_files(nearest):
         refuse("offload_folder", folder, expected, f"{nearest} is not writable, or no folder")
-    if (kind := file_system(nearest)) in ("tmpfs", "ramfs"):
+    if (kind := file_system_of(nearest.resolve())) in IN_MEMORY:
         refuse("offload_folder", folder, expected, f"{nearest} is on {kind}, which is host memory")
 
 

@@ -96,14 +96,17 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
-def file_system(path: Path) -> str:
-    """The kind of file system that something lies on, such as ext4; "" if it is not known."""
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        if (fields := line.split())[2] == number:
-            return fields[fields.index("-") + 1]
-    return ""
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are host memory."""
+
+
+def file_system_of(folder: Path) -> str:
+    """The kind of file system that a folder, an absolute path, is on."""
+    import psutil
+
+    around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    # Of several at one place the last was mounted over the others.
+    return max(reversed(around), key=lambda part: len(part.mountpoint)).fstype if around else "unknown"
 
 
 def subfolders(folder: AnyPath) -> list[str]:

@@ -160,7 +160,8 @@ class CheckpointRetention(TrainerHook):
                 _logger.warning("%s was not written: %s", tracker, error.strerror)
                 return
             raise CheckpointError(f"{tracker} was not written: {error}; free space, resume") from error
-        self._best, value, name = best, self._values[best], self._measure.key.replace("valid_", "validation ")
+        self._best, value, key = best, self._values[best], self._measure.key
+        name = "validation loss" if self._measure == LOWEST_LOSS else key
         _logger.info("the checkpoint of step %d is the best so far: %s %.4f", best, name, value)
 
     def close(self) -> None:

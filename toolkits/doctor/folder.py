@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
-
 from patch.errors import ConfigError
 from patch.numbers import size_text
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
+from patch.storage.places import IN_MEMORY, file_system_of
 from toolkits.doctor.check import Finding, Settings, graded
 
 _FILE_BYTES = 256 << 20
@@ -26,7 +25,6 @@ _BYTES_8B = 8.03e9 * 14
 _SLOW_BYTES_PER_S = 100e6
 _SLOW_SMALL_S = 0.05
 _MAX_SKEW_S = 30.0
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def check_folder(settings: Settings) -> Iterator[Finding]:
@@ -43,7 +41,7 @@ def _check(folder: Path) -> Iterator[Finding]:
     """The findings of an empty folder."""
     skew = folder.stat().st_mtime - time.time()
     kind, free = file_system_of(folder.resolve()), shutil.disk_usage(folder).free
-    is_memory = kind in _IN_MEMORY
+    is_memory = kind in IN_MEMORY
     yield graded("file system", kind, is_memory, "it is lost with the machine: give --folder of a disk")
     what = f"{size_text(free)}, {free / _BYTES_8B:.1f} checkpoints of an 8B model with optimizer states"
     cure = "make room, or --save-retain-last 1 with --save-weights-only-at-end"
@@ -59,13 +57,6 @@ def _check(folder: Path) -> Iterator[Finding]:
     what = f"{abs(skew):.1f} s {'before' if skew > 0 else 'behind'} this machine's"
     cure = "synchronize the clocks (chrony, ntp): locks of runs and stores go by them"
     yield graded("its clock", what, abs(skew) > _MAX_SKEW_S, cure, skew_s=skew)
-
-
-def file_system_of(folder: Path) -> str:
-    """The kind of file system that a folder, an absolute path, is on."""
-    around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    # Of several at one place the last was mounted over the others.
-    return max(reversed(around), key=lambda part: len(part.mountpoint)).fstype if around else "unknown"
 
 
 def _speeds(file: Path, num_bytes: int) -> Iterator[Finding]:

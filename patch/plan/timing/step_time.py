@@ -114,7 +114,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
 
 def _update_bytes(config: RunConfig) -> float:
     """Bytes that the update of a parameter reads and writes, its moments in their types."""
-    return PRECISIONS[config.training.precision].update_bytes - 16 + 2 * config.optimizer.moment_bytes
+    return PRECISIONS[config.training.precision].update_bytes - 2 * config.optimizer.saved_moment_bytes
 
 
 def _stages(config: RunConfig, stages: list[list[LayerTimes]]) -> tuple[list[float], list[float]]:

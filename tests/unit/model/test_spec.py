@@ -10,10 +10,11 @@ from training_runs import CPU
 from upstream_models import described
 
 from patch import compat
+from patch.checks.layout import ACCOUNTED
 from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.model import SOURCES, build_llama_model
-from toolkits.prove.upstream import ACCOUNTED, upstream_stage
+from toolkits.prove.upstream import upstream_stage
 
 TIED = {"untie_embeddings_and_output_weights": False}
 QWEN = {"add_qkv_bias": True, "qk_layernorm": True}

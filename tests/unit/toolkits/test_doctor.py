@@ -20,6 +20,7 @@ from patch.errors import ConfigError
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import read_machine
 from patch.preflight.validate import validate_run
+from patch.storage.places import file_system_of
 from toolkits.doctor.__main__ import main
 from toolkits.doctor.check import (
     Check,
@@ -31,7 +32,7 @@ from toolkits.doctor.check import (
     verdict_lines,
     verdict_of,
 )
-from toolkits.doctor.folder import check_folder, file_system_of
+from toolkits.doctor.folder import check_folder
 from toolkits.doctor.gpus import check_torch_sees_gpus, health_of
 from toolkits.doctor.host import check_limits, check_variables, interface_variables, own_name
 from toolkits.doctor.messages import measure_messages

@@ -12,8 +12,8 @@ from distributed_runner import new_job, run_distributed
 from small_runs import ON_HOST, small_run
 from training_runs import build_seeded_run, digest_of, digests, train_run
 
+from patch.checks.layout import ACCOUNTED
 from patch.config.schema import RunConfig
-from toolkits.prove.upstream import ACCOUNTED
 
 pytestmark = pytest.mark.long
 

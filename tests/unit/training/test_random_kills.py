@@ -15,4 +15,5 @@ def test_killed_runs_go_on_from_the_newest_checkpoint_and_end_with_the_same_byte
     killing = Killing(tmp_path, is_async=True, seed=13, kind=kind)
     killing.run(5)
     assert len(killing.hits) == 5
-    assert not any(tmp_path.glob("states/*"))
+    if kind == "host":
+        assert (tmp_path / "states").is_dir() and not any((tmp_path / "states").iterdir())

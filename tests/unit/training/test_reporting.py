@@ -162,6 +162,8 @@ def server(output: Path) -> Iterator[str]:
         with suppress(OSError), urlopen(f"http://{address}/health"):
             break
         time.sleep(0.2)
+    else:
+        pytest.fail("MLflow's server did not start")
     yield f"http://me:secret@{address}"
     os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
 
