@@ -259,7 +259,9 @@ class Blueprint:
                 return ModuleSpec(module=AlignedAlibi)
             return ModuleSpec(module=EagerAttention if self.model.precision_align == "eager" else AlignedSdpa)
         attention = ContextParallelAttention if is_context_parallel else self._attention
-        params: dict[str, Any] = {"kernels": self.backends.sdpa, "is_fused": self.backends.is_fused}
+        params: dict[str, Any] = {"kernels": self.backends.sdpa}
+        if is_context_parallel:
+            params["is_fused"] = self.backends.is_fused
         if self.traits.has_rope:
             return ModuleSpec(module=attention, params=params)
         params |= {"attention": attention, "num_channels": self.traits.position_channels}

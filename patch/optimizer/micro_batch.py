@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
-from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
+from patch.distributed.async_collectives import WaitClock, read_values, start_all_reduce
 from patch.errors import TrainingError
 
 NO_BACKWARD = -1
@@ -196,7 +196,7 @@ class LastMicroBatchCheck:
     def __init__(self, stage: int, is_last: bool, group: dist.ProcessGroup, like: torch.Tensor) -> None:
         self._stage, self._group = stage, group
         self._sum = torch.full((), float(is_last), dtype=torch.float32, device=like.device)
-        self._pending: Pending | None = start_all_reduce(self._sum, group)
+        self._pending = start_all_reduce(self._sum, group) if group.size() > 1 else None
 
     def wait(self, clock: WaitClock) -> None:
         """Wait for the other ranks' word.

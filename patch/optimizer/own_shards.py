@@ -164,12 +164,15 @@ class OwnShards:
         """The sum of each part, in float64, where there may be none."""
         if not parts:
             return torch.empty(0, dtype=torch.float64, device=self._device)
-        found = torch.empty(len(parts), dtype=torch.float64, device=self._device)
+        found: dict[int, torch.Tensor] = {}
         places = {part.device for part in parts}
         for place in sorted(places, key=lambda place: place.type == "cpu"):  # the device works meanwhile
             there = [index for index, part in enumerate(parts) if part.device == place]
-            found[there] = sums_of_squares([parts[index] for index in there]).to(self._device)
-        return found
+            sums = sums_of_squares([parts[index] for index in there]).to(self._device, non_blocking=True)
+            if len(places) == 1:
+                return sums
+            found |= zip(there, sums.unbind(), strict=True)
+        return torch.stack([found[index] for index in range(len(parts))])
 
     def _counted(self, index: int) -> list[torch.Tensor]:
         """The gradients of a bucket that this rank counts in the norm."""

@@ -129,10 +129,11 @@ def test_peak_memory_is_what_was_planned(
 ) -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run = build(job, **PLACES[place])
     for iteration in range(run.config.training.train_iters):
+        if iteration == 1:  # a test's run has had whole weights on the device before
+            torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         train_step(run, iteration)
         run.optimizer.finish_param_sync()
@@ -143,5 +144,5 @@ def test_peak_memory_is_what_was_planned(
     figure(f"peak memory of {place}, planned / measured", f"{planned / measured:.3f}")
     figure("that peak", f"{measured / 2**30:.2f} GiB of {MachineFacts.probe().cuda_memory_bytes / 2**30:.0f}")
     assert planned == pytest.approx(measured, rel=PEAK_BOUND)
-    if PLACES[place]:
-        assert measured < sum(p.numel() for p in run.optimizer.parameters)  # bf16: half of the weights
+    if PLACES[place]:  # bf16: half of the weights
+        assert measured < sum(p.numel() for p in run.optimizer.parameters)

@@ -92,7 +92,8 @@ def run_part(name: str, folder: Path, limit_s: float, *, quick: bool) -> tuple[i
 def part_section(name: str, code: int, output: str) -> str:
     """The section of a part: its tables as it printed them, or that it did not end."""
     state = {0: "", 124: " (did not end in time)"}.get(code, f" (ended with {code})")
-    kept = [line for line in output.splitlines() if not line.startswith("plot: ")]
+    left_out = ("plot: ", "ended: ") if code == 0 else ("plot: ",)
+    kept = [line for line in output.splitlines() if not line.startswith(left_out)]
     return f"\n### {name}{state}\n\n" + "\n".join(kept).strip() + "\n"
 
 

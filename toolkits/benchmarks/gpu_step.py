@@ -167,13 +167,22 @@ def steps_of(
         layers = arguments.layers or layers_that_fit(machine, length, share)
         timed = {
             name: partial(
-                try_alone, measure, _TIMEOUT_S, on_gpu=True, recipe=recipe._asdict(), layers=layers,
-                sequence=length, steps=_QUICK_STEPS if arguments.quick else _STEPS, threads=0,
+                _measure_alone, name, recipe=recipe._asdict(), layers=layers, sequence=length,
+                steps=_QUICK_STEPS if arguments.quick else _STEPS, threads=0,
                 environment=worker_environment(step_run(recipe, layers, length), machine, os.environ),
             )
             for name, recipe in contenders.items()
         }  # fmt: skip
         found.append(Steps(length, layers, take_turns(timed, arguments.rounds)))
+    return found
+
+
+def _measure_alone(name: str, **options: Any) -> dict[str, Any] | None:
+    """`measure` in a process of its own; a line, because the time may be over before the table is printed."""
+    found = try_alone(measure, _TIMEOUT_S, on_gpu=True, **options)
+    if found is not None:
+        figures = ", ".join(f"{key} {found[key]:.3f}" for key in ("seconds", "gpu_gib", "host_gib", "loss"))
+        print(f"ended: {name}, {options['sequence']} tokens: {figures}", flush=True)
     return found
 
 
