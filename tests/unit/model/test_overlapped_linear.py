@@ -236,14 +236,12 @@ def in_8_bits(group: Any) -> list[float]:
 def gathered_in_8_bits(group: Any) -> dict[str, list[str]]:
     """By recipe: collectives of a column layer with SP, whose bits are those without, not finite ones too."""
     sent = {}
-    for recipe, number, keeps_input in product(
-        ("tensorwise", "rowwise"), (1e3, math.nan, -math.inf), (True, False)
-    ):
+    for recipe, odd, keeps in product(("tensorwise", "rowwise"), (1e3, math.nan, -math.inf), (True, False)):
         found = []
         for is_cut in (False, True):
             problem = Problem(Case(Column, is_cut, torch.bfloat16, SHAPES[0]), group.size())
-            problem.hidden[-1, 0, 7] = number  # only the last rank has it
-            eight_bits = EightBits(StepWeights(Fp8(recipe=recipe)), keeps_input=keeps_input)
+            problem.hidden[-1, 0, 7] = odd  # only the last rank has it
+            eight_bits = EightBits(StepWeights(Fp8(recipe=recipe)), keeps_input=keeps)
             with _Events(events := []):
                 ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
             found.append((ours.output, ours.of_weight))
