@@ -169,7 +169,7 @@ class EightBits(Product):
     def forward(
         self, input: torch.Tensor, weight: torch.Tensor, messages: Messages, *, keeps: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """See Product; of the input its columns are kept, or this rank's part of them."""
+        """See Product; columns of the input are kept, or this rank's rows, of which backward makes them."""
         matrix = input.reshape(-1, input.shape[-1])
         in_8_bits = keeps and not self._keeps_input
         if messages.is_cut:
