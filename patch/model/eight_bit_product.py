@@ -5,9 +5,12 @@ Weights, inputs and outputs are bfloat16; input and weight are rounded to e4m3, 
 with a scale for each row of what a product sums over. On a TP rank these are the scales of its own part.
 Everything but weights is rounded for each product.
 
+With SP a rank rounds its own part of the input with scales of the whole, for which ranks agree on the largest
+numbers first, and 8-bit values are gathered: in forward the rows, with their scales if each has its own.
+
 For backward a layer keeps its input in 8 bits, half of what bfloat16 takes; where something else keeps the
-input anyway (attention its result) or brings it back (AC=sel), it keeps that one. With SP a rank keeps its
-own part, and backward gathers 8-bit values. The weight's gradient is returned.
+input anyway (attention its result) or brings it back (AC=sel), it keeps that one. With SP it is this rank's
+part, which backward gathers as it was kept. The weight's gradient is returned.
 
 A weight is a factor of two products, along its rows in forward and along its columns in backward, in every
 micro-batch, and again where a layer is recomputed. While `StepWeights.unchanged` is open nobody changes a
@@ -164,22 +167,18 @@ class EightBits(Product):
         return own
 
     def forward(
-        self, whole: torch.Tensor, weight: torch.Tensor, own: torch.Tensor | None, messages: Messages
+        self, input: torch.Tensor, weight: torch.Tensor, messages: Messages, *, keeps: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """See Product; of the input its columns are kept, or this rank's part of its rows."""
-        matrix = whole.reshape(-1, whole.shape[-1])
-        keeps_8_bits = own is not None and not self._keeps_input
-        rows, columns = self._of_input(matrix, rows=True, columns=keeps_8_bits and not messages.is_cut)
+        """See Product; columns of the input are kept, or this rank's rows, of which backward makes them."""
+        matrix = input.reshape(-1, input.shape[-1])
+        in_8_bits = keeps and not self._keeps_input
+        if messages.is_cut:
+            rows, columns = self._of_cut_input(matrix, messages, columns=in_8_bits)
+        else:
+            rows, columns = self._of_input(matrix, rows=True, columns=in_8_bits)
         assert rows is not None
-        output = product(rows, self._weight.rows(weight), whole.dtype, fast=True)
-        kept: tuple[torch.Tensor, ...] = () if own is None else (own,)
-        if keeps_8_bits and messages.is_cut:  # this rank's rows, with the scales of the whole
-            values, scale_inv = quantize(matrix, _WIDE, 0) if self._step.rowwise else rows
-            own_values = values.chunk(messages.group.size())[messages.group.rank()]
-            kept = own_values.clone(), scale_inv  # otherwise the whole would be kept
-        elif columns is not None:
-            kept = columns
-        return output.view(*whole.shape[:-1], len(weight)), kept
+        output = product(rows, self._weight.rows(weight), input.dtype, fast=True)
+        return output.view(-1, *input.shape[1:-1], len(weight)), columns or ((input,) if keeps else ())
 
     def of_gradient(
         self, gradient: torch.Tensor, *, of_input: bool, of_weight: bool
@@ -216,3 +215,15 @@ class EightBits(Product):
 
     def _of_input(self, matrix: torch.Tensor, *, rows: bool, columns: bool) -> Factors:
         return factors(matrix, _WIDE, rowwise=self._step.rowwise, rows=rows, columns=columns)
+
+    def _of_cut_input(
+        self, part: torch.Tensor, messages: Messages, *, columns: bool
+    ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
+        """All ranks' rows, and what backward makes the columns of: this rank's, with scales of the whole."""
+        agree, rowwise = messages.raise_to_largest, self._step.rowwise
+        own = quantize(part, _WIDE, 1) if rowwise else quantize(part, _WIDE, None, agree=agree)
+        scale_inv = messages.gather(own.scale_inv) if rowwise else own.scale_inv
+        rows = Fp8Matrix(messages.gather(own.values), scale_inv)
+        if rowwise and columns:
+            own = quantize(part, _WIDE, 0, agree=agree)
+        return rows, own if columns else None

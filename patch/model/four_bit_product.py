@@ -105,10 +105,10 @@ class FourBits(Product):
         return self
 
     def forward(
-        self, whole: torch.Tensor, weight: torch.Tensor, own: torch.Tensor | None, messages: Messages
+        self, input: torch.Tensor, weight: torch.Tensor, messages: Messages, *, keeps: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """See Product; nothing is kept."""
-        return super().forward(whole, dequantize(weight, whole.dtype), own, messages)
+        return super().forward(input, dequantize(weight, input.dtype), messages, keeps=keeps)
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[M, I]."""

@@ -7,6 +7,8 @@ TRITON_INTERPRET=1 before the import, Triton's interpreter runs them on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -26,10 +28,14 @@ _NOTHING = tl.constexpr(_NONE)
 
 
 def quantize(
-    matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None, scale_inv: torch.Tensor | None = None
+    matrix: torch.Tensor,
+    dtype: torch.dtype,
+    shared_dim: int | None,
+    scale_inv: torch.Tensor | None = None,
+    agree: Callable[[torch.Tensor], None] | None = None,
 ) -> Fp8Matrix:
     """See fp8_matrix.quantize."""
-    found, _ = _cast(matrix, dtype, (_BY_DIM[shared_dim], _NONE), (scale_inv, None))
+    found, _ = _cast(matrix, dtype, (_BY_DIM[shared_dim], _NONE), (scale_inv, None), agree)
     assert found is not None
     return found
 
@@ -64,13 +70,19 @@ def _cast(
     dtype: torch.dtype,
     kinds: tuple[int, int],
     known: tuple[torch.Tensor | None, torch.Tensor | None],
+    agree: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-    """The matrix and its transposed one, with scales of these kinds; known ones are not searched."""
+    """The matrix and its transposed one, with scales of these kinds; known ones are not searched.
+
+    `agree` is of the first kind.
+    """
     num_rows, num_columns = matrix.shape
     if kinds == (_ALL, _ALL):
         known = (known[0] if known[0] is not None else known[1],) * 2
     unknown = tuple(kind if scale is None else _NONE for kind, scale in zip(kinds, known, strict=True))
     bits = _amax_bits(matrix, unknown)
+    if agree is not None:
+        agree(bits[0])
     scales = [
         matrix.new_empty(_scale_shape(kind, matrix.shape), dtype=torch.float32) if scale is None else scale
         for kind, scale in zip(kinds, known, strict=True)

@@ -14,6 +14,7 @@ same, to the bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -50,7 +51,11 @@ def _kernels() -> ModuleType:
 
 
 def quantize(
-    matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None, scale_inv: torch.Tensor | None = None
+    matrix: torch.Tensor,
+    dtype: torch.dtype,
+    shared_dim: int | None,
+    scale_inv: torch.Tensor | None = None,
+    agree: Callable[[torch.Tensor], None] | None = None,
 ) -> Fp8Matrix:
     """A matrix in 8 bits, each number rounded to the nearest.
 
@@ -59,11 +64,16 @@ def quantize(
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         shared_dim: the dimension along which numbers share a scale; None: all of the matrix.
         scale_inv: that of an earlier call, if the matrix is the same; it need not be searched again.
+        agree: raises the largest numbers, which it gets as bits (int32), to those of a matrix of which this
+            is a part. None: it is whole. Of bits, because libraries may lose a NaN among floats.
     """
     if matrix.is_cuda:
-        return _kernels().quantize(matrix, dtype, shared_dim, scale_inv)
+        return _kernels().quantize(matrix, dtype, shared_dim, scale_inv, agree)
     if scale_inv is None:
-        scale_inv = _scale_inv(matrix, dtype, shared_dim)
+        amax = _amax(matrix, shared_dim)
+        if agree is not None:
+            agree(amax.view(torch.int32))
+        scale_inv = scale_inv_of(amax, dtype)
     return Fp8Matrix(cast(matrix, scale_inv, dtype).contiguous(), scale_inv)
 
 
@@ -99,14 +109,12 @@ def factors(
     )
 
 
-def _scale_inv(matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None) -> torch.Tensor:
+def _amax(matrix: torch.Tensor, shared_dim: int | None) -> torch.Tensor:
     if not matrix.numel():  # torch knows no largest number of none
         shape = {None: [], 0: [1, matrix.shape[1]], 1: [len(matrix), 1]}[shared_dim]
-        amax = torch.zeros(shape, device=matrix.device)
-    else:
-        amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None)
-        amax = amax.float()
-    return scale_inv_of(amax, dtype)
+        return torch.zeros(shape, device=matrix.device)
+    amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None)
+    return amax.float()
 
 
 def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.autograd.function import once_differentiable
 
@@ -52,6 +53,16 @@ class Messages(NamedTuple):
         own = whole.chunk(self.group.size())[self.group.rank()].copy_(part)
         # As bytes, because communication libraries do not know 8-bit floats everywhere.
         return whole, start_all_gather(whole.view(torch.uint8), own.view(torch.uint8), self.group)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts of a tensor along its first dimension."""
+        whole, gathering = self.start_gather(part)
+        gathering.wait()
+        return whole
+
+    def raise_to_largest(self, numbers: torch.Tensor) -> None:
+        """Replace each number by the largest of all ranks' in its place."""
+        start_all_reduce(numbers, self.group, dist.ReduceOp.MAX).wait()
 
     def start_sum(self, gradient: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, Pending | None]:
         """The gradient of this rank's input, of that shape, final after the wait; None: it is final."""
@@ -90,17 +101,18 @@ class Product:
         return output if bias is None else output + bias
 
     def forward(
-        self, whole: torch.Tensor, weight: torch.Tensor, own: torch.Tensor | None, messages: Messages
+        self, input: torch.Tensor, weight: torch.Tensor, messages: Messages, *, keeps: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output, and what is kept for the weight's gradient.
 
         Args:
-            whole: [S, B, I], the input of all ranks.
+            input: [S, B, I]; if cut, [S / TP, B, I], of which the product gathers what it needs.
             weight: [O, I].
-            own: this rank's part of the input; None: the weight gets no gradient.
             messages: if the input is cut, backward gathers the first of what is kept.
+            keeps: whether the weight gets a gradient.
         """
-        return whole @ weight.t(), () if own is None else (own,)
+        whole = messages.gather(input) if messages.is_cut else input
+        return whole @ weight.t(), (input,) if keeps else ()
 
     def of_gradient(self, gradient: torch.Tensor, *, of_input: bool, of_weight: bool) -> Any:
         """The output's gradient [M, O], as the two methods below take it; which of them will be called."""
@@ -137,12 +149,8 @@ class _Linear(torch.autograd.Function):
         messages: Messages,
         has_backward: bool,
     ) -> torch.Tensor:
-        whole = input
-        if messages.is_cut:
-            whole, gathering = messages.start_gather(input)
-            gathering.wait()
-        own = input if has_backward and ctx.needs_input_grad[1] else None
-        output, kept = product.forward(whole, weight, own, messages)
+        keeps = has_backward and ctx.needs_input_grad[1]
+        output, kept = product.forward(input, weight, messages, keeps=keeps)
         if has_backward:
             ctx.product, ctx.messages, ctx.shape, ctx.weight = product, messages, input.shape, weight
             ctx.save_for_backward(weight, *kept)

@@ -106,16 +106,17 @@ def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes:
     return machine.network_latency + num_bytes / (machine.network_bandwidth * reached.network)
 
 
-def summing_seconds(config: RunConfig, machine: Machine) -> float:
+def summing_seconds(config: RunConfig, machine: Machine, share: float = 1.0) -> float:
     """Seconds of one gather of a micro-batch's hidden states over TP, or of one sum that is scattered.
 
     Args:
         config: the run.
         machine: its links.
+        share: of the bytes of the run's precision.
     """
     parallel = config.parallel
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return ring(machine, group_of(config, "tp"), 1).seconds(boundary_bytes(config) * shares)
+    return ring(machine, group_of(config, "tp"), 1).seconds(boundary_bytes(config) * shares * share)
 
 
 def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:

@@ -233,7 +233,7 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     size = element_bytes(precision)
     if config.has_8_bits:  # each factor is read twice, for its largest value and its cast, and written
         inputs = 2 * model.hidden_size + attention.taken + mlp.taken
-        forward += inputs * 5 / size
+        forward += (2 * hidden + attention.taken + mlp.taken) * 5 / size
         backward += (inputs + attention.given + mlp.given) * 5 / size
     tokens = config.micro_batch_tokens
     return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
@@ -250,7 +250,9 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
     tp_size = parallel.tensor_model_parallel_size
     if tp_size == 1:
         return 0.0
-    once = summing_seconds(config, machine)
+    once = gather = summing_seconds(config, machine)
+    if parallel.sequence_parallel and config.has_8_bits:  # behind a small all-reduce, of the largest numbers
+        gather = summing_seconds(config, machine, 0.5) + 2 * summing_seconds(config, machine, 0.0)
     inputs, weights = products.inputs, products.weights
     if parallel.tp_comm_overlap:
         every = products.each if is_forward else inputs
@@ -262,10 +264,10 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
             )
         return sum(max(once / tp_size, once - every[index] * (1 - 1 / tp_size)) for index in found)
     if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
-        return (len(products.summed) + len(products.cut)) * once
+        return len(products.summed) * once + len(products.cut) * gather
     if not parallel.sequence_parallel:
         return sum(max(0.0, 2 * once - weights[index]) for index in products.cut)
-    gathers = sum(max(0.0, once - inputs[index]) for index in products.cut)
+    gathers = sum(max(0.0, gather - inputs[index]) for index in products.cut)
     sums = len(products.summed) * once
     return sums + gathers + sum(max(0.0, once - weights[index]) for index in products.cut)
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 MODULE = "patch.model.fp8_kernels"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BITS_OF_512 = 0x44000000
 SHAPES = [(21, 48), (67, 144)]
 WAYS = [(True, True), (True, False), (False, True)]
 
@@ -82,6 +83,9 @@ def test_single_matrices_edges_and_turning(kernels) -> None:
         for dim in (None, 0, 1):
             expected = fp8_matrix.quantize(matrix, E4M3, dim)
             assert_same(kernels.quantize(matrix, E4M3, dim), expected)
+            for each in (kernels, fp8_matrix):
+                raised = each.quantize(matrix, E4M3, dim, agree=lambda bits: bits.fill_(BITS_OF_512))
+                assert (raised.scale_inv == 2).all()
             turned = fp8_matrix.transposed(expected).values
             assert torch.equal(
                 kernels.transposed(expected.values).view(torch.uint8), turned.view(torch.uint8)

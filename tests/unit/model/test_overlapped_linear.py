@@ -4,6 +4,7 @@ The oracle of a layer is torch in one process: products of whole matrices, and s
 Layers that add their weight's gradient to the main gradients have the same bits, but for that gradient.
 """
 
+import math
 from collections.abc import Iterator
 from functools import reduce
 from itertools import product
@@ -92,6 +93,8 @@ class Problem:
             return torch.randn(shape).mul_(2.0 ** torch.randint(-4, 5, shape)).to(case.dtype)
 
         self.hidden, self.weight = random(length, rows, inputs), random(outputs, inputs)
+        if fits_8_bits:  # the numbers of each rank are twice those of the one before
+            self.hidden *= torch.arange(size).repeat_interleave(tokens).exp2().to(case.dtype)[:, None, None]
         self.gradient, self.bias = random(length, rows, outputs), random(outputs) if is_column else None
 
     def rank(self, rank: int) -> list[Any]:
@@ -213,7 +216,7 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
     frozen = run_layer(problem, group, "overlap", is_frozen=True)
     same = torch.equal(frozen.of_input, overlap.of_input) and torch.equal(frozen.output, overlap.output)
     found["frozen"] = same and frozen.of_weight is None
-    found["8 bits"] = in_8_bits(group)
+    found["8 bits"], found["gathered"] = in_8_bits(group), gathered_in_8_bits(group)
     return found
 
 
@@ -228,6 +231,23 @@ def in_8_bits(group: Any) -> list[float]:
         ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
         found += compare(ours, problem.expected(group.rank()))
     return found
+
+
+def gathered_in_8_bits(group: Any) -> dict[str, list[str]]:
+    """By recipe: collectives of a column layer with SP, whose bits are those without, not finite ones too."""
+    sent = {}
+    for recipe, odd, keeps in product(("tensorwise", "rowwise"), (1e3, math.nan, -math.inf), (True, False)):
+        found = []
+        for is_cut in (False, True):
+            problem = Problem(Case(Column, is_cut, torch.bfloat16, SHAPES[0]), group.size())
+            problem.hidden[-1, 0, 7] = odd  # only the last rank has it
+            eight_bits = EightBits(StepWeights(Fp8(recipe=recipe)), keeps_input=keeps)
+            with _Events(events := []):
+                ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
+            found.append((ours.output, ours.of_weight))
+        torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+        sent[recipe] = [event for event in events if event != PRODUCT]
+    return sent
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -245,6 +265,14 @@ def test_layers_have_the_bits_of_plain_products(layers: list) -> None:
 
 def test_8_bit_products_have_the_messages_of_plain_ones(layers: list) -> None:
     assert not any(any(rank["8 bits"]) for rank in layers)
+
+
+def test_sequence_parallelism_gathers_8_bits(layers: list) -> None:
+    """16 tokens of a rank, 48 numbers each: in forward, and again in backward; scales are of all ranks'."""
+    gather, row_scales = f"_allgather_base_ {16 * 48}", f"_allgather_base_ {16 * 4}"
+    rowwise = [row_scales, gather, f"allreduce_ {48 * 4}", gather]
+    for rank in layers:
+        assert rank["gathered"] == {"tensorwise": ["allreduce_ 4", gather, gather], "rowwise": rowwise}
 
 
 def test_overlap_changes_no_bit(layers: list) -> None:
@@ -266,7 +294,7 @@ def test_a_frozen_weight_gets_no_gradient(layers: list) -> None:
 
 
 class _Events(TorchDispatchMode):
-    """Notes the matrix products."""
+    """Notes the matrix products, and collectives with the bytes that this rank gives."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -274,7 +302,10 @@ class _Events(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self._events.append("product")
+            self._events.append(PRODUCT)
+        if function.namespace == "c10d" and "all" in (name := function._opname):
+            given = args[0][0] if name == "allreduce_" else args[1]
+            self._events.append(f"{name} {given.nbytes}")
         return function(*args, **kwargs or {})
 
 
