@@ -91,7 +91,6 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
     fuses, fusion = bool(optimizer.gradient_accumulation_fusion), ("gradient_accumulation_fusion",)
     is_own = model.transformer_impl == "local" or bool(no_transformer_engine(config, machine))
     yield fuses and is_aligned, fusion, aligned
-    yield fuses and config.has_8_bits and is_own, fusion, " on our own layers with 8-bit products"
     on_engine = f" on Transformer Engine's layers with {where('cpu_offloading')}"
     yield fuses and training.cpu_offloading and not is_own, fusion, on_engine
     of_ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")

@@ -10,7 +10,8 @@ numbers first, and 8-bit values are gathered: in forward the rows, with their sc
 
 For backward a layer keeps its input in 8 bits, half of what bfloat16 takes; where something else keeps the
 input anyway (attention its result) or brings it back (AC=sel), it keeps that one. With SP it is this rank's
-part, which backward gathers as it was kept. The weight's gradient is returned.
+part, which backward gathers as it was kept. The weight's gradient is added where the optimizer wants it
+(`weight_gradient.py`), or returned.
 
 A weight is a factor of two products, along its rows in forward and along its columns in backward, in every
 micro-batch, and again where a layer is recomputed. While `StepWeights.unchanged` is open nobody changes a
@@ -35,8 +36,9 @@ import torch
 
 from patch.config.execution import Execution, Fp8
 from patch.eight_bits import Factors, Fp8Matrix
-from patch.model.fp8_matrix import factors, product, quantize, transposed
+from patch.model.fp8_matrix import add_product, factors, product, quantize, transposed
 from patch.model.linear import Messages, Product
+from patch.model.weight_gradient import MainGradWriter
 
 _WIDE = torch.float8_e4m3fn
 """Of inputs and weights."""
@@ -201,7 +203,7 @@ class EightBits(Product):
         kept: list[torch.Tensor],
         messages: Messages,
     ) -> torch.Tensor:
-        """[O, I]."""
+        """[O, I], or what stands for it."""
         (_, columns), dtype = gradient
         of_input: Fp8Matrix | None
         if self._keeps_input:
@@ -211,7 +213,12 @@ class EightBits(Product):
             of_input = Fp8Matrix(*kept)
             of_input = transposed(of_input) if messages.is_cut else of_input
         assert columns is not None and of_input is not None
-        return product(columns, of_input, dtype)
+        writer: MainGradWriter | None = getattr(weight, "main_grad_writer", None)
+        if writer is None:
+            return product(columns, of_input, dtype)
+        total, is_first = writer.open()
+        add_product(total, columns, of_input, dtype, overwrite=is_first)
+        return writer.stand_in()
 
     def _of_input(self, matrix: torch.Tensor, *, rows: bool, columns: bool) -> Factors:
         return factors(matrix, _WIDE, rowwise=self._step.rowwise, rows=rows, columns=columns)

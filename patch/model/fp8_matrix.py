@@ -20,6 +20,7 @@ from types import ModuleType
 import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
+from patch.compat import cublaslt
 from patch.compat.torch_internals import has_kernel
 from patch.eight_bits import Factors, Fp8Matrix, cast, padded, scale_inv_of
 
@@ -135,3 +136,27 @@ def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = Fals
         a.values, b.values.t(), a.scale_inv, recipe, b.scale_inv.t(), recipe,
         output_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip
+
+
+def add_product(
+    total: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, overwrite: bool
+) -> None:
+    """total = total + a @ b.T, which is not rounded before on a CPU, nor on CUDA with one scale for a matrix.
+
+    Args:
+        total: [M, N], contiguous.
+        a, b: see `product`.
+        dtype: to which CUDA rounds otherwise.
+        overwrite: whether total = a @ b.T, whatever is there.
+    """
+    if not total.is_cuda:
+        dtype = total.dtype
+    elif (
+        total.dtype == torch.float32
+        and not a.scale_inv.dim()
+        and not cublaslt.obstacle(total.device, a.values.dtype)
+    ):
+        cublaslt.add_product(total, a, b, overwrite=overwrite)
+        return
+    found = product(a, b, dtype)
+    total.copy_(found) if overwrite else total.add_(found)

@@ -31,10 +31,11 @@ class StandIns:
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Zeros in the shape and type of a parameter."""
-        zeros = self._zeros.get(parameter.dtype)
+        """Zeros in the shape of a parameter and the type of its gradient."""
+        dtype = parameter.grad_dtype or parameter.dtype  # not 8 bits, where a weight is gathered so
+        zeros = self._zeros.get(dtype)
         if zeros is None or zeros.numel() < parameter.numel():
-            zeros = self._zeros[parameter.dtype] = parameter.new_zeros(parameter.numel())
+            zeros = self._zeros[dtype] = parameter.new_zeros(parameter.numel(), dtype=dtype)
         return zeros[: parameter.numel()].view(parameter.shape)
 
     def contain(self, gradient: torch.Tensor) -> bool:

@@ -199,7 +199,7 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     """Bytes of the dummy weight gradient that is returned with --gradient-accumulation-fusion."""
     is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
     is_wanted = cuda if is_fused is None else is_fused
-    is_plain = config.has_8_bits or model.precision_align is not None or config.adapter.lora_rank
+    is_plain = model.precision_align is not None or config.adapter.lora_rank
     if not is_wanted or is_plain:
         return 0
     largest = max(max(matrices_per_rank(kind)) for kind in layer_kinds(config))

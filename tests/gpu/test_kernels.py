@@ -9,10 +9,12 @@ import torch
 from gpu.runs import gigabytes_a_second, needs_8_bits
 from small_runs import small_run
 
+from patch.compat import cublaslt
 from patch.config.execution import Fp8
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.families import Traits
+from patch.model import fp8_matrix
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.experts import _Experts
 from patch.model.four_bit_product import FOUR_BITS, dequantize, quantize
@@ -201,6 +203,34 @@ def test_8_bit_products_are_those_of_the_cpu(form: str, recipe: str) -> None:
     fp8 = Fp8(format=form, recipe=recipe)
     for ours, theirs in zip(eight_bit_results(fp8, "cuda"), eight_bit_results(fp8, "cpu"), strict=True):
         assert (ours - theirs).abs().max() <= 0.01 * theirs.abs().max()
+
+
+@needs_8_bits
+@pytest.mark.parametrize("kind", [torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens", "offset"),
+    [(48, 16, 75, 4), (6144, 4096, 8192, 0), (28672, 4096, 1000, 0), (4096, 14336, 100, 0)],
+)
+def test_8_bit_products_add_up_in_fp32(
+    kind: torch.dtype, outputs: int, inputs: int, tokens: int, offset: int
+) -> None:
+    """Not rounded to bfloat16, which differs by 1.6e-3; in one memory with what begins at 16 bytes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert cublaslt.obstacle(device, kind) == ""
+    torch.manual_seed(0)
+    total = torch.full((outputs * inputs + offset,), torch.nan, device=device)[offset:].view(outputs, inputs)
+    theirs, exact = torch.zeros_like(total), torch.zeros_like(total).double()
+    for index in range(2):
+        both = [(outputs, kind), (inputs, torch.float8_e4m3fn)]
+        a, b = (
+            fp8_matrix.factors(torch.randn(tokens, n, device=device).bfloat16(), dtype, rowwise=False).columns
+            for n, dtype in both
+        )
+        fp8_matrix.add_product(total, a, b, torch.bfloat16, overwrite=index == 0)
+        theirs += fp8_matrix.product(a, b, torch.float32)
+        exact += (a.values.double() @ b.values.double().t()) * (a.scale_inv * b.scale_inv)
+    assert (total - theirs).norm() <= 1e-6 * theirs.norm()
+    assert (total - exact).norm() <= 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

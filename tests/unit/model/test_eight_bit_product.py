@@ -13,6 +13,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, build_stages, saved_for_backward
+from triton_interpreter import give_writer
 
 from patch.config.execution import Fp8
 from patch.config.schema import RunConfig
@@ -20,6 +21,7 @@ from patch.errors import TrainingError
 from patch.model import fp8_matrix
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.linear import Column, Row
+from patch.optimizer.main_grad import MainGrad, StandIns
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
 
@@ -87,6 +89,31 @@ def test_output_and_gradients_are_products_of_rounded_factors(fp8: Fp8, keeps_in
     }.items():
         bound = SUM_BOUND * expected[name].abs().max().item()
         assert (found - expected[name]).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize("fp8", SETTINGS, ids=lambda fp8: f"{fp8.format}-{fp8.recipe}")
+def test_gradients_are_added_up_without_being_rounded(fp8: Fp8) -> None:
+    """Where the optimizer says, over whatever was there; against float64."""
+    x, w, g = (numbers.bfloat16() for numbers in factors(fp8))
+    total, expected = torch.full(w.shape, torch.nan), torch.zeros(w.shape).double()
+    give_writer(w.requires_grad_(), total)
+    for gradient in (g, g.flip(0)):
+        product_of(fp8)(x, w).backward(gradient)
+        column = 0 if fp8.recipe == "rowwise" else None
+        pair = (gradient, GRADIENT[fp8.format]), (x, E4M3)
+        a, b = (rounded(matrix.flatten(0, 1).float(), kind, column).double() for matrix, kind in pair)
+        expected += a.t() @ b
+    assert not w.grad.any(), "a stand-in"
+    assert (total - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_the_stand_in_of_a_weight_in_8_bits_is_known_by_its_hook() -> None:
+    """autograd has made no copy of it, which would be added like any gradient."""
+    weight, total = torch.nn.Parameter(torch.ones(48, 32).to(E4M3)), torch.full((48, 32), torch.nan)
+    weight.grad_dtype, weight.scale_inv = torch.bfloat16, torch.ones(())
+    main_grad = MainGrad(weight, StandIns(), lambda: (total, True))
+    product_of(Fp8())(torch.ones(16, 1, 32).bfloat16(), weight).sum().backward()
+    assert main_grad.take_note(weight.grad) and (total == 16).all()
 
 
 @pytest.mark.parametrize("fp8", SETTINGS[:2], ids=lambda fp8: fp8.recipe)

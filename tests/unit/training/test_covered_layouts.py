@@ -132,7 +132,6 @@ RULES_OF_ROWS = [
     Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"),
     Rule(("TP", "overlap"), lambda tp, overlap: tp == "2" or overlap == "auto"),
     Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
-    Rule(("PR", "sums"), lambda precision, sums: "fp8" not in precision or sums == "plain"),
     Rule(("PR", "DO"), lambda precision, level: "gather" not in precision or level in REPLICATED),
     Rule(("PR", "offload"), lambda precision, share: "gather" not in precision or share == "none"),
     Rule(("DO", "instances"), lambda level, instances: level != "none" or instances == "1"),
