@@ -50,7 +50,9 @@ def test_peft_loads_the_folder_and_its_merge_is_the_export(
         assert AutoTokenizer.from_pretrained(folder).chat_template == BUILT_IN["plain"]
     moved = shutil.copytree(unbroken, unbroken.with_name("moved"), symlinks=True)
     text = (moved / "config.yaml").read_text()
-    (moved / "config.yaml").write_text(re.sub("tokenizer_name_or_path: .*", "tokenizer_name_or_path: /no", text))
+    (moved / "config.yaml").write_text(
+        re.sub("tokenizer_name_or_path: .*", "tokenizer_name_or_path: /no", text)
+    )
     assert merge(["--adapter", str(moved), "--save", str(moved / "merged")]) == 4
     assert f"; or give {moved}/adapter as --adapter beside --base" in capsys.readouterr().err
 
