@@ -35,7 +35,8 @@ def _merge(options: argparse.Namespace) -> None:
         raise ConversionError(f"{adapter} is no folder of a run that names its base: give it (--base)")
     name = hub_name(str(base), "model")
     base = base if name is None else fetch_model(name, weights=True, error=ConversionError)
-    template = tokenizer_of(run).chat_template if run is not None else None
+    otherwise = f"give {adapter} as --adapter beside --base, whose chat template stays then"
+    template = tokenizer_of(run, otherwise).chat_template if run is not None else None
     merge_adapter(base, adapter, options.save, overwrite=options.overwrite, chat_template=template)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from patch.checks.precision import rows_are_whole_blocks
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -52,15 +53,4 @@ def base_can_have_4_bits(config: RunConfig, machine: MachineFacts) -> None:
     if model.kv_lora_rank is not None:
         why = f"it is not built for latent attention ({where('kv_lora_rank')})"
         refuse("quantize_base", base, "none", why)
-    for row in base_rows(model):
-        is_expert, name = row.part == "expert", next(iter(row.hf))
-        parts = config.etp_size if is_expert else config.parallel.tensor_model_parallel_size
-        whole, own = (row.shard_shape(number)[1] for number in (1, parts))
-        if whole % BLOCK:
-            why = f"a row of {name} has {whole} values, no whole blocks of {BLOCK}"
-            refuse("quantize_base", base, "none", why)
-        if own % BLOCK:
-            has_own = is_expert and config.experts.expert_tensor_parallel_size
-            field = "expert_tensor_parallel_size" if has_own else "tensor_model_parallel_size"
-            expected = f"a size that divides {whole // BLOCK} beside {where('quantize_base')} {base}"
-            refuse(field, parts, expected, f"a row of {name} would be cut within a block of {BLOCK} values")
+    rows_are_whole_blocks(config, base_rows(model), BLOCK, "quantize_base", "none")

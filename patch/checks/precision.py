@@ -1,15 +1,18 @@
-"""The rules of 8-bit products (`--precision fp8`), of the scale of fp16's loss and of `--precision-align`."""
+"""The rules of 8-bit products (`--precision fp8`), of blocks that share a scale, and of fp16's loss."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from patch.config.backends import FP8_MULTIPLE, no_transformer_engine
-from patch.config.choices import ZeroStage
+from patch.config.choices import MOMENT_BLOCK, ZeroStage
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.families import widths
+from patch.families import WeightRow, weight_rows, widths
+from patch.families.adapters import adapter_rows
 
 _FLAGS = (
     "fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache",
@@ -101,6 +104,43 @@ def _a_layer_is_left(config: RunConfig) -> None:
         why = f"all {num_layers} layers of the model would stay in bf16"
         got = f"{fp8.num_first_in_bf16} first and {fp8.num_last_in_bf16} last"
         refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)
+
+
+def moments_are_whole_blocks(config: RunConfig, machine: MachineFacts) -> None:
+    """Each rank's rows of what trains are whole blocks of 8-bit moments."""
+    expected, rank = "bf16 or fp32", config.adapter.lora_rank
+    if rank and rank % MOMENT_BLOCK:
+        expected += f", or a multiple of {MOMENT_BLOCK} at {where('lora_rank')}"
+    trained = adapter_rows(config.model, config.adapter) or weight_rows(config.model)
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if value_of(config, field) == "8bit":
+            rows_are_whole_blocks(config, trained, MOMENT_BLOCK, field, expected)
+
+
+def rows_are_whole_blocks(
+    config: RunConfig, rows: Sequence[WeightRow], block: int, field: str, expected: str
+) -> None:
+    """No rank's rows of some parameters end within a block.
+
+    Args:
+        config: the run.
+        rows: the parameters; a vector is one row.
+        block: neighbouring values of a row that share a scale.
+        field: asks for such blocks.
+        expected: its values without them.
+    """
+    got = value_of(config, field)
+    for row in rows:
+        is_expert, name = row.part == "expert", next(iter(row.hf))
+        parts = config.etp_size if is_expert else config.parallel.tensor_model_parallel_size
+        whole, own = (row.shard_shape(number)[-1] for number in (1, parts))
+        if whole % block:
+            refuse(field, got, expected, f"a row of {name} has {whole} values, no whole blocks of {block}")
+        if own % block:
+            has_own = is_expert and config.experts.expert_tensor_parallel_size
+            size = "expert_tensor_parallel_size" if has_own else "tensor_model_parallel_size"
+            fitting = f"a size that divides {whole // block} beside {where(field)} {got}"
+            refuse(size, parts, fitting, f"a row of {name} would be cut within a block of {block} values")
 
 
 def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:

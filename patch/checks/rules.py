@@ -79,6 +79,7 @@ RULES: tuple[Rule, ...] = (
     adapters.adapters_are_asked_for,
     adapters.adapters_are_possible,
     adapters.base_can_have_4_bits,
+    precision.moments_are_whole_blocks,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
     layout.micro_batch_groups_fit,

@@ -246,12 +246,16 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
         )
     load = run.checkpoint.load
     origin = Path(load) if load is not None and has_hf_config(load) else None
-    return _Description(run.model, origin, tokenizer_of(run))
+    otherwise = "give the Hugging Face folder it began with as --hf-config"
+    return _Description(run.model, origin, tokenizer_of(run, otherwise))
 
 
-def tokenizer_of(run: RunConfig) -> PreTrainedTokenizerBase:
+def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
     """The tokenizer the run was trained with.
 
+    Args:
+        run: the run.
+        otherwise: what the user can do without it.
     Raises:
         ConversionError: it cannot be read.
     """
@@ -263,9 +267,7 @@ def tokenizer_of(run: RunConfig) -> PreTrainedTokenizerBase:
         if run.data.dataset_type == "raw":
             ensure_chat_template(tokenizer, run.data.chat_template)
     except DataError as error:
-        raise ConversionError(
-            f"the run's own {error}; or give the Hugging Face folder it began with as --hf-config"
-        ) from error
+        raise ConversionError(f"the run's own {error}; or {otherwise}") from error
     return tokenizer
 
 

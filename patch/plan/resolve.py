@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from patch.checks.rules import is_legal
 from patch.config import RunConfig, resolve_transformer_impl
 from patch.config.choices import ContextCommunication, Sharding, ZeroStage
+from patch.config.positions import where
 from patch.device import MachineFacts
 from patch.numbers import size_text
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes, host_bytes, units_of
+from patch.plan.memory import (
+    bytes_per_rank,
+    device_memory,
+    disk_bytes,
+    gathered_bytes,
+    host_bytes,
+    units_of,
+)
 from patch.plan.parameters import element_bytes, parameters_of
 from patch.plan.savings import Mix, share_on_host, with_mix
 from patch.plan.timing.communication import sent_bytes
@@ -39,7 +48,20 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     config, eight_bit_weights = resolve_8_bit_weights(config, machine)
     config, activations = resolve_activations(config, machine)
     config, weights = resolve_weights(config, machine)
-    return config, tensor + layers + sharding + communication + eight_bit_weights + activations + weights
+    chosen = tensor + layers + sharding + communication + eight_bit_weights + activations + weights
+    return config, [*chosen, *_remarks(config, machine)]
+
+
+def _remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """What a resolved run asks for that comes to nothing by its sizes."""
+    optimizer = config.optimizer
+    is_offloading = optimizer.offload_folder is not None and optimizer.optimizer_offload_policy is not None
+    if is_offloading and not disk_bytes(config, machine):
+        share = f"{where('optimizer_offload_host_share')} {optimizer.optimizer_offload_host_share:g}"
+        yield f"{where('offload_folder')}: by plan host memory takes all states ({share}), and the disk none"
+    if config.frees_weights and not any(map(any, units_of(config, None))):
+        below = f"{where('param_persistence_threshold')} {optimizer.param_persistence_threshold}"
+        yield f"{where('data_parallel_sharding')} parameters: all are below {below}, and stay whole"
 
 
 def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
@@ -236,7 +258,7 @@ def resolve_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig
         chosen = dataclasses.replace(optimizer, cpu_offloading_weights_fraction=hundredths / 100)
         return dataclasses.replace(config, optimizer=chosen)
 
-    most = int(100 * share_on_host(config))
+    most = int(round(100 * share_on_host(config), 6))  # of 0.57 it is 57
     least = bisect_left(range(most), True, key=lambda each: fit_of(with_share(each), machine).is_on_device)
     run = with_share(least)
     there = host_bytes(run)

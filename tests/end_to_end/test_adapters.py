@@ -1,6 +1,7 @@
 """A run of adapters (LoRA) through the shell: PEFT's folder, the merged export, resume at another layout."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def unbroken(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_peft_loads_the_folder_and_its_merge_is_the_export(office: Office, unbroken: Path) -> None:
+def test_peft_loads_the_folder_and_its_merge_is_the_export(
+    office: Office, unbroken: Path, capsys: pytest.CaptureFixture
+) -> None:
     peft = pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(office.model)
     merged = peft.PeftModel.from_pretrained(base, unbroken / "adapter").merge_and_unload().state_dict()
@@ -45,6 +48,13 @@ def test_peft_loads_the_folder_and_its_merge_is_the_export(office: Office, unbro
     assert all(torch.equal(again[name], ours[name]) for name in ours)
     for folder in (unbroken / "hf", unbroken.with_name("merged")):
         assert AutoTokenizer.from_pretrained(folder).chat_template == BUILT_IN["plain"]
+    moved = shutil.copytree(unbroken, unbroken.with_name("moved"), symlinks=True)
+    text = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(
+        re.sub("tokenizer_name_or_path: .*", "tokenizer_name_or_path: /no", text)
+    )
+    assert merge(["--adapter", str(moved), "--save", str(moved / "merged")]) == 4
+    assert f"; or give {moved}/adapter as --adapter beside --base" in capsys.readouterr().err
 
 
 def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, unbroken: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redi
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -54,6 +55,8 @@ class Block(NamedTuple):
     line: int
     info: str
     text: str
+    shown: str = ""
+    """What the page says next that its last program prints."""
 
     @property
     def is_bash(self) -> bool:
@@ -101,6 +104,8 @@ def read_page(path: Path) -> Page:
             page.rows.append((page.headings[-1][1] if page.headings else "", []))
         opened = token
     page.rows = [row for row in page.rows if row[1]]
+    for number, (block, after) in enumerate(pairwise(page.blocks)):
+        page.blocks[number] = block._replace(shown=after.text if after.info == "text" else "")
     return page
 
 
@@ -313,21 +318,33 @@ def check(call: Call, block: Block, fixtures: Path) -> str:
     kind = KINDS.fullmatch(block.info)
     assert kind is not None, block
     variables = {name: value for name, value in call.environ.items() if name not in ("PATH", "PWD", "OLDPWD")}
-    refusal = ""
+    refusal = said = ""
     with chdir(call.folder), mock.patch.dict(os.environ, variables):
         try:
-            _check(call, kind, str(fixtures))
+            said = _check(call, kind, str(fixtures))
         except RefusedError as refused:
-            refusal = str(refused)
+            refusal = said = str(refused)
         except PatchError as error:
             refusal = user_message(error)
+    if call.argv[:2] == ["llama-patch", "plan"] and (missing := _missing(block.shown, said)):
+        return f"does not print {missing}"
     if kind["fails"]:
         return "" if refusal else "works, although its block says that it fails"
     return refusal
 
 
-def _check(call: Call, kind: re.Match, fixtures: str) -> None:
-    """Files of the repository that are named exist; a run can start, a tool reads its arguments."""
+def _missing(shown: str, said: str) -> str:
+    """The first line that is not in a text; spaces do not count, and ... stands for anything."""
+    lines, whole = (" ".join(line.split()) for line in shown.splitlines()), " ".join(said.split())
+    found = (line for line in lines if not re.search(re.escape(line).replace(r"\.\.\.", ".*"), whole))
+    return next(found, "")
+
+
+def _check(call: Call, kind: re.Match, fixtures: str) -> str:
+    """Files of the repository that are named exist; a run can start, a tool reads its arguments.
+
+    What a tool says that ran.
+    """
     name, *arguments = call.argv
     start = next((i for i, text in enumerate(arguments) if text.endswith(_LAUNCHERS)), None)
     named = arguments[: None if start is None else start + 1] if name in _STARTERS else ()
@@ -341,9 +358,10 @@ def _check(call: Call, kind: re.Match, fixtures: str) -> None:
     elif name == "llama-patch":
         if not arguments or arguments[0] not in COMMANDS:
             raise RefusedError(f"llama-patch has no command {arguments[:1]}")
-        _check_tool(COMMANDS[arguments[0]][0], arguments[1:], call, kind, fixtures)
+        return _check_tool(COMMANDS[arguments[0]][0], arguments[1:], call, kind, fixtures)
     elif name.startswith("python") and arguments[:1] == ["-m"]:
-        _check_tool(arguments[1], arguments[2:], call, kind, fixtures)
+        return _check_tool(arguments[1], arguments[2:], call, kind, fixtures)
+    return ""
 
 
 def _check_make(arguments: list[str]) -> None:
@@ -381,21 +399,21 @@ def _plan_for(argv: list[str], environ: dict[str, str], kind: re.Match) -> Plann
     return plan_run(argv, kind["machine"], nodes, devices, environ=environ, here=_HERE)
 
 
-def _check_tool(module: str, argv: list[str], call: Call, kind: re.Match, fixtures: str) -> None:
+def _check_tool(module: str, argv: list[str], call: Call, kind: re.Match, fixtures: str) -> str:
     name = module.removeprefix("toolkits.").removesuffix(".__main__")
     if name == "train":
         _check_run(argv, call, kind)
-        return
+        return ""
     place = REPOSITORY / module.removesuffix(".__main__").replace(".", "/")
     if not module.startswith("toolkits.") or not (place.is_dir() or place.with_suffix(".py").is_file()):
         raise RefusedError(f"there is no tool {module}")
     runs = name == "plan" or (name in _RUN_HERE and any(fixtures in text for text in argv))
     program = f"toolkits.{name}.__main__" if place.is_dir() else f"toolkits.{name}"
-    _call(program, argv, runs=runs)
+    return _call(program, argv, runs=runs)
 
 
-def _call(module: str, argv: list[str], *, runs: bool) -> None:
-    """Call a tool's `main`, or only let it read its arguments."""
+def _call(module: str, argv: list[str], *, runs: bool) -> str:
+    """Call a tool's `main`, or only let it read its arguments; what it says."""
     if module.endswith("preprocess_pretrain"):
         argv = [*argv, "--workers", "1"]
     said, code = io.StringIO(), 0
@@ -408,7 +426,8 @@ def _call(module: str, argv: list[str], *, runs: bool) -> None:
         except SystemExit as ended:
             code = int(ended.code or 0)
     if code:
-        raise RefusedError(f"{module} ended with {code}: {said.getvalue().strip()[-600:]}")
+        raise RefusedError(f"{module} ended with {code}: {said.getvalue().strip()}")
+    return said.getvalue()
 
 
 @contextmanager

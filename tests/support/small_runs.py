@@ -1,6 +1,7 @@
 """Small configurations that the tests share: a LLaMA-3.1-shaped model of four layers, and its run."""
 
 import dataclasses
+import tempfile
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,13 @@ def _value(name: str, value: Any) -> Any:
     return coerce(FIELDS[name], value, name) if is_scalar else value
 
 
-ON_HOST: dict[str, Any] = {
-    "data_parallel_sharding": "parameters", "param_persistence_threshold": 100,
-    "optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0, "cpu_offloading_weights": True,
-}  # fmt: skip
+ZERO_3: dict[str, Any] = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
+HALF: dict[str, Any] = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+"""Half of the optimizer states are in host memory."""
+ON_HOST = ZERO_3 | HALF | {"optimizer_offload_fraction": 1.0, "cpu_offloading_weights": True}
 """Weights, gradients and states in host memory."""
+ON_DISK = HALF | {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
+"""The same half in a file."""
 
 
 def small_run(

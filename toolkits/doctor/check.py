@@ -137,8 +137,9 @@ def run_program(
             code = process.returncode
         except subprocess.TimeoutExpired:
             pass
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         if code is None:
             output, error = process.communicate()
     return Ended(code, output, error)

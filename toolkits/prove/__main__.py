@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -62,6 +63,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 6 if the proof found a difference, or the exit code of the error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its folder and runs go too
     own, run = at_dashes(argv)
     options = _parser().parse_args(own)
     return exit_code_of(lambda: _prove(options, run), user_message)
@@ -138,6 +140,7 @@ def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
     file = folder / f"{name}.yaml"
     file.write_text(to_yaml(run), encoding="utf-8")
     users = {key: value for key, value in os.environ.items() if key not in _NOT_OURS and key[:6] != "SLURM_"}
+    users["TMPDIR"] = str(folder)  # what a killed launcher leaves goes with it
     if not on_gpus:
         users["CUDA_VISIBLE_DEVICES"] = ""
     began = time.perf_counter()

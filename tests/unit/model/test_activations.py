@@ -6,7 +6,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from packed_runs import PACKED, talk_batches
-from small_runs import small_run
+from small_runs import HALF, small_run
 from torch.utils.flop_counter import FlopCounterMode
 from training_runs import SeededReader, bits_of_steps, build_seeded_run, saved_for_backward
 
@@ -34,7 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """block: the first layer of each stage."""
 RECOMPUTED = ("selective", "full", "block")
 SAVED = ("selective", "block")
-STATES = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 BLOOM = {"model_type": "bloom", "use_rope_scaling": False}
 LATENTS = {
     "kv_lora_rank": 24, "q_lora_rank": 40, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
@@ -56,7 +55,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "fp8": ({"precision": "fp8"}, (*RECOMPUTED, "offload")),
     },
     2: {
-        "tp": ({"tp": 2, **STATES}, (*SAVED, "offload")),
+        "tp": ({"tp": 2, **HALF}, (*SAVED, "offload")),
         "sp": ({"tp": 2, "sequence_parallel": True, "precision": "bf16"}, (*SAVED, "offload, selective")),
         "sp, fp8": (
             {"tp": 2, "sequence_parallel": True, "precision": "fp8", "fp8_recipe": "rowwise", **FAMILIES},
@@ -69,7 +68,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "vpp": ({"pp": 2, "stage": 1, "global_batch_size": 6}, (*SAVED, "offload")),
         "ring": ({"cp": 2, "cp_comm_type": "p2p", **PACKED}, ("offload all",)),
         "all-to-all": ({"cp": 2, "cp_comm_type": "a2a"}, ("offload",)),
-        "zero-2": ({"dp": 2, "data_parallel_sharding": "gradients", **STATES}, (*SAVED, "offload, block")),
+        "zero-2": ({"dp": 2, "data_parallel_sharding": "gradients", **HALF}, (*SAVED, "offload, block")),
     },
 }  # fmt: skip
 """By number of processes: what changes, and the settings to compare with none."""
@@ -85,7 +84,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 """Runs whose layers are measured one by one."""
 DEEP = {
-    "num_layers": 6, "global_batch_size": 2, "max_padding_length": 64, "seq_length": 64, **STATES,
+    "num_layers": 6, "global_batch_size": 2, "max_padding_length": 64, "seq_length": 64, **HALF,
     "optimizer_offload_fraction": 0.0, "simulated_device_memory": 10**9,
 }  # fmt: skip
 OFFLOADED: dict[str, dict[str, Any]] = {

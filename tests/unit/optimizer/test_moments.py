@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from optimizer_runs import BUCKET, WIDTH, Layers, RandomPolicy, build_optimizer, take_step
-from small_runs import small_run
+from small_runs import HALF, small_run
 from training_runs import build_seeded_run, stored_tensors
 
 from patch.checkpoint import load_checkpoint, save_checkpoint
@@ -26,7 +26,6 @@ from patch.optimizer.offload import Offload
 from patch.optimizer.trained import check_rows
 
 LR = 1e-2
-HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 KINDS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "8bit", "precision": "bf16"}
 SHAPE = {"hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4, "kv_channels": 64}
 CHAIN: list[dict[str, Any]] = [

@@ -7,15 +7,15 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from optimizer_runs import LR, OddModel, make_steps
+from small_runs import HALF
 
 from patch.errors import CheckpointError
 from patch.optimizer import OptimizerConfig, OverlappedDistributedOptimizer, ZeroStage, build_optimizer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OFFLOAD = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 CASES = [
     *((dtype, stage, {}) for dtype, stage in product(DTYPES, (ZeroStage.NONE, ZeroStage.GRADIENTS))),
-    (torch.bfloat16, ZeroStage.GRADIENTS, OFFLOAD),
+    (torch.bfloat16, ZeroStage.GRADIENTS, HALF),
 ]
 
 

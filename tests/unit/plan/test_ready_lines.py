@@ -1,4 +1,4 @@
-"""The guides of ready lines and of experts: by plan each line fits its machine, with the
+"""The guides of ready lines, experts and layouts: by plan each line fits its machine, with the
 figures beside it.
 
 `RENEW_GOLDEN=1` writes the plan's figures into the pages of both languages.
@@ -21,10 +21,12 @@ from patch.plan.planned_run import Planned, plan_run
 from patch.plan.timing.step_time import step_time
 
 GUIDES = Path(__file__).parents[3] / "examples/llama3_1/guides"
-PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "experts.md": 3}
+PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "experts.md": 3, GUIDES / "parallelism.md": 7}
 """With a number of figures of which each has more."""
 FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
 LABEL = re.compile(r"# (.*?)[:：]")
+ALONE = re.compile(r"(\w+), (\d+) tokens, (\d+) GPUs?")
+"""A row's label that no line has: flags are all of the run."""
 SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
 PLANNED: list[Planned] = []
 """All runs that `figures` has planned."""
@@ -57,6 +59,14 @@ def line_of(command: str, block: re.Match[str]) -> partial[str]:
     return partial(figures, words[start + 1 :], environ, nodes, int(block["devices"]))
 
 
+def run_of(label: str) -> partial[str]:
+    """`figures` of a row that is alone: a run of this model on so many GPUs."""
+    model, tokens, devices = ALONE.fullmatch(label).groups()
+    nodes = -(-int(devices) // 8)
+    argv = ["--model-size", model, "--seq-length", tokens]
+    return partial(figures, argv, {}, nodes, int(devices) // nodes)
+
+
 def with_plan(text: str) -> tuple[str, int]:
     """The page with the plan's figures, and how many it has."""
     block, command, at = None, "", 0
@@ -66,7 +76,8 @@ def with_plan(text: str) -> tuple[str, int]:
             named = {}
         elif line.startswith("```"):
             block = KINDS.fullmatch(line, 3)
-            block = block if block and block["machine"] else None
+            has_figures = block and block["machine"] and FIGURES.search(lines[index + 1])
+            block = block if has_figures else None
         elif block and FIGURES.search(line):
             at = index
         elif block:
@@ -77,13 +88,14 @@ def with_plan(text: str) -> tuple[str, int]:
                 assert label is not None and FIGURES.search(lines[at]), command
                 named[label[1]], command = found, ""
                 lines[at] = FIGURES.sub(found(block["machine"]), lines[at])
-        elif line.startswith("|") and "A100" in line:
+        elif re.match(r"\| .* \| [AH]\d00 ", line):
             columns = [cell.split()[0].lower() for cell in line.strip("| ").split("|")[1:]]
         elif line.startswith("|") and FIGURES.search(line):
             label, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+            found = named.get(label) or run_of(label)
             for column, cell in enumerate(cells):
                 more = re.match("`(.*)`", cell)
-                cells[column] = FIGURES.sub(named[label](columns[column], more[1] if more else ""), cell)
+                cells[column] = FIGURES.sub(found(columns[column], more[1] if more else ""), cell)
             lines[index] = f"| {label} | {' | '.join(cells)} |"
     return "\n".join(lines), sum(len(FIGURES.findall(line)) for line in lines)
 
@@ -109,8 +121,9 @@ def test_figures_of_ready_lines_are_the_plans(page: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_ready_lines_are_proved(tmp_path: Path) -> None:
+def test_ready_lines_are_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of them have the same small run."""
+    monkeypatch.setitem(PATHS, "RUN", str(tmp_path))  # one has states in it
     PLANNED.clear()
     for page in PAGES:
         with_plan(page.read_text(encoding="utf-8"))

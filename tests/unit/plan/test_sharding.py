@@ -13,7 +13,7 @@ from patch.plan.fits import fit_of
 from patch.plan.memory import all_bytes, bytes_per_rank, host_bytes, staging_bytes, whole_bytes
 from patch.plan.parameters import total_parameters
 from patch.plan.planned_run import plan_run
-from patch.plan.resolve import resolve_sharding, resolve_weights, stage_cost, with_sharding
+from patch.plan.resolve import resolve_run, resolve_sharding, resolve_weights, stage_cost, with_sharding
 from patch.plan.timing.machine_presets import PRESETS
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
@@ -131,31 +131,42 @@ def test_weights_of_experts_are_in_shards_of_their_own_replicas():
     assert bytes_per_rank(run).weights == pytest.approx(2 * (others / 8 + experts / 2), rel=1e-3)
 
 
+ZERO_3 = "--data-parallel-sharding parameters"
 ON_HOST = "--optimizer-offload-policy static --cpu-offloading-weights"
 
 
 def test_a_share_of_weights_and_gradients_lies_in_host_memory():
-    run = planned_run(dp=1, sharding="--data-parallel-sharding parameters", flags=ON_HOST)
+    run = planned_run(dp=1, sharding=ZERO_3, flags=ON_HOST)
     count = 2 * EMBEDDING + 32 * LAYER
     assert host_bytes(run) == (2 * count, 4 * (count + 65 * NORM), 10 * (count + 65 * NORM))
     assert bytes_per_rank(run) == (2 * 65 * NORM, 0, 0) and whole_bytes(run) == 2 * (EMBEDDING + LAYER)
     flags = f"{ON_HOST} --cpu-offloading-weights-fraction 0.25"
-    quarter = planned_run(dp=1, sharding="--data-parallel-sharding parameters", flags=flags)
+    quarter = planned_run(dp=1, sharding=ZERO_3, flags=flags)
     assert host_bytes(quarter).weights == count // 2
 
 
 def test_auto_puts_as_few_weights_on_the_host_as_fit():
     flags = f"{ON_HOST} --cpu-offloading-weights-fraction auto"
-    run = planned_run(dp=1, size="llama2-13B", sharding="--data-parallel-sharding parameters", flags=flags)
+    run = planned_run(dp=1, size="llama2-13B", sharding=ZERO_3, flags=flags)
     facts = PRESETS["h100"].facts
     found, (line,) = resolve_weights(run, facts)
     share = found.optimizer.cpu_offloading_weights_fraction
     assert 0 < share < 1 and line.startswith(f"--cpu-offloading-weights-fraction auto: {share:g}, with ")
-    _, (less,) = resolve_weights(
-        planned_run(size="1B", sharding="--data-parallel-sharding parameters", flags=flags), facts
-    )
+    _, (less,) = resolve_weights(planned_run(size="1B", sharding=ZERO_3, flags=flags), facts)
     assert fit_of(found, facts).is_on_device and "auto: 0, " in less
+    large = planned_run(dp=1, size="70B", flags=f"{flags} --optimizer-offload-fraction 0.57", sharding=ZERO_3)
+    assert resolve_weights(large, facts)[0].optimizer.cpu_offloading_weights_fraction == 0.57
     assert resolve_weights(found, facts) == (found, [])
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "said"),
+    [("tiny --vocab-size 512", 0.5, ["by plan host memory takes all", "all are below"]), ("8B", 0.0, [])],
+)
+def test_a_folder_without_states_and_shards_of_nothing_are_said(size, share, said):
+    flags = f"--optimizer-offload-policy static --offload-folder a --optimizer-offload-host-share {share}"
+    _, notes = resolve_run(planned_run(size=size, dp=2, flags=flags, sharding=ZERO_3), PRESETS["h100"].facts)
+    assert len(notes) == len(said) and all(words in note for words, note in zip(said, notes, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """A run's flags are proved by a small run of the same code paths; whatever travels wrong in it is found."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,15 @@ def test_command_proves_also_a_resume(capsys: pytest.CaptureFixture) -> None:
     said = capsys.readouterr().out
     assert "processes 2 -> 2" in said and said.count("(bound") == 14
     assert "resumed from one process:" in said and "verdict: as one process" in said
+
+
+def test_proof_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "toolkits.prove", "--", *RUN.split(), "--nproc-per-node=2"]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
+        while process.poll() is None and not any(tmp_path.glob("prove-*/patch-run-*")):
+            time.sleep(0.05)
+        process.terminate()
+    assert process.returncode == 143 and not any(tmp_path.iterdir())
 
 
 def test_difference_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -29,7 +29,7 @@ from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from nf4_oracle import rounded
 from peft_oracle import factors_of, peft_steps
-from small_runs import hf_llama, small_run
+from small_runs import HALF, ZERO_3, hf_llama, small_run
 from training_runs import (
     build_seeded_run,
     digests,
@@ -62,11 +62,7 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 24, "q_lora_rank": 40, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
     "kv_channels": 24, "num_query_groups": 4, "use_rope_scaling": False, "model_type": "deepseek_v2",
 }  # fmt: skip
-HALF = {
-    "optimizer_offload_policy": "static",
-    "optimizer_offload_fraction": 0.5,
-    "optimizer_offload_chunk_size": 999,
-}
+CHUNKS = HALF | {"optimizer_offload_chunk_size": 999}
 ROWS_OF_FOUR = {"max_padding_length": 4, "micro_batch_size": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -81,7 +77,6 @@ MODELS: dict[str, dict[str, Any]] = {
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 ZERO2 = {"data_parallel_sharding": "gradients"}
-ZERO3 = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 EAGER, SDPA, BF16 = {"precision_align": "eager"}, {"precision_align": "sdpa"}, {"precision": "bf16"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP": ("llama", {"tp": 2}),
@@ -92,14 +87,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "down, TP, selective": ("down", {"tp": 2, **SELECTIVE}),
     "PP, a stage without adapters": ("early", {"pp": 2}),
     "CP ring": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
-    "ZeRO-1, half offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "optimizer", **HALF}),
+    "ZeRO-1, half offloaded": ("llama", {"dp": 2, "data_parallel_sharding": "optimizer", **CHUNKS}),
     "ZeRO-2, activations offloaded": ("llama", {"dp": 2, **ZERO2, "cpu_offloading": True}),
-    "ZeRO-3, activations offloaded": ("some", {"dp": 2, **ZERO3, "cpu_offloading": True}),
-    "ZeRO-3, full": ("llama", {"dp": 2, **ZERO3, **FULL}),
+    "ZeRO-3, activations offloaded": ("some", {"dp": 2, **ZERO_3, "cpu_offloading": True}),
+    "ZeRO-3, full": ("llama", {"dp": 2, **ZERO_3, **FULL}),
     "EP": ("experts", {"dp": 2, **ZERO2, **EP2}),
     "EP over TP, ETP=1": ("experts", {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
     "ETP=2": ("experts", {**SP2, **FULL}),
-    "few, EP": ("few", {"dp": 2, **EP2, **ZERO3}),
+    "few, EP": ("few", {"dp": 2, **EP2, **ZERO_3}),
     "latents, TP": ("latents", {"tp": 2}),
     "latents, SP": ("latents", SP2),
 }
@@ -233,8 +228,8 @@ def resume_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "SP": ("llama", SP2),
     "PP interleaved": ("llama", {"pp": 2, "stage": 1}),
-    "ZeRO-2": ("llama", {"dp": 2, **ZERO2, **HALF}),
-    "ZeRO-3": ("llama", {"dp": 2, **ZERO3}),
+    "ZeRO-2": ("llama", {"dp": 2, **ZERO2, **CHUNKS}),
+    "ZeRO-3": ("llama", {"dp": 2, **ZERO_3}),
     "a stage without": ("early", {"pp": 2}),
 }
 

@@ -5,14 +5,13 @@ trains on. What they saved is read into whole tensors by torch's own DCP, in one
 """
 
 import itertools
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from small_runs import ON_HOST, small_run
+from small_runs import HALF, ON_DISK, ON_HOST, ZERO_3, small_run
 from training_runs import build_seeded_run, save, stored_tensors
 
 from patch.distributed.collectives import max_over_world
@@ -38,9 +37,6 @@ class Place(NamedTuple):
 
 BY_HAND = "pipeline_model_parallel_layout"
 NONE, ZERO_1, ZERO_2 = ({"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients"))
-ZERO_3 = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
-HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
-ON_DISK = {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
 BOTH = {"tp": 2, "cp": 2, "rank_order": "cp-tp", "cp_comm_type": "p2p"}
 INTERLEAVED = {"pp": 2, "stage": 1, "cp": 2, "cp_comm_type": "a2a"}
 CHAIN = {
@@ -55,7 +51,7 @@ CHAIN = {
     ),
     "TP x DP, ZeRO-3, half offloaded": Place(4, {"tp": 2, "dp": 2, **ZERO_3, **HALF}, False),
     "TP x CP in the other order, ZeRO-2": Place(4, BOTH | ZERO_2, False),
-    "PP x CP, interleaved, half on disk": Place(4, INTERLEAVED | ZERO_1 | HALF | ON_DISK, False),
+    "PP x CP, interleaved, half on disk": Place(4, INTERLEAVED | ZERO_1 | ON_DISK, False),
     "TP x DP, on the host": Place(4, {"tp": 2, "dp": 2, "sequence_parallel": True, **ON_HOST}, False),
     "PP3, by hand": Place(3, {"pp": 3, BY_HAND: "E|ttt|tL"}),
     "one again, on the host": Place(1, {"reduce_bucket_size": 50_000, **ON_HOST}),

@@ -4,12 +4,11 @@ Each run is compared with one whose sums have the same order. Where the order is
 ZeRO-2, packing): test_covered_layouts.py. A small model against oracles: tests/unit/optimizer.
 """
 
-import tempfile
 from typing import Any, NamedTuple
 
 import pytest
 from distributed_runner import new_job, run_distributed
-from small_runs import ON_HOST, small_run
+from small_runs import HALF, ON_DISK, ON_HOST, ZERO_3, small_run
 from training_runs import build_seeded_run, digest_of, digests, train_run
 
 from patch.checks.layout import ACCOUNTED
@@ -29,12 +28,10 @@ EIGHT_ROWS = {"global_batch_size": 8, "reduce_bucket_size": 9000}
 NONE, ZERO_1, ZERO_2 = (
     EIGHT_ROWS | {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")
 )
-ZERO_3 = EIGHT_ROWS | {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
+SHARDED = EIGHT_ROWS | ZERO_3
 """Norms are sums over other buckets: the last bit of a float64 may differ."""
 BF16_GRADIENTS = {"precision": "bf16", "main_grads_dtype": "bf16"}
 INSTANCES = {"dp": 4, "num_distributed_optimizer_instances": 2}
-HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
-ON_DISK = HALF | {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
 AUTO = {
     "optimizer_offload_policy": "auto", "optimizer_offload_auto_threshold": 4096,
     "simulated_device_memory": 2_500_000,
@@ -84,16 +81,16 @@ RUNS = {
     "zero-1, small": Row({"dp": 2, **ZERO_1, "reduce_bucket_size": 1}, "none"),
     "zero-2": Row({"dp": 2, **ZERO_2}),
     "zero-2, small": Row({"dp": 2, **ZERO_2, "reduce_bucket_size": 1}, "zero-2"),
-    "zero-3": Row({"dp": 2, **ZERO_3}, "zero-2", ("losses", "weights")),
+    "zero-3": Row({"dp": 2, **SHARDED}, "zero-2", ("losses", "weights")),
     "zero-3, full": Row(
-        {"dp": 2, **ZERO_3, "recompute_granularity": "full", "gradient_accumulation_fusion": True}, "zero-2"
+        {"dp": 2, **SHARDED, "recompute_granularity": "full", "gradient_accumulation_fusion": True}, "zero-2"
     ),
-    "zero-3, bf16, half": Row({"dp": 2, **ZERO_3, **CHUNKS, **HALF}, "zero-2, bf16", ("losses", "weights")),
+    "zero-3, bf16, half": Row({"dp": 2, **SHARDED, **CHUNKS, **HALF}, "zero-2, bf16", ("losses", "weights")),
     "host": Row({**ON_HOST, **FOUR, "reduce_bucket_size": 9000}, "one, 4", ("losses", "weights")),
-    "host, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_3, **TIED, **ON_HOST}, "zero-2, pp"),
+    "host, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **SHARDED, **TIED, **ON_HOST}, "zero-2, pp"),
     "host, part, full": Row(
         {
-            "dp": 2, **ZERO_3, **CHUNKS, **ON_HOST, "optimizer_offload_fraction": 0.6,
+            "dp": 2, **SHARDED, **CHUNKS, **ON_HOST, "optimizer_offload_fraction": 0.6,
             "cpu_offloading_weights_fraction": 0.5, "recompute_granularity": "full",
         },
         "zero-2, bf16", ("losses", "weights"),
@@ -109,7 +106,7 @@ RUNS = {
     "fp8, in 8 bits": Row(
         {"dp": 2, "data_parallel_sharding": "gradients", **FP8, **IN_8_BITS}, "fp8", ("losses", "weights")
     ),
-    "zero-3, fp8": Row({"dp": 2, **ZERO_3, **FP8}, "fp8", ("losses", "weights")),
+    "zero-3, fp8": Row({"dp": 2, **SHARDED, **FP8}, "fp8", ("losses", "weights")),
     "pp3, by hand": Row({"pp": 3, BY_HAND: "E|t*3|tL", "recompute_granularity": "full"}, "one"),
     "vpp3, flush": Row({"pp": 3, BY_HAND: "E|t|t|t|t|L", **FOUR, **FLUSH}, "one, 4"),
     "vpp3, waiting": Row(
@@ -121,12 +118,12 @@ RUNS = {
     "vpp4, 9": Row({"pp": 4, "stage": 1, **NINE}, "one, 9"),
     "zero-2, pp": Row({"dp": 2, "pp": 2, **ZERO_2, **TIED}),
     "zero-2, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_2, **TIED}, "zero-2, pp"),
-    "zero-3, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_3, **TIED}, "zero-2, pp"),
+    "zero-3, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **SHARDED, **TIED}, "zero-2, pp"),
     "none, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **NONE}),
     "zero-1, vpp": Row({"dp": 2, "pp": 2, "stage": 1, **ZERO_1}, "none, vpp"),
     "instances": Row({**INSTANCES, **ZERO_2, **CHUNKS}),
     "instances, half on disk": Row({**INSTANCES, **ZERO_2, **CHUNKS, **ON_DISK}, "instances", EVERYTHING),
-    "instances, zero-3": Row({**INSTANCES, **ZERO_3, **CHUNKS}, "instances", ("losses", "weights")),
+    "instances, zero-3": Row({**INSTANCES, **SHARDED, **CHUNKS}, "instances", ("losses", "weights")),
     "instances, fp8": Row(FP8_INSTANCES),
     "instances, fp8, in 8 bits": Row(FP8_INSTANCES | IN_8_BITS, "instances, fp8", ("losses", "weights")),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from small_runs import small_run
+from small_runs import HALF, ZERO_3, small_run
 from training_runs import (
     SeededReader,
     build_seeded_run,
@@ -44,14 +44,12 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 SP2 = {"tp": 2, "sequence_parallel": True}
 ETP1 = {"expert_tensor_parallel_size": 1}
 FULL = {"recompute_granularity": "full"}
-HALF = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
-ZERO3 = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP=2 over TP=2, ETP=1, fused, selective": {
         **SP2, **EP2, **ETP1, "gradient_accumulation_fusion": True, "recompute_granularity": "selective"
     },
     "EP=2 x ETP=2 over TP x DP, ZeRO-3, half offloaded": {
-        "dp": 2, **ZERO3, **SP2, **EP2, **ALLGATHER, **HALF
+        "dp": 2, **ZERO_3, **SP2, **EP2, **ALLGATHER, **HALF
     },
     "EP=4 over CP x DP, ZeRO-1, full": {
         "cp": 2, "cp_comm_type": "p2p", "dp": 2, "expert_model_parallel_size": 4, **FULL,
@@ -158,7 +156,7 @@ def test_losses_of_tokens_and_rows_do_not_depend_on_how_a_batch_is_divided() -> 
 
 CHAIN: dict[str, dict[str, Any]] = {
     "one": {},
-    "EP=2 x DP, ZeRO-3": {"dp": 4, **ZERO3, **EP2},
+    "EP=2 x DP, ZeRO-3": {"dp": 4, **ZERO_3, **EP2},
     "EP=2 x ETP=2 x PP, ZeRO-1": {
         "pp": 2, "dp": 2, "data_parallel_sharding": "optimizer", "expert_model_parallel_size": 2
     },

@@ -14,7 +14,7 @@ from hf_families import family_model, family_run
 from nf4_oracle import rounded
 from peft_oracle import factors_of, peft_steps
 from safetensors.torch import load_file, save_file
-from small_runs import ON_HOST, hf_llama, small_run
+from small_runs import ON_HOST, ZERO_3, hf_llama, small_run
 from training_runs import build_seeded_run, train_run
 
 from patch.config.schema import RunConfig
@@ -32,14 +32,13 @@ SHAPE: dict[str, Any] = {
 EXPERTS = {"lora_target_modules": "q_proj,v_proj", "global_batch_size": 8}
 """Whose matrices have no adapters."""
 FULL, SELECTIVE = ({"recompute_granularity": each} for each in ("full", "selective"))
-SHARDED = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP, selective": ("llama", {"tp": 2, **SELECTIVE}),
     "SP, full": ("llama", {"tp": 2, "sequence_parallel": True, **FULL}),
     "PP, activations offloaded": ("llama", {"pp": 2, "cpu_offloading": True}),
     "CP": ("llama", {"cp": 2, "cp_comm_type": "p2p"}),
-    "EP": ("mixtral", {"dp": 2, "expert_model_parallel_size": 2, **SHARDED}),
-    "full, base in shards": ("llama", {"dp": 2, **SHARDED, **FULL}),
+    "EP": ("mixtral", {"dp": 2, "expert_model_parallel_size": 2, **ZERO_3}),
+    "full, base in shards": ("llama", {"dp": 2, **ZERO_3, **FULL}),
     "base on the host": ("llama", {"dp": 2, **ON_HOST, "cpu_offloading_weights_fraction": 0.6}),
 }
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {

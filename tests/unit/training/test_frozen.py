@@ -12,7 +12,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from small_runs import small_run
+from small_runs import ZERO_3, small_run
 from training_runs import build_seeded_run, save
 
 from patch.config.schema import RunConfig
@@ -23,7 +23,6 @@ from patch.training.step import train_step
 # Measured: 5e-7, the last bit of losses near 5.6.
 LOSS_BOUND = 2e-6
 NUM_STEPS = 3
-SHARDED = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0}
 
 
@@ -83,8 +82,8 @@ def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "first": train(small_run(pp=2), is_first, folder / "first"),
         "last": train(small_run(pp=2, **STATIC), is_last, folder / "last"),
         "whole none": train(small_run(dp=2, data_parallel_sharding="none"), is_whole, folder / "none"),
-        "whole parameters": train(small_run(dp=2, **SHARDED, **STATIC), is_whole, folder / "parameters"),
-        "layers": train(small_run(dp=2, **SHARDED), is_first, folder / "layers"),
+        "whole parameters": train(small_run(dp=2, **ZERO_3, **STATIC), is_whole, folder / "parameters"),
+        "layers": train(small_run(dp=2, **ZERO_3), is_first, folder / "layers"),
     }
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from safetensors.torch import load_file
-from small_runs import small_run
+from small_runs import HALF, small_run
 from training_runs import build_seeded_run, digest_of, digests, messages_from, stored_tensors
 
 from patch.checkpoint import host_copies, latest_iteration
@@ -144,7 +144,7 @@ def _add(announced: set, run: Run) -> None:
 
 def test_nothing_changes_before_it_is_announced() -> None:
     """So a copy that is waited for then has the bits of one step."""
-    offloaded = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5, "clip_grad": 0.0}
+    offloaded = HALF | {"clip_grad": 0.0}
     configs = [
         small_run(precision="bf16"),
         small_run(clip_grad=0.0),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from llama3_tokenizer import tiny_tokenizer
-from small_runs import ON_HOST, hf_llama, small_run
+from small_runs import ON_HOST, ZERO_3, hf_llama, small_run
 from training_runs import CPU, SeededReader, save
 
 from patch import compat
@@ -27,7 +27,7 @@ from patch.training.step import train_step
 
 LEVELS: dict[str, dict[str, Any]] = {
     "gradients": {"data_parallel_sharding": "gradients"},
-    "parameters": {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100},
+    "parameters": ZERO_3,
     "host": ON_HOST,
 }
 STEPS = 3
