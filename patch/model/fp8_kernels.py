@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX, Factors, Fp8Matrix, padded
+from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX, Factors, Fp8Matrix, noted_amax, padded
 
 _ROWS, _COLUMNS = 64, 128
 """Rows and columns of a tile, which a program keeps in registers; it is transposed through shared memory."""
@@ -91,7 +91,13 @@ def _cast(
 
 
 def _amax_bits(matrix: torch.Tensor, kinds: tuple[int, ...]) -> list[torch.Tensor]:
-    """The bits of the largest absolute number, for each of two kinds of scales; of the same kind once."""
+    """The bits of the largest absolute number, for each of two kinds of scales; of the same kind once.
+
+    That of the whole matrix is not searched where the kernel that wrote the matrix has noted it.
+    """
+    amax = noted_amax(matrix) if _ALL in kinds else None
+    if amax is not None:
+        return [amax.view(torch.int32)] * 2
     bits = [matrix.new_zeros(_scale_shape(kind, matrix.shape), dtype=torch.int32) for kind in kinds]
     if kinds[0] == kinds[1]:
         bits[1], kinds = bits[0], (kinds[0], _NONE)

@@ -13,14 +13,13 @@ same, to the bit.
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from patch.compat.torch_internals import has_kernel
-from patch.eight_bits import Factors, Fp8Matrix, cast, padded, scale_inv_of
+from patch.eight_bits import Factors, Fp8Matrix, cast, largest_of, noted_amax, padded, scale_inv_of
 
 _IS_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 """torch 2.13 has 8-bit products on the CPU, 2.11 only on GPUs."""
@@ -63,7 +62,8 @@ def quantize(
     if matrix.is_cuda:
         return _kernels().quantize(matrix, dtype, shared_dim, scale_inv)
     if scale_inv is None:
-        scale_inv = _scale_inv(matrix, dtype, shared_dim)
+        amax = noted_amax(matrix) if shared_dim is None else None
+        scale_inv = scale_inv_of(largest_of(matrix, shared_dim) if amax is None else amax, dtype)
     return Fp8Matrix(cast(matrix, scale_inv, dtype).contiguous(), scale_inv)
 
 
@@ -97,16 +97,6 @@ def factors(
         quantize(matrix, dtype, 1, scale_inv[0]) if rows else None,
         transposed(quantize(matrix, dtype, 0, known)) if columns else None,
     )
-
-
-def _scale_inv(matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None) -> torch.Tensor:
-    if not matrix.numel():  # torch knows no largest number of none
-        shape = {None: [], 0: [1, matrix.shape[1]], 1: [len(matrix), 1]}[shared_dim]
-        amax = torch.zeros(shape, device=matrix.device)
-    else:
-        amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None)
-        amax = amax.float()
-    return scale_inv_of(amax, dtype)
 
 
 def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
