@@ -215,15 +215,15 @@ def _gradient_of_gate(gate: tl.tensor, up: tl.tensor, of_product: tl.tensor) -> 
 
 
 @triton.jit
-def _magnitude(number: tl.tensor) -> tl.tensor:
-    """The bits of an absolute number, which have the same order; those of NaN are the largest."""
-    return number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _magnitude(number: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The bits of a rounded absolute number, which have the same order; those of NaN are the largest."""
+    return number.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _raise_amax(amax: tl.tensor, bits: tl.tensor) -> None:
+def _raise_amax(amax: tl.tensor, bits: tl.tensor, inside: tl.tensor) -> None:
     # Relaxed: nobody reads it before the kernel ends, and a fence would wait for the block's stores.
-    tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
+    tl.atomic_max(amax, tl.max(tl.where(inside, bits, 0), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -232,10 +232,10 @@ def _swiglu(gate_up: tl.tensor, product: tl.tensor, amax: tl.tensor | None, widt
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
     gate, up = _gate_and_up(gate_up, row, i, width)
-    rounded = (_silu(gate) * up).to(gate.dtype)
-    tl.store(product + row * width + i, rounded, inside)
+    active = _silu(gate) * up
+    tl.store(product + row * width + i, active, inside)
     if amax is not None:
-        _raise_amax(amax, _magnitude(rounded))
+        _raise_amax(amax, _magnitude(active, gate.dtype), inside)
 
 
 @triton.jit
@@ -246,13 +246,13 @@ def _swiglu_backward(
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
     gate, up = _gate_and_up(gate_up, row, i, width)
-    of_product = tl.load(gradient + row * width + i, inside, other=0).to(tl.float32)
-    of_gate = _gradient_of_gate(gate, up, of_product).to(gate.dtype)
-    of_up = (of_product * _silu(gate)).to(gate.dtype)
+    of_product = tl.load(gradient + row * width + i, inside).to(tl.float32)
+    of_gate, of_up = _gradient_of_gate(gate, up, of_product), of_product * _silu(gate)
     tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
     tl.store(of_gate_up + row * 2 * width + width + i, of_up, inside)
     if amax is not None:
-        _raise_amax(amax, tl.maximum(_magnitude(of_gate), _magnitude(of_up)))
+        bits = tl.maximum(_magnitude(of_gate, gate.dtype), _magnitude(of_up, gate.dtype))
+        _raise_amax(amax, bits, inside)
 
 
 @triton.jit
