@@ -56,8 +56,8 @@ def largest_of(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:
     """Note the largest absolute number of a tensor with its memory, for a cast that follows.
 
-    The note goes with the memory, which autograd hands on under other objects, and ends with it: a copy has
-    none, and an operation that changes a number makes it void.
+    The note goes with the memory, which autograd hands on under other objects, and ends with it. A copy has
+    none, and an operation of torch that changes a number makes it void.
 
     Args:
         written: contiguous, just written by the kernel that found the number.

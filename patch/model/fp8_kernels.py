@@ -1,8 +1,8 @@
 """8-bit factors on CUDA, in Triton: one kernel searches the largest numbers, one casts and transposes.
 
 The first is spared where the kernel that wrote a matrix noted its largest number (`note_amax`). The second
-reads the matrix once for both factors. Both compute what fp8_matrix.py does, to the bit; of a
-matrix with a number that is not finite only the scale, NaN, is the same. The host does not wait. With
+reads the matrix once for both factors. Both compute what fp8_matrix.py does, to the bit; of a matrix with a
+number that is not finite only the scale, NaN, is the same. The host does not wait. With
 TRITON_INTERPRET=1 before the import, Triton's interpreter runs them on the CPU.
 """
 
