@@ -6,6 +6,7 @@ A scale is a power of two, so scaling is exact. Both the layers' products and th
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,42 @@ class Factors(NamedTuple):
 def padded(length: int) -> int:
     """The dimension that a product contracts, at least `length`; not 0, which is no product for a library."""
     return max(1, -(-length // MULTIPLE)) * MULTIPLE
+
+
+def largest_of(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The largest absolute number, float32 []; along a dimension of a matrix: [M, 1] or [1, N].
+
+    NaN is larger than any.
+    """
+    if not matrix.numel():  # torch knows no largest number of none
+        shape = {None: [], 0: [1, matrix.shape[-1]], 1: [len(matrix), 1]}[dim]
+        return torch.zeros(shape, device=matrix.device)
+    return torch.linalg.vector_norm(matrix, math.inf, dim=dim, keepdim=dim is not None).float()
+
+
+def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:
+    """Note the largest absolute number of a tensor with its memory, for a cast that follows.
+
+    The note goes with the memory, which autograd hands on under other objects, and ends with it. A copy has
+    none, and an operation of torch that changes a number makes it void.
+
+    Args:
+        written: contiguous, just written by the kernel that found the number.
+        amax: float32 [].
+    """
+    written.untyped_storage().amax = _numbers_of(written), amax  # type: ignore[attr-defined]
+
+
+def noted_amax(matrix: torch.Tensor) -> torch.Tensor | None:
+    """What was noted of just these numbers, in any shape, if nobody has changed them since."""
+    numbers, amax = getattr(matrix.untyped_storage(), "amax", (None, None))
+    return amax if amax is not None and numbers == _numbers_of(matrix) else None
+
+
+def _numbers_of(matrix: torch.Tensor) -> tuple[object, ...]:
+    """Which numbers of a memory, and how often they have been changed."""
+    where = matrix.storage_offset(), matrix.numel(), matrix.is_contiguous(), matrix.dtype
+    return *where, matrix._version
 
 
 def scale_inv_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """8-bit factors on CUDA, in Triton: one kernel searches the largest numbers, one casts and transposes.
 
-The second reads the matrix once for both factors. Both compute what fp8_matrix.py does, to the bit; of a
-matrix with a number that is not finite only the scale, NaN, is the same. The host does not wait. With
+The first is spared where the kernel that wrote a matrix noted its largest number (`note_amax`). The second
+reads the matrix once for both factors. Both compute what fp8_matrix.py does, to the bit; of a matrix with a
+number that is not finite only the scale, NaN, is the same. The host does not wait. With
 TRITON_INTERPRET=1 before the import, Triton's interpreter runs them on the CPU.
 """
 
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX, Factors, Fp8Matrix, padded
+from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX, Factors, Fp8Matrix, noted_amax, padded
 
 _ROWS, _COLUMNS = 64, 128
 """Rows and columns of a tile, which a program keeps in registers; it is transposed through shared memory."""
@@ -80,7 +81,7 @@ def _cast(
     if kinds == (_ALL, _ALL):
         known = (known[0] if known[0] is not None else known[1],) * 2
     unknown = tuple(kind if scale is None else _NONE for kind, scale in zip(kinds, known, strict=True))
-    bits = _amax_bits(matrix, unknown)
+    bits = _amax_bits(matrix, unknown, is_whole=agree is None)
     if agree is not None:
         agree(bits[0])
     scales = [
@@ -102,8 +103,14 @@ def _cast(
     )
 
 
-def _amax_bits(matrix: torch.Tensor, kinds: tuple[int, ...]) -> list[torch.Tensor]:
-    """The bits of the largest absolute number, for each of two kinds of scales; of the same kind once."""
+def _amax_bits(matrix: torch.Tensor, kinds: tuple[int, ...], *, is_whole: bool) -> list[torch.Tensor]:
+    """The bits of the largest absolute number, for each of two kinds of scales; of the same kind once.
+
+    That of a whole matrix is not searched where the kernel that wrote the matrix has noted it.
+    """
+    amax = noted_amax(matrix) if _ALL in kinds and is_whole else None
+    if amax is not None:
+        return [amax.view(torch.int32)] * 2
     bits = [matrix.new_zeros(_scale_shape(kind, matrix.shape), dtype=torch.int32) for kind in kinds]
     if kinds[0] == kinds[1]:
         bits[1], kinds = bits[0], (kinds[0], _NONE)

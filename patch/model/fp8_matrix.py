@@ -13,7 +13,6 @@ same, to the bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -22,7 +21,7 @@ from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from patch.compat import cublaslt
 from patch.compat.torch_internals import has_kernel
-from patch.eight_bits import Factors, Fp8Matrix, cast, padded, scale_inv_of
+from patch.eight_bits import Factors, Fp8Matrix, cast, largest_of, noted_amax, padded, scale_inv_of
 
 _IS_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 """torch 2.13 has 8-bit products on the CPU, 2.11 only on GPUs."""
@@ -71,7 +70,8 @@ def quantize(
     if matrix.is_cuda:
         return _kernels().quantize(matrix, dtype, shared_dim, scale_inv, agree)
     if scale_inv is None:
-        amax = _amax(matrix, shared_dim)
+        amax = noted_amax(matrix) if shared_dim is None and agree is None else None
+        amax = largest_of(matrix, shared_dim) if amax is None else amax
         if agree is not None:
             agree(amax.view(torch.int32))
         scale_inv = scale_inv_of(amax, dtype)
@@ -108,14 +108,6 @@ def factors(
         quantize(matrix, dtype, 1, scale_inv[0]) if rows else None,
         transposed(quantize(matrix, dtype, 0, known)) if columns else None,
     )
-
-
-def _amax(matrix: torch.Tensor, shared_dim: int | None) -> torch.Tensor:
-    if not matrix.numel():  # torch knows no largest number of none
-        shape = {None: [], 0: [1, matrix.shape[1]], 1: [len(matrix), 1]}[shared_dim]
-        return torch.zeros(shape, device=matrix.device)
-    amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None)
-    return amax.float()
 
 
 def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
+from patch.eight_bits import note_amax
 from patch.families import Traits
 from patch.model.kernels import LayerKernels, layer_kernels
 
@@ -85,18 +86,23 @@ def activation_called(name: str) -> Activation:
     return ACT2FN[name].forward  # upstream takes a module for a part with weights
 
 
-def activation_of(traits: Traits, function: Activation, *, is_fused: bool) -> Activation:
+def activation_of(
+    traits: Traits, function: Activation, *, is_fused: bool, notes_amax: bool = False
+) -> Activation:
     """What comes between the two layers of an MLP.
 
     Args:
         traits: whether it is gated.
         function: see `activation_called`, or one with its values in another order.
         is_fused: whether SwiGLU, and GELU with its bias, are in Triton.
+        notes_amax: whether SwiGLU notes the largest number of what it writes, for casts to 8 bits.
     """
     if not traits.gated_linear_unit:
         is_gelu = traits.add_bias_linear and traits.activation == "gelu_pytorch_tanh"
         return _bias_gelu if is_gelu and is_fused else function
-    return partial(swiglu, is_fused=is_fused) if function is silu else partial(_gated, function=function)
+    if function is silu:
+        return partial(swiglu, is_fused=is_fused, notes_amax=notes_amax)
+    return partial(_gated, function=function)
 
 
 def _gated(gate_up: torch.Tensor, *, function: Activation) -> torch.Tensor:
@@ -104,16 +110,17 @@ def _gated(gate_up: torch.Tensor, *, function: Activation) -> torch.Tensor:
     return function(gate) * up
 
 
-def swiglu(gate_up: torch.Tensor, *, is_fused: bool) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, *, is_fused: bool, notes_amax: bool = False) -> torch.Tensor:
     """silu(gate) * up, of which backward keeps only the merged gate and up.
 
     Args:
         gate_up: [..., 2 F].
         is_fused: whether in Triton.
+        notes_amax: see `activation_of`.
     Returns:
         [..., F].
     """
-    return _SwiGlu.apply(gate_up, layer_kernels(is_fused))
+    return _SwiGlu.apply(gate_up, layer_kernels(is_fused), notes_amax)
 
 
 def is_fused_swiglu(activate: Activation) -> bool:
@@ -123,16 +130,26 @@ def is_fused_swiglu(activate: Activation) -> bool:
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: torch.Tensor, kernels: LayerKernels, notes_amax: bool) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.kernels = kernels
-        return kernels.swiglu(gate_up)
+        ctx.kernels, ctx.notes_amax = kernels, notes_amax
+        return _written(kernels.swiglu, gate_up, notes_amax=notes_amax)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        return ctx.kernels.swiglu_backward(gradient, gate_up), None
+        kernel = ctx.kernels.swiglu_backward
+        return _written(kernel, gradient, gate_up, notes_amax=ctx.notes_amax), None, None
+
+
+def _written(kernel: Activation, *arguments: torch.Tensor, notes_amax: bool) -> torch.Tensor:
+    """What a kernel writes, the largest number of it noted if a cast to 8 bits follows."""
+    amax = arguments[0].new_zeros((), dtype=torch.float32) if notes_amax else None
+    result = kernel(*arguments, amax)
+    if amax is not None:
+        note_amax(result, amax)
+    return result
 
 
 def _bias_gelu(hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

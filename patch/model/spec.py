@@ -134,7 +134,7 @@ class Blueprint:
                 self_attention=self._latent_attention(number) if is_latent else self._self_attention(number),
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=self.norm,
-                mlp=self._experts(mlp) if has_experts else self._mlp(mlp),
+                mlp=self._experts(mlp) if has_experts else self._mlp(mlp, number),
                 mlp_bda=get_bias_dropout_add,
                 sharded_state_dict_keys_map=keys,
             ),
@@ -196,10 +196,10 @@ class Blueprint:
         params: dict[str, Any] = {}
         if self.execution.adapter.quantize_base:
             params["product"] = FOUR_BITS
-        elif self.step_weights is not None and number - 1 in self.execution.fp8.layers(self.model.num_layers):
+        elif (eight_bits := self._eight_bits(number)) is not None:
             # Backward recomputes the norms and the MLP's activation with AC=sel.
             keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
-            params["product"] = EightBits(self.step_weights, keeps_input=keeps_input)
+            params["product"] = EightBits(eight_bits, keeps_input=keeps_input)
         elif self.aligned:
             params["product"] = aligned or BatchFirst()
         else:
@@ -208,9 +208,16 @@ class Blueprint:
             params["in_pieces"] = self.groups.tp.size() > 1 and may_have_pieces
         return ModuleSpec(module=kind, params=params)
 
-    def _mlp(self, submodules: MLPSubmodules) -> Any:
+    def _eight_bits(self, number: int) -> StepWeights | None:
+        """What the 8-bit products of a layer, counted from 1, have in common, if it has any."""
+        is_one = number - 1 in self.execution.fp8.layers(self.model.num_layers)
+        return self.step_weights if is_one else None
+
+    def _mlp(self, submodules: MLPSubmodules, number: int) -> Any:
         is_recomputed = self.upstream.recompute_granularity == "selective"
-        return mlp_spec(submodules, self.groups.tp, self._activation, is_recomputed=is_recomputed)
+        eight_bits = self._eight_bits(number)
+        activation = self._activation(notes_amax=eight_bits is not None and not eight_bits.rowwise)
+        return mlp_spec(submodules, self.groups.tp, activation, is_recomputed=is_recomputed)
 
     def _experts(self, shared: MLPSubmodules) -> Any:
         """Experts in the place of an MLP, which becomes their shared one."""
@@ -220,7 +227,7 @@ class Blueprint:
         own = MLPSubmodules(linear_fc1=first, linear_fc2=second)
         share = 1 / (self.execution.num_micro_batches * self.groups.dp.size())
         spec = experts_spec(
-            own, shared, self.groups, self._activation, share=share,
+            own, shared, self.groups, self._activation(), share=share,
             is_recomputed=self.upstream.recompute_granularity == "selective",
             is_grouped=self.backends.is_grouped,
         )  # fmt: skip
@@ -233,9 +240,9 @@ class Blueprint:
             share=share, is_normed=is_normed, own=family.own_of_router,
         )  # fmt: skip
 
-    @property
-    def _activation(self) -> Activation:
-        return activation_of(self.traits, self.upstream.activation_func, is_fused=self.backends.is_fused)
+    def _activation(self, *, notes_amax: bool = False) -> Activation:
+        function, is_fused = self.upstream.activation_func, self.backends.is_fused
+        return activation_of(self.traits, function, is_fused=is_fused, notes_amax=notes_amax)
 
     @property
     def norm(self) -> type[torch.nn.Module]:

@@ -90,7 +90,7 @@ class EngineBlueprint(Blueprint):
         keeps_copy = not self.upstream.fp8 or self.upstream.fp8_recipe == "delayed"  # then TE always does
         if self.upstream.recompute_granularity == "selective" and not keeps_copy:
             linear.linear_fc2 = _KeepingRow
-        layer.submodules.mlp = self._mlp(linear)
+        layer.submodules.mlp = self._mlp(linear, number)
         return layer
 
     @property

@@ -16,6 +16,7 @@ from small_runs import ON_HOST, hf_llama, small_run
 from training_runs import CPU, build_seeded_run, transformers_steps
 
 from patch.device import DeviceContext
+from patch.eight_bits import noted_amax
 from patch.model import initialize_weights
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run
@@ -202,6 +203,21 @@ def test_kernels_learn_alike(job: DeviceContext, case: str) -> None:
 def test_8_bit_steps_are_close_to_those_of_bf16(job: DeviceContext, recipe: str) -> None:
     """On the CPU fp8 is within 0.016 of bf16."""
     assert runs.train(job, **IN_8_BITS[recipe]) == pytest.approx(runs.train(job, **BF16), abs=0.05)
+
+
+@needs_8_bits
+def test_numbers_that_swiglu_noted_change_no_bit(job: DeviceContext, deterministic: None) -> None:
+    """Three casts of a layer need no search: in forward, in backward, and of what is recomputed."""
+    found, searches = [], []
+    for noted in (noted_amax, lambda matrix: None):
+        run = build(job, **IN_8_BITS["tensorwise"], recompute_granularity="selective")
+        with pytest.MonkeyPatch.context() as patch, torch.profiler.profile() as profile:
+            patch.setattr("patch.model.fp8_kernels.noted_amax", noted)
+            found.append([*runs.losses_of(run, last=2), digest_of(run)])
+        searches.append(sum(each.count for each in profile.key_averages() if "_amax_tile" in each.key))
+        close(run)
+    assert found[0] == found[1]
+    assert searches[1] - searches[0] == 2 * 3 * run.config.num_micro_batches * run.config.model.num_layers
 
 
 def test_offloaded_activations_change_no_bit_and_free_memory(job: DeviceContext) -> None:

@@ -17,12 +17,17 @@ from patch.model.kernels import plain
 
 
 class LayerKernels(Protocol):
-    """One form of the operations. No argument is changed; results are contiguous."""
+    """One form of the operations. No argument is changed, but `amax`; results are contiguous.
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    `amax`, if it is asked for, is a float32 zero []; it becomes the largest absolute number of the result.
+    """
+
+    def swiglu(self, gate_up: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate) * up: [..., 2 F], gate before up, in; [..., F] out."""
 
-    def swiglu_backward(self, gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    def swiglu_backward(
+        self, gradient: torch.Tensor, gate_up: torch.Tensor, amax: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The gradient of gate_up, from that of the product."""
 
     def rotate(self, heads: torch.Tensor, table: torch.Tensor, *, back: bool) -> torch.Tensor:

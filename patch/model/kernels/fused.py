@@ -22,24 +22,27 @@ _MERGED = 2048
 """Numbers of attention that a program merges."""
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """See LayerKernels."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     product = gate_up.new_empty(*gate_up.shape[:-1], width)
     if product.numel():
-        _swiglu[_grid(product, width)](gate_up, product, width, enable_fp_fusion=False)
+        bits = None if amax is None else amax.view(torch.int32)
+        _swiglu[_grid(product, width)](gate_up, product, bits, width, enable_fp_fusion=False)
     return product
 
 
-def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, amax: torch.Tensor | None = None
+) -> torch.Tensor:
     """See LayerKernels."""
     gradient, gate_up = gradient.contiguous(), gate_up.contiguous()
     of_gate_up = torch.empty_like(gate_up)
     width = gradient.shape[-1]
     if gradient.numel():
-        grid = _grid(gradient, width)
-        _swiglu_backward[grid](gradient, gate_up, of_gate_up, width, enable_fp_fusion=False)
+        grid, bits = _grid(gradient, width), None if amax is None else amax.view(torch.int32)
+        _swiglu_backward[grid](gradient, gate_up, of_gate_up, bits, width, enable_fp_fusion=False)
     return of_gate_up
 
 
@@ -212,25 +215,44 @@ def _gradient_of_gate(gate: tl.tensor, up: tl.tensor, of_product: tl.tensor) -> 
 
 
 @triton.jit
-def _swiglu(gate_up: tl.tensor, product: tl.tensor, width: tl.tensor) -> None:
+def _magnitude(number: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """The bits of a rounded absolute number, which have the same order; those of NaN are the largest."""
+    return number.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _raise_amax(amax: tl.tensor, bits: tl.tensor, inside: tl.tensor) -> None:
+    # Relaxed: nobody reads it before the kernel ends, and a fence would wait for the block's stores.
+    tl.atomic_max(amax, tl.max(tl.where(inside, bits, 0), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _swiglu(gate_up: tl.tensor, product: tl.tensor, amax: tl.tensor | None, width: tl.tensor) -> None:
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
     gate, up = _gate_and_up(gate_up, row, i, width)
-    tl.store(product + row * width + i, _silu(gate) * up, inside)
+    active = _silu(gate) * up
+    tl.store(product + row * width + i, active, inside)
+    if amax is not None:
+        _raise_amax(amax, _magnitude(active, gate.dtype), inside)
 
 
 @triton.jit
 def _swiglu_backward(
-    gradient: tl.tensor, gate_up: tl.tensor, of_gate_up: tl.tensor, width: tl.tensor
+    gradient: tl.tensor, gate_up: tl.tensor, of_gate_up: tl.tensor, amax: tl.tensor | None, width: tl.tensor
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < width
     gate, up = _gate_and_up(gate_up, row, i, width)
     of_product = tl.load(gradient + row * width + i, inside).to(tl.float32)
-    tl.store(of_gate_up + row * 2 * width + i, _gradient_of_gate(gate, up, of_product), inside)
-    tl.store(of_gate_up + row * 2 * width + width + i, of_product * _silu(gate), inside)
+    of_gate, of_up = _gradient_of_gate(gate, up, of_product), of_product * _silu(gate)
+    tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
+    tl.store(of_gate_up + row * 2 * width + width + i, of_up, inside)
+    if amax is not None:
+        bits = tl.maximum(_magnitude(of_gate, gate.dtype), _magnitude(of_up, gate.dtype))
+        _raise_amax(amax, bits, inside)
 
 
 @triton.jit

@@ -8,14 +8,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from patch.eight_bits import largest_of
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+
+def swiglu(gate_up: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """See LayerKernels."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)  # in place: a pass less through memory
+    product = F.silu(gate).mul_(up)  # in place: a pass less through memory
+    if amax is not None:
+        amax.copy_(largest_of(product))
+    return product
 
 
-def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, amax: torch.Tensor | None = None
+) -> torch.Tensor:
     """See LayerKernels."""
     gate, up = gate_up.chunk(2, dim=-1)
     of_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
@@ -23,6 +30,8 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tens
     torch.mul(gradient, up, out=of_gate)
     torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
     torch.ops.aten.silu.out(gate, out=of_up).mul_(gradient)
+    if amax is not None:
+        amax.copy_(largest_of(of_gate_up))
     return of_gate_up
 
 

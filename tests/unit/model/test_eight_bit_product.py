@@ -17,6 +17,7 @@ from triton_interpreter import give_writer
 
 from patch.config.execution import Fp8
 from patch.config.schema import RunConfig
+from patch.eight_bits import noted_amax
 from patch.errors import TrainingError
 from patch.model import fp8_matrix
 from patch.model.eight_bit_product import EightBits, StepWeights
@@ -215,8 +216,30 @@ def _check_kept_weights() -> None:
     assert found[0] == found[1]
 
 
+def _check_noted_numbers(casts: int, **changes: Any) -> None:
+    """So many casts of what SwiGLU wrote need no search, which would find what is noted."""
+    found: list[bool] = []
+
+    def noted(matrix: torch.Tensor) -> torch.Tensor | None:
+        amax = noted_amax(matrix)
+        found.extend([] if amax is None else [torch.equal(amax, matrix.abs().max().float())])
+        return amax
+
+    run = build_seeded_run(small_run(precision="fp8", train_iters=1, **changes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8_matrix, "noted_amax", noted)
+        train_step(run, 0)
+    layers = sum(len(stage.decoder.layers) for stage in run.stages)
+    assert found == [True] * casts * layers * run.config.num_micro_batches, changes
+    run.optimizer.finish_param_sync()
+    new_job()
+
+
 def run_two(rank: int, world_size: int) -> list[list[int]]:
     _check_kept_weights()
+    _check_noted_numbers(3, tp=2, sequence_parallel=True, recompute_granularity="selective")
+    _check_noted_numbers(3, pp=2, stage=1, recompute_granularity="full")
+    _check_noted_numbers(2, dp=2, lora_rank=4)
     return [_layers_in_8_bits(pp=2), _layers_in_8_bits(pp=2, stage=2)]
 
 

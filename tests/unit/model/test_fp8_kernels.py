@@ -10,6 +10,7 @@ import pytest
 import torch
 from triton_interpreter import interpreted, output_of_compiler
 
+from patch.eight_bits import note_amax
 from patch.model import fp8_matrix
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -100,6 +101,21 @@ def test_what_is_not_finite_makes_its_scale_nan(kernels, number: float) -> None:
         found = kernels.quantize(matrix, E5M2, dim).scale_inv
         assert found[own].isnan() and found.isnan().sum() == 1
         assert torch.equal(found.nan_to_num(), fp8_matrix.quantize(matrix, E5M2, dim).scale_inv.nan_to_num())
+
+
+def test_a_noted_number_is_taken_for_the_numbers_that_it_belongs_to_alone(kernels) -> None:
+    for form in (kernels.quantize, fp8_matrix.quantize):
+        whole = numbers(4, 96, torch.bfloat16)
+        searched, shared = (form(whole.clone(), E4M3, dim).scale_inv for dim in (None, 0))
+        note_amax(whole, whole.abs().max().float() * 2)  # not true, so that it is seen
+        for same in (whole, whole.view(2, 2, 96).detach().reshape(-1, 48)):
+            assert torch.equal(form(same, E4M3, None).scale_inv, 2 * searched)
+        repeated, others = whole.as_strided((4, 96), (0, 1)), [whole[1:], whole.t(), whole.view(torch.half)]
+        for other in (whole.clone(), repeated, *others):
+            assert torch.equal(form(other, E4M3, None).scale_inv, form(other.clone(), E4M3, None).scale_inv)
+        assert torch.equal(form(whole, E4M3, 0).scale_inv, shared)
+        whole[2].mul_(1)
+        assert torch.equal(form(whole, E4M3, None).scale_inv, searched)
 
 
 COMPILE = """

@@ -46,6 +46,17 @@ def test_swiglu_is_that_of_torch_and_its_autograd(fused, shape, dtype):
     torch.testing.assert_close(fused.swiglu_backward(direction, gate_up.detach()), gradient, **bound)
 
 
+@pytest.mark.parametrize("number", [0.0, -3e4, float("-inf"), float("nan")])
+def test_swiglu_finds_the_largest_number_that_it_writes(fused, number):
+    torch.manual_seed(0)
+    gate_up, gradient = torch.randn(3, 2, 2 * 1025).bfloat16(), torch.randn(3, 2, 1025).bfloat16()
+    gate_up[2, 1, -1] = gradient[1, 0, 7] = number
+    for kernel, arguments in ((fused.swiglu, (gate_up,)), (fused.swiglu_backward, (gradient, gate_up))):
+        written, amax = kernel(*arguments), torch.zeros(())
+        torch.testing.assert_close(kernel(*arguments, amax), written, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(amax, written.abs().max().float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 74), (2, 2 * 1025)], ids=str)
 def test_weighted_swiglu_is_that_of_torch_and_its_autograd(fused, shape, dtype):
@@ -194,12 +205,12 @@ SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True), "_merge_a
 NAMES = ("_swiglu", "_swiglu_backward", "_bias_gelu", "_bias_gelu_backward", "_rotate", "_qkv",
          "_dequantize_nf4", "_weighted_swiglu", "_weighted_swiglu_backward", "_merge_attention",
          "_add_rows")
-TABLES = {"table": "*fp32", "levels": "*fp32", "scales": "*fp32", "codes": "*u8"}
+TABLES = {"table": "*fp32", "levels": "*fp32", "scales": "*fp32", "codes": "*u8", "amax": "*i32"}
 TABLES |= dict.fromkeys(("weights", "of_weights", "out", "lse", "part_lse", "total"), "*fp32")
 TABLES |= dict.fromkeys(("numbers", "order", "ends"), "*i64")
 for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
     kernel = getattr(fused, name)
-    fixed = {"back": True, "sizes": SIZES.get(name)}
+    fixed = {"back": True, "sizes": SIZES.get(name)} | ({"amax": None} if kind == "fp32" else {})
     TABLES["rows"] = "*" + kind if name == "_add_rows" else "i32"
     fixed |= {"width": 4096} if name == "_weighted_swiglu_backward" else {}
     known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | TABLES
