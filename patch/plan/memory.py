@@ -118,6 +118,7 @@ def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
     if not (units := units_of(config, pp_rank)):
         return 0
     others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
+    others += narrowed_bytes(config, pp_rank)
     return others // config.num_state_shares + experts // config.num_expert_copies
 
 
@@ -145,7 +146,17 @@ def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
-    return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
+    return weights - narrowed_bytes(config, pp_rank)
+
+
+def narrowed_bytes(config: RunConfig, pp_rank: int | None) -> int:
+    """Bytes that gathered weights take less than in their own type, in which shards of them lie.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    return _elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0
 
 
 def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
@@ -222,14 +233,15 @@ def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
 
 
 def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
-    """Elements of the weights of a rank's 8-bit products; of the rank with the most parameters."""
+    """Elements of the weights of a rank's 8-bit products, but those that are too small to be freed."""
+    below = config.optimizer.param_persistence_threshold if config.frees_weights else 0
     in_8_bits = config.training.fp8.layers(config.model.num_layers)
     ends = list(accumulate(config.stage_layers))
     own = [
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
     ][place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * sum(matrices_per_rank(config))
+    return sum(map(len, own)) * sum(each for each in matrices_per_rank(config) if each >= below)
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -272,9 +284,8 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    extra = 0
-    if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
-        extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
+    # The high halves of masters, which layers do not read then; in shards of weights they are these.
+    extra = 0 if config.frees_weights else narrowed_bytes(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shares_states
     return kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
 
