@@ -42,6 +42,8 @@ AUTO = {
 CHUNKS = {"precision": "bf16", "optimizer_offload_chunk_size": 1999}
 FP8 = {"precision": "fp8", "reduce_bucket_size": 3000, "global_batch_size": 8, "train_iters": 2}
 IN_8_BITS = {"fp8_param_gather": True}
+ZERO_3_SOME = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
+"""One of the four matrices of a layer stays whole."""
 FP8_INSTANCES = INSTANCES | FP8 | {"data_parallel_sharding": "optimizer", "cpu_offloading": True}
 
 
@@ -110,6 +112,7 @@ RUNS = {
         {"dp": 2, "data_parallel_sharding": "gradients", **FP8, **IN_8_BITS}, "fp8", ("losses", "weights")
     ),
     "zero-3, fp8": Row({"dp": 2, **ZERO_3, **FP8}, "fp8", ("losses", "weights")),
+    "zero-3, fp8, in 8 bits": Row({"dp": 2, **ZERO_3, **FP8, **IN_8_BITS}, "fp8", ("losses", "weights")),
     "pp3, by hand": Row({"pp": 3, BY_HAND: "E|t*3|tL", "recompute_granularity": "full"}, "one"),
     "vpp3, flush": Row({"pp": 3, BY_HAND: "E|t|t|t|t|L", **FOUR, **FLUSH}, "one, 4"),
     "vpp3, waiting": Row(
@@ -129,6 +132,9 @@ RUNS = {
     "instances, zero-3": Row({**INSTANCES, **ZERO_3, **CHUNKS}, "instances", ("losses", "weights")),
     "instances, fp8": Row(FP8_INSTANCES),
     "instances, fp8, in 8 bits": Row(FP8_INSTANCES | IN_8_BITS, "instances, fp8", ("losses", "weights")),
+    "instances, zero-3, fp8, some in 8 bits": Row(
+        FP8_INSTANCES | IN_8_BITS | ZERO_3_SOME, "instances, fp8", ("losses", "weights")
+    ),
 }  # fmt: skip
 
 
