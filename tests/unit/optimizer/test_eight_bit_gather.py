@@ -22,7 +22,7 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, start_all_gather
 from patch.errors import PatchError
 from patch.optimizer import OverlappedDistributedOptimizer, sharded_flat
-from patch.optimizer.eight_bit_flat import EightBitFlat
+from patch.optimizer.eight_bit_flat import RoundedFlat
 
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2, 3)
 RATES = (0.1, 0.4, 1.5, 6.0)
@@ -62,12 +62,12 @@ class _Layers(torch.nn.Module):
         return (_Product.apply(hidden, self.last.weight) + self.last.bias).square().mean()
 
 
-def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[EightBitFlat]:
-    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, EightBitFlat)]
+def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[RoundedFlat]:
+    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, RoundedFlat)]
 
 
-def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
-    """Norms and losses of some steps, and the bytes and scales that the ranks gathered last."""
+def trained(order: Order, level: ZeroStage) -> tuple[list[float], list[np.ndarray]]:
+    """Norms and losses of some steps and one more; bytes, if they are still there, and scales."""
     fake = FakeDevice(order)
     with fake.executing():
         model = _Layers()
@@ -76,8 +76,8 @@ def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
         fake.adopt(list(model.parameters()))
         groups = data_parallel_groups()
         groups.dp_cp = dist.ProcessGroup(1, 2)
-        config = OptimizerConfig(lr=LR, clip_grad=0.3, reduce_bucket_size=200)
-        optimizer = OverlappedDistributedOptimizer([model], config, ZeroStage.OPTIMIZER, groups)
+        config = OptimizerConfig(lr=LR, clip_grad=0.3, reduce_bucket_size=200, param_persistence_threshold=0)
+        optimizer = OverlappedDistributedOptimizer([model], config, level, groups)
         optimizer.grad_buffer._can_wait_elsewhere = True
         for flat in _in_8_bits(optimizer):
             flat._can_wait_elsewhere = True
@@ -90,21 +90,23 @@ def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
             losses.append(model(last))
             losses[-1].backward()
             norms.append(optimizer.step().grad_norm)
-        optimizer.finish_param_sync()
+        with torch.no_grad():
+            losses.append(model(last))
         fake.compute.synchronize()
-    assert model.first.weight.dtype == model.last.weight.dtype == torch.float8_e4m3fn
-    weights = [model.first.weight, model.last.weight]
+    weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    assert all(weight.dtype == torch.float8_e4m3fn for weight in weights)
     gathered = [weight.detach().view(torch.uint8).numpy() for weight in weights]
     scales = [weight.scale_inv.numpy() for weight in weights]
     return norms + [loss.item() for loss in losses], gathered + scales
 
 
 @pytest.mark.usefixtures("one_process")
-def test_no_order_of_execution_changes_a_bit() -> None:
-    expected_numbers, expected_weights = trained(AT_ONCE)
+@pytest.mark.parametrize("level", [ZeroStage.OPTIMIZER, ZeroStage.PARAMETERS])
+def test_no_order_of_execution_changes_a_bit(level: ZeroStage) -> None:
+    expected_numbers, expected_weights = trained(AT_ONCE, level)
     assert np.isfinite(expected_numbers).all() and len(set(expected_numbers)) == len(expected_numbers)
     for order in ORDERS:
-        numbers, weights = trained(order)
+        numbers, weights = trained(order, level)
         assert numbers == expected_numbers, order
         for found, right in zip(weights, expected_weights, strict=True):
             assert np.array_equal(found, right), order
