@@ -202,6 +202,9 @@ def start_reduce_scatter(
             total = torch.add(total, part, out=partial_sum)
         torch.add(total, received[-1], out=out)
 
+    if group.size() == 1:  # who knows that there is no other rank reads it without a wait
+        add_up()
+        return Pending([])
     return Pending(_exchange(own, received, group), add_up)
 
 

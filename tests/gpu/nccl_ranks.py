@@ -12,6 +12,7 @@ import pkgutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from gpu import runs
 from gpu.runs import digest_of
 from megatron.core import parallel_state
 from packed_runs import PACKED, talk_batches
+from small_runs import ON_HOST
 from training_runs import SeededReader, save
 
 from patch.checkpoint.host_copies import HostCopies
@@ -42,22 +44,30 @@ PART_S, GRACE_S = 60.0, 2.0
 """The limit of a part; and what the other ranks have after one has failed, to say what they know."""
 FOUND = "found.json"
 """The names of all parts; and of those that ended, what was found and the seconds."""
-LEVELS = ("none", "optimizer", "gradients")
+SHARDS = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
+LEVELS: dict[str, dict[str, Any]] = {
+    level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")
+} | {"parameters": SHARDS}
 STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+ON_DISK = {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
 RING = {"cp": 2, "cp_comm_type": "p2p"}
 ALL_TO_ALL = {"cp": 2, "cp_comm_type": "a2a"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    f"{level}, {policy}": {"data_parallel_sharding": level, **changes}
-    for level in LEVELS
+    f"{level}, {policy}": own | changes
+    for level, own in LEVELS.items()
     for policy, changes in (("on the device", {}), ("half on the host", STATIC))
 } | {
+    "parameters, in host memory": ON_HOST,
+    "gradients, on a disk": {**LEVELS["gradients"], **STATIC, **ON_DISK},
     "tensor": {"tp": 2, "sequence_parallel": True},
+    "tensor, in host memory": {"tp": 2, "sequence_parallel": True, **ON_HOST},
     "tensor, no SP": {"tp": 2},
     "tensor, no SP, half on the host": {"tp": 2, **STATIC},
     "tensor, overlap": {"tp": 2, "tp_comm_overlap": True},
     "tensor, overlap, SP": {"tp": 2, "tp_comm_overlap": True, "sequence_parallel": True},
     "pipeline": {"pp": 2},
     "interleaved": {"pp": 2, "stage": 1},
+    "interleaved, in host memory": {"pp": 2, "stage": 1, **ON_HOST},
     "context, ring": RING,
     "context, all-to-all": ALL_TO_ALL,
     "interleaved, messages overlap at both ends": {
@@ -81,6 +91,7 @@ if NUM_RANKS >= 4:  # an instance of one rank shards nothing
 WINDOW = {"window_size": "7,0"}
 FP8 = {"precision": "fp8", "fp8_recipe": "tensorwise"}
 BF16 = {"precision": "bf16"}
+NARROW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": "1", "moe_aux_loss_coeff": 0.05,
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -97,17 +108,25 @@ OTHERS: dict[str, dict[str, Any]] = {
     "window, ring": RING | WINDOW,
     "16 bits": {"data_parallel_sharding": "gradients", **BF16},
     "16 bits, ring": RING | BF16,
+    "16 bits, in shards": BF16 | SHARDS,
+    "16 bits, in host memory": BF16 | ON_HOST,
+    "moments": BF16 | NARROW,
+    "moments, sharded, half on the host": BF16 | NARROW | SHARDS | STATIC,
+    "moments, on a disk": BF16 | NARROW | STATIC | ON_DISK,
     "experts": EXPERTS,
     "experts, EP": EXPERTS | EP2 | {"data_parallel_sharding": "gradients"},
     "experts, EP over TP": EXPERTS | EP2 | SP | {"expert_tensor_parallel_size": 1},
     "experts, ETP": EXPERTS | SP,
+    "experts, EP, in shards": EXPERTS | EP2 | SHARDS,
     "adapters": LORA,
     "adapters, sharded": LORA | STATIC | {"data_parallel_sharding": "gradients"},
+    "adapters, in shards": LORA | SHARDS,
     "adapters, tensor, SP": LORA | SP,
     "adapters, interleaved": LORA | {"pp": 2, "stage": 1},
     "adapters, ring": LORA | RING,
     "8 bits": FP8,
     "8 bits, gathered": {"data_parallel_sharding": "optimizer", "fp8_param_gather": True, **FP8},
+    "8 bits, in shards": SHARDS | FP8,
     "8 bits, tensor, SP": SP | FP8,
     "8 bits, pipeline": {"pp": 2, **FP8},
     "8 bits, ring": RING | FP8,
@@ -118,6 +137,8 @@ RESUMED: dict[str, dict[str, Any]] = {
     "pipeline": {"pp": 2, "stage": 1},
     "context": RING,
     "gradients sharded, half on the host": {"data_parallel_sharding": "gradients", **STATIC},
+    "weights in shards": SHARDS,
+    "weights in host memory": ON_HOST,
 }
 """Each goes on with what the one before has saved; the first with what replicas have."""
 
@@ -152,7 +173,7 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
     """By rank: the other GPUs on which its process holds memory after a save in the background."""
     run = build(context, **changes)
     steps_of(run, range(1))
-    sections, common = state_to_save(Progress(1, 1), run.stages, run.optimizer)
+    sections, common = state_to_save(Progress(1, 1), run.stages, run.optimizer, "")
     start_save(folder / "saved", 1, sections, common, HostCopies()).finish()
     close(run)
     others = range(torch.cuda.device_count()) if context.is_cuda else range(0)
@@ -161,12 +182,17 @@ def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list
 
 
 def close(run: Run) -> str:
-    """End a run, with its communicators, each of which has memory; the digest of this rank's weights."""
+    """End a run, with its communicators, each of which has memory; the digest of this rank's weights.
+
+    A name that torch makes of the ranks would be given again, and a rank of the new group could meet what the
+    store still has of the old one: groups with such names stay.
+    """
     digest = digest_of(run)
     parallel_state.destroy_model_parallel()
     everyone = dist.distributed_c10d._get_default_group()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not everyone]:
-        dist.destroy_process_group(group)
+        if group.group_name.isdigit():
+            dist.destroy_process_group(group)
     return digest
 
 

@@ -1,6 +1,7 @@
 """Small runs of a test on a device, on batches from a seed."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ def build(context: DeviceContext, folder: Path | None = None, **changes: Any) ->
 
 def digest_of(run: Run) -> str:
     """SHA-256 of this rank's weights, when those that are on their way have arrived."""
-    run.optimizer.finish_param_sync()
     digest = hashlib.sha256()
-    for stage in run.stages:
-        for parameter in stage.parameters():
-            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
+    with run.optimizer.full_weights():
+        for stage in run.stages:
+            for parameter in stage.parameters():
+                digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 
@@ -51,3 +52,15 @@ def train(context: DeviceContext, last: int = 5, **changes: Any) -> list[float]:
     found = losses_of(run, last=last)
     close(run)
     return found
+
+
+def gigabytes_a_second(work: Callable[[], object], num_bytes: int) -> str:
+    """The rate of kernels that read and write so many bytes."""
+    work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        work()
+    end.record()
+    end.synchronize()
+    return f"{20 * num_bytes / start.elapsed_time(end) / 1e6:.0f} GB/s"

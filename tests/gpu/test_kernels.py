@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 import torch
-from gpu.runs import needs_8_bits
+from gpu.runs import gigabytes_a_second, needs_8_bits
 from small_runs import small_run
 
 from patch.config.execution import Fp8
@@ -137,6 +137,48 @@ def test_grouped_products_are_single_ones_and_the_host_waits_for_none(sizes: lis
         assert (grouped - single).float().norm() <= 2**-7 * single.float().norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_a_vocabulary_are_added_up_always_in_the_same_order(
+    figure: Callable[[str, object], None], dtype: torch.dtype
+) -> None:
+    from patch.model.kernels.fused import add_rows
+
+    torch.manual_seed(0)
+    rows, numbers = torch.randn(8192, 4096, device="cuda").to(dtype), torch.randint(-1, 9000, (8192,)).cuda()
+    numbers[:900] = 7
+    totals = [torch.ones(9000, 4096, device="cuda") for _ in range(2)]
+    for total in totals:
+        add_rows(total, numbers, rows)
+    expected = torch.ones(9000, 4096, device="cuda", dtype=torch.float64)
+    expected.index_add_(0, numbers[numbers >= 0], rows[numbers >= 0].double())
+    assert torch.equal(*totals)
+    torch.testing.assert_close(totals[0].double(), expected, rtol=1e-5, atol=1e-5)
+    num_bytes = rows.nbytes + 2 * 4 * 4096 * len(numbers.unique())
+    for name, work in (
+        ("add_rows", lambda: add_rows(totals[0], numbers, rows)),
+        ("index_add_", lambda: totals[0].index_add_(0, numbers.clamp(min=0), rows.float())),
+    ):
+        figure(f"{name}, 8192 rows of {dtype}", gigabytes_a_second(work, num_bytes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_of_ranks_have_the_bits_of_additions(
+    figure: Callable[[str, object], None], dtype: torch.dtype
+) -> None:
+    from patch.distributed.part_sums import add_parts
+
+    torch.manual_seed(0)
+    parts = torch.randn(8, (1 << 23) + 5, device="cuda").mul_(torch.rand(8, 1, device="cuda")).to(dtype)
+    wide, out = torch.empty(parts.shape[1], device="cuda"), torch.empty_like(parts[0])
+    add_parts(parts, wide)
+    assert torch.equal(wide, reduce(torch.add, parts.float()))
+    add_parts(torch.cat((parts[:3], parts[4:])), out, own=parts[3], rank=3)
+    assert torch.equal(out, reduce(torch.add, parts))
+    size = parts.nbytes + wide.nbytes
+    figure(f"sum of 8 parts, {dtype}", gigabytes_a_second(lambda: add_parts(parts, wide), size))
+    figure(f"by torch, {dtype}", gigabytes_a_second(lambda: reduce(torch.add, parts), size))
+
+
 def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:
     """Output and both gradients of a layer; the tokens are no multiple of 16."""
     torch.manual_seed(0)
@@ -159,17 +201,6 @@ def test_8_bit_products_are_those_of_the_cpu(form: str, recipe: str) -> None:
     fp8 = Fp8(format=form, recipe=recipe)
     for ours, theirs in zip(eight_bit_results(fp8, "cuda"), eight_bit_results(fp8, "cpu"), strict=True):
         assert (ours - theirs).abs().max() <= 0.01 * theirs.abs().max()
-
-
-def gigabytes_a_second(work: Callable[[], object], num_bytes: int) -> str:
-    work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(20):
-        work()
-    end.record()
-    end.synchronize()
-    return f"{20 * num_bytes / start.elapsed_time(end) / 1e6:.0f} GB/s"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from small_runs import small_run
+from small_runs import ON_HOST, small_run
 from torch.nn.attention import SDPBackend
 from training_runs import build_seeded_run
 
@@ -113,17 +113,35 @@ def test_each_attention_kernel_learns_as_the_others(
     compare_attention(job, figure, kernel)
 
 
-def test_peak_memory_is_what_was_planned(job: DeviceContext, figure: Callable[[str, object], None]) -> None:
+PLACES: dict[str, dict[str, Any]] = {
+    "2 layers of 8B": {},
+    "32 layers of 2048 channels, weights on the host": {
+        **ON_HOST, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16, "num_layers": 32,
+        "seq_length": 2048, "max_padding_length": 2048, "recompute_granularity": "full",
+        "reduce_bucket_size": 50_000_000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_peak_memory_is_what_was_planned(
+    job: DeviceContext, figure: Callable[[str, object], None], place: str
+) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run = build(job)
+    run = build(job, **PLACES[place])
     for iteration in range(run.config.training.train_iters):
+        begin = time.perf_counter()
         train_step(run, iteration)
         run.optimizer.finish_param_sync()
+        seconds = time.perf_counter() - begin
     measured = torch.cuda.max_memory_allocated() - before
     planned = heaviest_rank(run.config, cuda=True).total
-    figure("peak memory of 2 layers of 8B, planned / measured", f"{planned / measured:.3f}")
+    figure(f"{place}, last of {run.config.training.train_iters} steps", f"{seconds:.3f} s")
+    figure(f"peak memory of {place}, planned / measured", f"{planned / measured:.3f}")
     figure("that peak", f"{measured / 2**30:.2f} GiB of {MachineFacts.probe().cuda_memory_bytes / 2**30:.0f}")
     assert planned == pytest.approx(measured, rel=PEAK_BOUND)
+    if PLACES[place]:
+        assert measured < sum(p.numel() for p in run.optimizer.parameters)  # bf16: half of the weights

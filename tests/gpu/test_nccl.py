@@ -21,9 +21,15 @@ from gpu.nccl_ranks import (
 
 FP8_BOUND = 0.05
 """On losses near 5.6 over five steps; tensor parallelism scales and sums other parts."""
-PLACED = {f"{level}, on the device": f"{level}, half on the host" for level in LEVELS} | {
-    "tensor, no SP": "tensor, no SP, half on the host", "40 steps": "40 steps, half on the host",
+PLACED = {f"{level}, half on the host": f"{level}, on the device" for level in LEVELS} | {
+    "tensor, no SP, half on the host": "tensor, no SP", "40 steps, half on the host": "40 steps",
+    "parameters, in host memory": "parameters, on the device",
+    "gradients, on a disk": "gradients, on the device",
+    "tensor, in host memory": "tensor", "interleaved, in host memory": "interleaved",
+    "16 bits, in host memory": "16 bits, in shards",
+    "moments, on a disk": "moments", "moments, sharded, half on the host": "moments",
 }  # fmt: skip
+"""Where states and weights lie: beside the same run with all of them on the GPUs."""
 
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="needs two CUDA devices, or one and NCCL 2.30")
@@ -38,9 +44,9 @@ def found(tmp_path_factory: pytest.TempPathFactory, figure: Callable[[str, objec
 
 @pytest.mark.parametrize("name", PLACED)
 def test_placement_changes_no_bit(found: Found, name: str) -> None:
-    *losses, digest = found[name]
+    *losses, digest = found[PLACED[name]]
     assert len(set(losses)) == len(losses)
-    assert found[PLACED[name]] == [*losses, digest]
+    assert found[name] == [*losses, digest]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

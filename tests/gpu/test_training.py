@@ -1,6 +1,7 @@
 """Whole steps of training on a GPU: where states lie changes no bit, and the results are transformers'."""
 
 import gc
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from distributed_runner import run_distributed
 from gpu import runs
 from gpu.runs import close, digest_of, needs_8_bits
 from hf_families import family_model, family_run
-from small_runs import hf_llama, small_run
+from small_runs import ON_HOST, hf_llama, small_run
 from training_runs import CPU, build_seeded_run, transformers_steps
 
 from patch.device import DeviceContext
@@ -28,13 +29,23 @@ POLICIES: dict[str, dict[str, Any]] = {
     "static 0.3": {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.3},
     "static 1": {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0},
     "auto": {"optimizer_offload_policy": "auto"},
-}
+    "weights on the host": ON_HOST,
+    "half of the weights on the host": ON_HOST | {"cpu_offloading_weights_fraction": 0.5},
+    "on a disk": {
+        "optimizer_offload_policy": "static", "offload_folder": tempfile.gettempdir(),
+        "optimizer_offload_host_share": 0.0,
+    },
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "fp32, clipped": {"precision": "fp32", "clip_grad": 0.05},
     "bf16, not clipped": {"precision": "bf16", "clip_grad": 1e3},
     "bf16, sometimes clipped": {"precision": "bf16", "clip_grad": 3.0, "main_grads_dtype": "bf16"},
+    "bf16 moments": {"precision": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "8-bit moments": {
+        "precision": "bf16", "exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit", "ffn_hidden_size": 192,
+    },
     "fp16, overflows": {"precision": "fp16", "initial_loss_scale": 2.0**21, "loss_scale_window": 3},
-}
+}  # fmt: skip
 LARGE = {
     "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 256, "num_layers": 8, "precision": "bf16",
     "seq_length": 512, "max_padding_length": 512, "deterministic_mode": True,
@@ -47,9 +58,12 @@ def build(job: DeviceContext, folder: Path | None = None, **changes: Any) -> Run
 
 
 def train(run: Run, first: int = 0, last: int = STEPS) -> list:
-    """Loss, norm and whether it was skipped, of each step; the loss of an evaluation; the weights' digest."""
+    """Loss, norm and whether it was skipped, of each step; the loss of an evaluation; the weights' digest.
+
+    Where weights are on the host buckets end at layers, so the last digits of a norm are of other sums.
+    """
     results = [train_step(run, iteration) for iteration in range(first, last)]
-    steps = [(result.loss, result.grad_norm, result.skipped) for result in results]
+    steps = [(result.loss, f"{result.grad_norm:.13g}", result.skipped) for result in results]
     return [*steps, evaluate(run)["valid_loss"], digest_of(run)]
 
 
@@ -62,7 +76,7 @@ def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case:
         found[name] = train(run)
         fractions[name] = begin, run.optimizer.adam.manager.offload_fraction
         close(run)
-    assert len({str(bits) for bits in found.values()}) == 1, found  # a norm of NaN equals no other
+    assert all(bits == found["none"] for bits in found.values()), found
     assert fractions["static 0.3"] == (pytest.approx(0.3, abs=0.05),) * 2
     assert fractions["static 1"] == (1.0, 1.0) and fractions["auto"] == (1.0, 0.0)
     if case.startswith("fp16"):
@@ -190,7 +204,7 @@ WAITS = ["async_collectives.py", "own_shards.py"]
 @pytest.mark.parametrize(
     "changes",
     [{"data_parallel_sharding": stage} for stage in ("none", "optimizer", "gradients")]
-    + [POLICIES["static 0.3"], {"cpu_offloading": True}],
+    + [POLICIES["static 0.3"], ON_HOST, {"cpu_offloading": True}],
     ids=str,
 )
 def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(

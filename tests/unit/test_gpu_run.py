@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu import run, test_layer
-from gpu.nccl_ranks import STEPS, all_layouts, run_ranks
+from gpu.nccl_ranks import LAYOUTS, OTHERS, STEPS, all_layouts, run_ranks
+from gpu.test_nccl import PLACED
 from launches import await_end
 from training_runs import CPU as CPU_CONTEXT
 
@@ -150,6 +151,16 @@ def parts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Cal
 
     own = {name: partial(part, name) for name in ("fails", "second", "hangs")}
     return {"packed": all_layouts(context, num_ranks, folder)["packed"], **own}
+
+
+@pytest.mark.long
+def test_what_ranks_over_nccl_are_asked_runs_over_gloo(tmp_path: Path, monkeypatch) -> None:
+    """So that no part fails on a GPU that fails on every machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = run_ranks(2, tmp_path, "gpu.nccl_ranks:all_layouts", 600.0)
+    assert not found.failures and found.keys() >= LAYOUTS.keys() | OTHERS.keys()
+    for name, base in PLACED.items():
+        assert found[name] == found[base], name
 
 
 def test_a_part_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from toolkits.benchmarks._report import machine, versions
 from toolkits.doctor.check import run_program
 
 _RESULTS = Path(__file__).with_name("RESULTS.md")
-_TABLE = ["no offload", "auto", "1", "fp8", "fp8 auto", "fp8 1"]
+_TABLE = ["no offload", "auto", "1", "weights", "fp8", "fp8 auto", "fp8 1"]
 _PARTS: dict[str, list[str]] = {
     "gpu_step": ["--sequence", "8192"],
     "offload": ["--sequence", "8192", "16384", "--contenders", *(f"ours: {name}" for name in _TABLE)]

@@ -27,6 +27,7 @@ _MEMORY_SHARE = 0.75
 """Upstream's fp32 masters take 2 bytes a parameter more than ours."""
 _FRACTIONS = (0.25, 0.5, 1.0)
 _AUTO = {"optimizer_offload_policy": "auto"}
+_WEIGHTS = {"data_parallel_sharding": "parameters", "cpu_offloading_weights": True}
 
 
 def _static(fraction: float) -> dict[str, Any]:
@@ -40,13 +41,14 @@ CONTENDERS = {
     **{f"upstream: {fraction:g}": Recipe(upstream=fraction) for fraction in _FRACTIONS},
     **{f"ours: {fraction:g}": Recipe(_static(fraction)) for fraction in _FRACTIONS},
     "ours: auto": Recipe(_AUTO),
+    "ours: weights": Recipe(_static(1.0) | _WEIGHTS),
     "ours: fp8": Recipe(FP8),
     "ours: fp8 auto": Recipe(FP8 | _AUTO),
     "ours: fp8 1": Recipe(FP8 | _static(1.0)),
     "DeepSpeed: 1": Recipe(is_deepspeed=True),
 }
 """A number is the share of states on the host, with our `static`, upstream's HybridDeviceOptimizer, or
-ZeRO-Offload."""
+ZeRO-Offload; `weights`: they and their gradients are there too."""
 _WHICH = {"nargs": "+", "choices": [*CONTENDERS], "default": [*CONTENDERS], "help": "which (all)"}
 _OPTIONS = OPTIONS | {"--contenders": _WHICH}
 
