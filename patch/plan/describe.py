@@ -22,7 +22,6 @@ from patch.plan.memory import (
     device_memory,
     disk_bytes,
     host_bytes,
-    narrowed_bytes,
     state_bytes,
     units_of,
     usable_device_memory,
@@ -245,7 +244,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> PlanRow:
     moments = f"{config.optimizer.moment_bytes:g}"
     less = ", less what is on the host" if any(host[:2]) else ""
     if config.frees_weights:
-        whole = sum(unit.total for unit in units_of(config, None)) + narrowed_bytes(config, None)
+        whole = sum(unit.total for unit in units_of(config, None, as_kept=True))
         less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,25 +101,27 @@ def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
     )
 
 
-def units_of(config: RunConfig, pp_rank: int | None) -> list[Unit]:
+def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Unit]:
     """What a rank frees between passes, in the order of forward; nothing unless weights are shared.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
+        as_kept: in the weights' own type, in which shards lie, also where they travel in 8 bits.
     """
     if not config.frees_weights:
         return []
+    if as_kept:
+        config = replace(config, training=replace(config.training, fp8_param_gather=False))
     stages = freed_units(config)[place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
     return [unit for stage in stages for unit in stage]
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
     """Bytes of this rank's shards of what it frees."""
-    if not (units := units_of(config, pp_rank)):
+    if not (units := units_of(config, pp_rank, as_kept=True)):
         return 0
     others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
-    others += narrowed_bytes(config, pp_rank)
     return others // config.num_state_shares + experts // config.num_expert_copies
 
 
@@ -146,17 +149,7 @@ def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
-    return weights - narrowed_bytes(config, pp_rank)
-
-
-def narrowed_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    """Bytes that gathered weights take less than in their own type, in which shards of them lie.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-    """
-    return _elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0
+    return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
 
 def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
@@ -193,7 +186,8 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
         return stand_ins
     parameters, element = parameters_of(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
     weight = element_bytes(config.training.precision)
-    largest = max((unit.total for unit in units_of(config, pp_rank)), default=0)  # no bucket spans two units
+    units = units_of(config, pp_rank, as_kept=True)  # no bucket spans two
+    largest = max((unit.total for unit in units), default=0)
     bucket = min(optimizer.reduce_bucket_size, parameters, largest // weight or parameters)
     is_staged = config.num_gradient_parts > 1 or config.frees_weights
     staged = NUM_STAGING * bucket * element if is_staged else 0
@@ -284,8 +278,10 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    # The high halves of masters, which layers do not read then; in shards of weights they are these.
-    extra = 0 if config.frees_weights else narrowed_bytes(config, pp_rank) * element_bytes("bf16")
+    extra = 0
+    if config.gathers_8_bit_weights and not config.frees_weights:  # whose shards these are
+        # The high halves of masters, which layers do not read then.
+        extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shares_states
     return kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
 

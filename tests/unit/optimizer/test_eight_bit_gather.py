@@ -67,7 +67,7 @@ def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[RoundedFlat]:
 
 
 def trained(order: Order, level: ZeroStage) -> tuple[list[float], list[np.ndarray]]:
-    """Norms and losses of some steps and one more; bytes, if they are still there, and scales."""
+    """Norms and losses of some steps, and of one pass more; bytes, if they are still there, and scales."""
     fake = FakeDevice(order)
     with fake.executing():
         model = _Layers()
