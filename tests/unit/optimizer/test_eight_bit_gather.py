@@ -152,16 +152,17 @@ def _read_in_contexts(model: _Layers, optimizer: OverlappedDistributedOptimizer)
 
 
 def _units(rank: int, world_size: int) -> tuple[list[list[Any]], dict[torch.dtype, int]]:
-    """By level: norms, losses and weights of steps; of the last one: elements that were gathered, by type."""
+    """By level norms, losses and weights of steps; elements that were gathered for passes, by type."""
     found: list[list[Any]] = []
+    gathered = Counter[torch.dtype]()
+
+    def start(buffer: torch.Tensor, *arguments: Any) -> Pending:
+        gathered[buffer.dtype] += buffer.numel()
+        return start_all_gather(buffer, *arguments)
+
     for level in (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS):
-        model, gathered = _Layers(), Counter[torch.dtype]()
+        model = _Layers()
         optimizer = build_optimizer(model, level, reduce_bucket_size=200)
-
-        def start(buffer: torch.Tensor, *arguments: Any, gathered: Counter = gathered) -> Pending:
-            gathered[buffer.dtype] += buffer.numel()
-            return start_all_gather(buffer, *arguments)
-
         found.append([])
         with mock.patch.object(sharded_flat, "start_all_gather", start):
             for rate, step in zip(RATES, make_steps(len(RATES), 2, 1), strict=True):

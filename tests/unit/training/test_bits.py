@@ -42,8 +42,8 @@ AUTO = {
 CHUNKS = {"precision": "bf16", "optimizer_offload_chunk_size": 1999}
 FP8 = {"precision": "fp8", "reduce_bucket_size": 3000, "global_batch_size": 8, "train_iters": 2}
 IN_8_BITS = {"fp8_param_gather": True}
-ZERO_3_SOME = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
-"""One of the four matrices of a layer stays whole."""
+SOME = IN_8_BITS | {"data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
+"""One of a layer's four matrices stays whole."""
 FP8_INSTANCES = INSTANCES | FP8 | {"data_parallel_sharding": "optimizer", "cpu_offloading": True}
 
 
@@ -132,9 +132,7 @@ RUNS = {
     "instances, zero-3": Row({**INSTANCES, **ZERO_3, **CHUNKS}, "instances", ("losses", "weights")),
     "instances, fp8": Row(FP8_INSTANCES),
     "instances, fp8, in 8 bits": Row(FP8_INSTANCES | IN_8_BITS, "instances, fp8", ("losses", "weights")),
-    "instances, zero-3, fp8, some in 8 bits": Row(
-        FP8_INSTANCES | IN_8_BITS | ZERO_3_SOME, "instances, fp8", ("losses", "weights")
-    ),
+    "instances, zero-3, fp8, some": Row(FP8_INSTANCES | SOME, "instances, fp8", ("losses", "weights")),
 }  # fmt: skip
 
 
