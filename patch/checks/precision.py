@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patch.config.backends import FP8_MULTIPLE, no_transformer_engine
-from patch.config.choices import MOMENT_BLOCK, ZeroStage
+from patch.config.choices import MOMENT_BLOCK
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
@@ -75,9 +75,6 @@ def _param_gather_fits(config: RunConfig) -> None:
     if policy is not None:
         why = "scales are found when the GPU has updated; of what a host updates later they would be old ones"
         refuse("optimizer_offload_policy", policy, f"false beside {flag}", why)
-    if config.sharding is ZeroStage.PARAMETERS:
-        why = "weights that are gathered for each pass travel in their own type"
-        refuse("data_parallel_sharding", "parameters", f"optimizer or gradients beside {flag}", why)
 
 
 def _widths_fit(config: RunConfig) -> None:

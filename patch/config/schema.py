@@ -411,8 +411,7 @@ class RunConfig:
     def gathers_8_bit_weights(self) -> bool:
         """Whether replicas send each other 8-bit weights: there are several, and they share states."""
         is_wanted = self.has_8_bits and self.training.fp8_param_gather
-        shares_states_alone = self.sharding not in (ZeroStage.NONE, ZeroStage.PARAMETERS)
-        return is_wanted and self.num_state_shares > 1 and shares_states_alone
+        return is_wanted and self.num_state_shares > 1 and self.sharding is not ZeroStage.NONE
 
     @property
     def sharding(self) -> Sharding:

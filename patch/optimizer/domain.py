@@ -241,8 +241,9 @@ def flat_layout(
     placed = []
     for index, parameter, unit in zip(trained.group_indices, trained.parameters, units, strict=True):
         group, gathered_as = dp_groups[index], getattr(parameter, "gather_dtype", None)
-        # What nobody else needs is not gathered.
+        # What nobody else needs is not gathered; among units, what stays whole has its own type.
         is_gathered = sharding.shares_states and (own or group).size() > 1
+        is_gathered &= unit > 0 or not sharding.stage.shares_parameters
         placed.append((group, parameter.dtype, gathered_as if is_gathered else None, unit in on_host))
     keys = list(dict.fromkeys(placed)) or [(groups.dp_cp, trained.dtype, None, False)]
     domains = [

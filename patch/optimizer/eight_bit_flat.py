@@ -9,6 +9,9 @@ share, and checkpoints hold exactly what trains.
 A parameter has one of two forms. `whole`: bf16 in a second flat buffer, from the construction to the first
 step, and while somebody reads or writes weights (`gather_whole`). Otherwise it is its 8-bit values, with the
 attribute `scale_inv`, a float32 tensor of one number.
+
+At `PARAMETERS` a unit is gathered so for each pass. Its scales are found as it is gathered first after an
+update, or after weights were written.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from patch.compat.torch_internals import foreach_norm, region
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
@@ -24,6 +28,7 @@ from patch.eight_bits import cast, scale_inv_of
 from patch.errors import ConfigError
 from patch.optimizer.domain import Domain, FlatLayout
 from patch.optimizer.param_flat import ApartFlat
+from patch.optimizer.sharded_flat import ShardedFlat
 
 
 class _Round:
@@ -41,20 +46,73 @@ class _Round:
         self.is_known = False
 
 
-class EightBitFlat(ApartFlat):
-    """The weights of a domain that has a `gathered_as`, and several shards."""
-
-    needs_preparation, form = True, "in 8 bits (--fp8-param-gather)"
+class RoundedFlat(ApartFlat):
+    """The weights of a domain that has a `gathered_as`, and several shards, which travel in 8 bits."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
         assert self._domain.gathered_as is not None
         self._dtype = self._domain.gathered_as
-        self.buffer = torch.zeros_like(self.buffer, dtype=torch.uint8)
-        self._can_wait_elsewhere = self.buffer.is_cuda  # on another stream than the host or compute
+        self._can_wait_elsewhere = self._like.is_cuda  # on another stream than the host or compute
         self._places = {index: place for place, index in enumerate(self._begins)}
         # cuBLAS takes no scale that does not begin at a multiple of 16 bytes.
-        self._scale_inv = torch.ones(len(self._begins), 4, device=self.buffer.device)[:, 0]
+        self._scale_inv = torch.ones(len(self._begins), 4, device=self._like.device)[:, 0]
+        for parameter, scale_inv in zip(self.parameters, self._scale_inv, strict=True):
+            parameter.scale_inv = scale_inv  # type: ignore[attr-defined]
+            # Otherwise autograd would round gradients to 8 bits.
+            parameter.grad_dtype = self._domain.dtype
+
+    def _start_search(self, indices: Sequence[int], group: dist.ProcessGroup) -> _Round:
+        """Start the search for the largest number of each weight in neighbouring buckets.
+
+        Args:
+            indices: of the buckets, which hold all parts of their weights, one weight at least.
+            group: the ranks that share them.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        for index in indices:
+            found |= {self._places[param.parameter]: [] for param in self._ranges[index].params}
+        parts = [part for index in indices for part in self._own_parts(index)]
+        for (place, _, _), norm in zip(parts, _largest([part for _, _, part in parts]), strict=True):
+            found[place].append(norm)
+        none = self._scale_inv.new_zeros(())  # where all of a weight is in other ranks' parts
+        largest = [torch.stack(found[place]).amax() if found[place] else none for place in sorted(found)]
+        bits = torch.stack(largest).view(torch.int32)
+        pending = start_all_reduce(bits, group, dist.ReduceOp.MAX)
+        return _Round(slice(min(found), max(found) + 1), bits, pending)
+
+    def _finish(self, round_: _Round) -> None:
+        if not round_.is_known:
+            # A GPU's host does not wait here, and compute waits for the gather.
+            round_.pending.wait(None if self._can_wait_elsewhere else self._clock)
+            amax = round_.bits.view(torch.float32)
+            self._scale_inv[round_.members].copy_(scale_inv_of(amax, self._dtype))
+            round_.is_known = True
+
+    def _round_own(self, index: int, own: torch.Tensor) -> None:
+        """Write this rank's part of a bucket, whose scales are known, in 8 bits to its place `own`."""
+        for place, first, values in self._own_parts(index):
+            target = own[first : first + values.numel()].view(self._dtype)
+            target.copy_(cast(values, self._scale_inv[place], self._dtype))
+
+    def _own_parts(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """The parameters in this rank's part of a bucket: place, where in it they begin, and values."""
+        begin, end = self._domain.own(self._ranges[index])
+        own = self.shard(index)
+        return [
+            (self._places[param.parameter], param.begin - begin, own[param.begin - begin : param.end - begin])
+            for param in self._ranges[index].params_within(begin, end)
+        ]
+
+
+class EightBitFlat(RoundedFlat):
+    """Those that are gathered after an update."""
+
+    needs_preparation, form = True, "in 8 bits (--fp8-param-gather)"
+
+    def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
+        super().__init__(layout, number, clock)
+        self.buffer = torch.zeros_like(self.buffer, dtype=torch.uint8)
         self._rounds: dict[int, _Round] = {}
         """By bucket: those of updates whose gathers are not started."""
 
@@ -71,20 +129,9 @@ class EightBitFlat(ApartFlat):
         They are neighbours, and hold all parts of their weights.
         """
         indices = [index for index in indices if index in self._ranges]
-        found: dict[int, list[torch.Tensor]] = {}
-        for index in indices:
-            found |= {self._places[param.parameter]: [] for param in self._ranges[index].params}
-        if not found:
-            return
-        parts = [part for index in indices for part in self._own_parts(index)]
-        for (place, _, _), norm in zip(parts, _largest([part for _, _, part in parts]), strict=True):
-            found[place].append(norm)
-        none = self._scale_inv.new_zeros(())  # where all of a weight is in other ranks' parts
-        largest = [torch.stack(found[place]).amax() if found[place] else none for place in sorted(found)]
-        bits = torch.stack(largest).view(torch.int32)
-        pending = start_all_reduce(bits, self._domain.instance, torch.distributed.ReduceOp.MAX)
-        round_ = _Round(slice(min(found), max(found) + 1), bits, pending)
-        self._rounds |= dict.fromkeys(indices, round_)
+        if any(self._ranges[index].params for index in indices):
+            round_ = self._start_search(indices, self._domain.instance)
+            self._rounds |= dict.fromkeys(indices, round_)
 
     def is_prepared(self, index: int) -> bool:
         """Whether the scales of the bucket are here, or compute waits for them alone."""
@@ -95,27 +142,9 @@ class EightBitFlat(ApartFlat):
         with region("bucket %d all-gather in 8 bits", index):
             if index in self._rounds:  # not a bucket of padding alone
                 self._finish(self._rounds.pop(index))
-                for place, first, values in self._own_parts(index):
-                    target = self.buffer[first : first + values.numel()].view(self._dtype)
-                    target.copy_(cast(values, self._scale_inv[place], self._dtype))
+                begin, end = self._domain.own(self._ranges[index])
+                self._round_own(index, self.buffer[begin:end])
             return self._start_gather(self.buffer, index)
-
-    def _finish(self, round_: _Round) -> None:
-        if not round_.is_known:
-            # A GPU's host does not wait here, and compute waits for the gather.
-            round_.pending.wait(None if self._can_wait_elsewhere else self._clock)
-            amax = round_.bits.view(torch.float32)
-            self._scale_inv[round_.members].copy_(scale_inv_of(amax, self._dtype))
-            round_.is_known = True
-
-    def _own_parts(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """The parameters in this rank's part of a bucket: place, where the part begins, and values."""
-        begin, end = self._domain.own(self._ranges[index])
-        own = self.shard(index)
-        return [
-            (self._places[param.parameter], param.begin, own[param.begin - begin : param.end - begin])
-            for param in self._ranges[index].params_within(begin, end)
-        ]
 
     @torch.no_grad()
     def leave_whole(self) -> None:
@@ -130,10 +159,45 @@ class EightBitFlat(ApartFlat):
             place.copy_(cast(weight, scale_inv, self._dtype))
         self._whole = None
         self._point(values)
-        for parameter, scale_inv in zip(self.parameters, self._scale_inv, strict=True):
-            parameter.scale_inv = scale_inv  # type: ignore[attr-defined]
-            # Otherwise autograd would round gradients to 8 bits.
-            parameter.grad_dtype = self._domain.dtype
+
+
+class EightBitUnits(ShardedFlat, RoundedFlat):
+    """Those that come and go in units, whose places are one byte a weight; who visits a unit has two."""
+
+    def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
+        self._scaled = set[int]()
+        """The units whose scales are those of their shards."""
+        super().__init__(layout, number, clock)
+
+    def start_gather(self, index: int) -> None:
+        """Take note that a bucket has been updated."""
+        self._scaled.discard(self._ranges[index].unit)
+
+    def start_unit(self, unit: int, *, is_visited: bool = False) -> list[Pending]:
+        """Round this rank's part of a unit, and gather it; on CUDA all of it on the current stream."""
+        buckets = [index for run in self._runs.get(unit, []) for index in run.buckets]
+        if buckets and not is_visited and unit not in self._scaled:
+            assert self._domain.gathers is not None
+            self._finish(self._start_search(buckets, self._domain.gathers))
+            self._scaled.add(unit)  # now: should memory end below, other ranks do not search again
+        return super().start_unit(unit, is_visited=is_visited)
+
+    def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of a bucket: in 8 bits, written where it is gathered."""
+        if place.dtype != torch.uint8:
+            return super()._sent(index, place)
+        self._round_own(index, place)
+        return place
+
+    def store_whole(self) -> None:
+        """Keep what whole parameters hold now, the same on all ranks."""
+        self._scaled.clear()
+        super().store_whole()
+
+    def end_description(self) -> None:
+        """Whoever read parameters may have loaded them."""
+        self._scaled.clear()
+        super().end_description()
 
 
 def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
@@ -143,8 +207,7 @@ def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
         domains: all of this rank's.
         is_offloading: whether optimizer states may go to the host.
     Raises:
-        ConfigError: they are freed after use; their states may go to the host, or they have masters beside
-            them (fp16).
+        ConfigError: their states may go to the host, or they have masters beside them (fp16).
     """
     rounded = [domain for domain in domains if domain.gathered_as is not None]
     if rounded and is_offloading:
@@ -152,12 +215,6 @@ def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
             "got weights that are gathered in 8 bits, expected none (--fp8-param-gather): their scales "
             "are found when the device has updated them, and the host updates later",
             field="optimizer_offload_policy",
-        )
-    if any(domain.sharding.stage.shares_parameters for domain in rounded):
-        raise ConfigError(
-            "got parameters, expected optimizer or gradients: weights that are gathered for each pass travel "
-            "in their own type, not in 8 bits (--fp8-param-gather)",
-            field="data_parallel_sharding",
         )
     if any(domain.dtype == torch.float16 for domain in rounded):
         raise ConfigError("got float16 weights that are gathered in 8 bits, expected bfloat16 or float32")

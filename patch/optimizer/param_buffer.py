@@ -22,7 +22,7 @@ from patch.distributed.async_collectives import Pending, WaitClock, queued_on
 from patch.distributed.collectives import all_or_none
 from patch.memory import SimulatedDevice
 from patch.optimizer.domain import Domain, FlatLayout
-from patch.optimizer.eight_bit_flat import EightBitFlat
+from patch.optimizer.eight_bit_flat import EightBitFlat, EightBitUnits
 from patch.optimizer.param_flat import ParamFlat
 from patch.optimizer.sharded_flat import ShardedFlat, UnitVisits
 from patch.optimizer.sharded_state import StateRange
@@ -333,7 +333,7 @@ class ParamBuffer:
 
 def _kind_of(domain: Domain) -> type[ParamFlat]:
     if domain.gathered_as is not None:
-        return EightBitFlat
+        return EightBitUnits if domain.sharding.stage.shares_parameters else EightBitFlat
     is_apart = domain.num_shards > 1 or domain.is_on_host
     is_sharded = domain.sharding.stage.shares_parameters and is_apart
     return ShardedFlat if is_sharded else ParamFlat

@@ -47,7 +47,9 @@ class _Run(NamedTuple):
     """Of the first of them, in the domain."""
     buckets: list[int]
     memory: torch.Tensor
-    """(n,) their parameters, or nothing while these are freed."""
+    """(n,) their parameters as they travel, or nothing while these are freed."""
+    whole: torch.Tensor
+    """(n,) the same memory for parameters in their own type."""
     views: list[tuple[torch.nn.Parameter, torch.Tensor]]
     """Each parameter's place in it."""
 
@@ -63,7 +65,9 @@ class ShardedFlat(ApartFlat):
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)
         self._all_parameters, self._is_described = layout.held.parameters, False
-        self._nothing = self._like.new_full((), math.nan if self._like.is_floating_point() else 0)
+        seen_as = self._domain.gathered_as or self._like.dtype
+        nothing = self._like.new_full((), math.nan if self._like.is_floating_point() else 0)
+        self._nothing = nothing.to(seen_as)
         self.meter: SimulatedDevice | None = None
         """Counts the memory of units."""
         self._runs: dict[int, list[_Run]] = {}
@@ -71,13 +75,15 @@ class ShardedFlat(ApartFlat):
         for unit, group in groupby(self._ranges, lambda index: self._ranges[index].unit):
             buckets = list(group)
             begin, end = self._ranges[buckets[0]].begin, self._ranges[buckets[-1]].end
-            memory = self._like.new_zeros(end - begin)
+            whole = self._like.new_zeros(end - begin)
+            memory = whole if self._domain.gathered_as is None else whole.view(torch.uint8)[: whole.numel()]
+            seen = memory.view(seen_as)
             views = [
-                (parameter, memory[start - begin :][: parameter.numel()].view(parameter.shape))
+                (parameter, seen[start - begin :][: parameter.numel()].view(parameter.shape))
                 for parameter, start in zip(self.parameters, self._begins.values(), strict=True)
                 if begin <= start < end
             ]
-            run = _Run(begin, buckets, memory, views)
+            run = _Run(begin, buckets, memory, whole, views)
             if unit:
                 self._resize(memory, 0)
             self._runs.setdefault(unit, []).append(run)
@@ -102,22 +108,33 @@ class ShardedFlat(ApartFlat):
             return None
         with region("bucket %d all-gather", index):
             run = next(run for run in self._runs[0] if index in run.buckets)
-            return start_all_gather(self._part(run, index), self.shard(index), self._domain.instance)
+            part = self._part(run, index, run.memory)
+            return start_all_gather(part, self.shard(index), self._domain.instance)
 
-    def start_unit(self, unit: int) -> list[Pending]:
-        """Gather a unit's parameters, which are to be read when that has been waited for."""
+    def start_unit(self, unit: int, *, is_visited: bool = False) -> list[Pending]:
+        """Gather a unit's parameters, which are to be read when that has been waited for.
+
+        Args:
+            unit: which has memory.
+            is_visited: whether they are gathered in their own type, however they travel otherwise.
+        """
         gathers: list[Pending] = []
         group, device = self._domain.gathers, self._like.device
         for run in self._runs.get(unit, []):
-            for index, (own, place) in zip(run.buckets, self._own_places(run), strict=True):
+            memory = run.whole if is_visited else run.memory
+            for index in run.buckets:
                 with region("bucket %d all-gather", index):
-                    if self._domain.is_on_host:
-                        own = place.copy_(own, non_blocking=True)
+                    own = self._sent(index, self._own_place(run, index, memory))
                     if group is not None:
-                        gathers.append(start_all_gather(self._part(run, index), own, group))
+                        gathers.append(start_all_gather(self._part(run, index, memory), own, group))
             if group is None:  # nobody else has a part
                 gathers.append(queued_on(streams_of(device).current_stream(), device))
         return gathers
+
+    def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of a bucket, which has a `place` where it is gathered."""
+        own = self.shard(index)
+        return place.copy_(own, non_blocking=True) if self._domain.is_on_host else own
 
     def give_memory(self, unit: int) -> None:
         """Let the parameters of a unit have memory, without values."""
@@ -154,7 +171,7 @@ class ShardedFlat(ApartFlat):
         found = {}
         for unit in self.units:
             for run in self._runs[unit]:
-                place = torch.empty(0, dtype=self._like.dtype).set_(torch.UntypedStorage(run.memory.nbytes))  # type: ignore[call-overload]
+                place = torch.empty(0, dtype=self._like.dtype).set_(torch.UntypedStorage(run.whole.nbytes))  # type: ignore[call-overload]
                 found[place.untyped_storage()._cdata] = unit, run
                 for parameter, view in run.views:
                     parameter.data = place.as_strided(view.shape, view.stride(), view.storage_offset())
@@ -184,10 +201,10 @@ class ShardedFlat(ApartFlat):
     def begin_visit(self, unit: int, *, is_writing: bool) -> None:
         """Give a unit that is described memory, with all its values, or this rank's shards alone."""
         for run in self._runs[unit]:
-            self._resize(run.memory, run.memory.nbytes)
+            self._resize(run.whole, run.whole.nbytes)
             for own, place in self._own_places(run) if is_writing else ():
                 place.copy_(own)
-        for gather in () if is_writing else self.start_unit(unit):
+        for gather in () if is_writing else self.start_unit(unit, is_visited=True):
             gather.wait(self._clock)
 
     @torch.no_grad()
@@ -223,10 +240,14 @@ class ShardedFlat(ApartFlat):
         return (parameter for run in self._of_units() for parameter, _ in run.views)
 
     def _own_places(self, run: _Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's shards of a run's buckets, each with its place in the run."""
+        """This rank's shards of a run's buckets, each with its place in the whole run."""
         for index in run.buckets:
-            begin, end = self._domain.own(self._ranges[index])
-            yield self.shard(index), run.memory[begin - run.begin : end - run.begin]
+            yield self.shard(index), self._own_place(run, index, run.whole)
+
+    def _own_place(self, run: _Run, index: int, memory: torch.Tensor) -> torch.Tensor:
+        """The place of this rank's shard in a memory of a run."""
+        begin, end = self._domain.own(self._ranges[index])
+        return memory[begin - run.begin : end - run.begin]
 
     def _of_units(self) -> Iterator[_Run]:
         return chain.from_iterable(runs for unit, runs in self._runs.items() if unit)
@@ -245,10 +266,10 @@ class ShardedFlat(ApartFlat):
                 self.free(unit)
         self._whole = None
 
-    def _part(self, run: _Run, index: int) -> torch.Tensor:
-        """A bucket's place in its run."""
+    def _part(self, run: _Run, index: int, memory: torch.Tensor) -> torch.Tensor:
+        """A bucket's place in a memory of its run."""
         bucket_range = self._ranges[index]
-        return run.memory[bucket_range.begin - run.begin : bucket_range.end - run.begin]
+        return memory[bucket_range.begin - run.begin : bucket_range.end - run.begin]
 
 
 class UnitVisits:
@@ -276,7 +297,7 @@ class UnitVisits:
             self.end()
             flat.begin_visit(unit, is_writing=self._is_writing)
             self._open = flat, unit
-        return run.memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return run.whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def end(self) -> None:
         """Nobody visits any more."""

@@ -244,7 +244,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> PlanRow:
     moments = f"{config.optimizer.moment_bytes:g}"
     less = ", less what is on the host" if any(host[:2]) else ""
     if config.frees_weights:
-        whole = sum(unit.total for unit in units_of(config, None))
+        whole = sum(unit.total for unit in units_of(config, None, as_kept=True))
         less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
     return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "

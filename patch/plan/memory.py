@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,22 +101,25 @@ def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
     )
 
 
-def units_of(config: RunConfig, pp_rank: int | None) -> list[Unit]:
+def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Unit]:
     """What a rank frees between passes, in the order of forward; nothing unless weights are shared.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
+        as_kept: in the weights' own type, in which shards lie, also where they travel in 8 bits.
     """
     if not config.frees_weights:
         return []
+    if as_kept:
+        config = replace(config, training=replace(config.training, fp8_param_gather=False))
     stages = freed_units(config)[place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
     return [unit for stage in stages for unit in stage]
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
     """Bytes of this rank's shards of what it frees."""
-    if not (units := units_of(config, pp_rank)):
+    if not (units := units_of(config, pp_rank, as_kept=True)):
         return 0
     others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
     return others // config.num_state_shares + experts // config.num_expert_copies
@@ -182,7 +186,8 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
         return stand_ins
     parameters, element = parameters_of(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
     weight = element_bytes(config.training.precision)
-    largest = max((unit.total for unit in units_of(config, pp_rank)), default=0)  # no bucket spans two units
+    units = units_of(config, pp_rank, as_kept=True)  # no bucket spans two
+    largest = max((unit.total for unit in units), default=0)
     bucket = min(optimizer.reduce_bucket_size, parameters, largest // weight or parameters)
     is_staged = config.num_gradient_parts > 1 or config.frees_weights
     staged = NUM_STAGING * bucket * element if is_staged else 0
@@ -222,14 +227,15 @@ def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
 
 
 def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
-    """Elements of the weights of a rank's 8-bit products; of the rank with the most parameters."""
+    """Elements of the weights of a rank's 8-bit products, but those that are too small to be freed."""
+    below = config.optimizer.param_persistence_threshold if config.frees_weights else 0
     in_8_bits = config.training.fp8.layers(config.model.num_layers)
     ends = list(accumulate(config.stage_layers))
     own = [
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
     ][place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * sum(matrices_per_rank(config))
+    return sum(map(len, own)) * sum(each for each in matrices_per_rank(config) if each >= below)
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -273,7 +279,8 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     extra = 0
-    if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
+    if config.gathers_8_bit_weights and not config.frees_weights:  # whose shards these are
+        # The high halves of masters, which layers do not read then.
         extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shares_states
     return kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)

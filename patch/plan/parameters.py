@@ -222,12 +222,20 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
     size, below = element_bytes(config.training.precision), config.optimizer.param_persistence_threshold
     is_packed = config.adapter.quantize_base is not None
     cut, stage_layers = Cut.of(config.parallel, config.experts), tuple(config.stage_layers)
-    return _units(config.model, cut, stage_layers, below, size, is_packed)
+    in_8_bits = config.training.fp8.layers(config.model.num_layers)
+    in_8_bits = in_8_bits if config.gathers_8_bit_weights else range(0)
+    return _units(config.model, cut, stage_layers, below, size, is_packed, in_8_bits)
 
 
 @lru_cache(maxsize=256)
 def _units(
-    model: ModelConfig, cut: Cut, stage_layers: tuple[int, ...], below: int, size: int, is_packed: bool
+    model: ModelConfig,
+    cut: Cut,
+    stage_layers: tuple[int, ...],
+    below: int,
+    size: int,
+    is_packed: bool,
+    in_8_bits: range,
 ) -> tuple[tuple[Unit, ...], ...]:
     """`freed_units`; a search of layouts asks for the same ones many times."""
     packed = {row.name for row in base_rows(model)} if is_packed else set()
@@ -241,9 +249,11 @@ def _units(
             continue
         num_bytes = packed_bytes(elements) if row.name in packed else elements * size
         units = layers if row.is_per_layer else before if row.is_before_layers else after
+        narrow = in_8_bits if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
             others, experts = units[index]
-            units[index] = Unit(others + num_bytes * (not is_of_expert), experts + num_bytes * is_of_expert)
+            added = elements if index in narrow else num_bytes
+            units[index] = Unit(others + added * (not is_of_expert), experts + added * is_of_expert)
     left = iter(layers)
     stages = [list(islice(left, count)) for count in stage_layers]
     stages[0] = before + stages[0]

@@ -146,8 +146,7 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
         chosen = ZeroStage.GRADIENTS
     if config.num_state_shares == 1:  # all stages need the same; take the one that DO allows
         chosen = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
-    is_possible = config.num_state_shares > 1 and not config.training.fp8_param_gather
-    has_others = is_possible and _can_fit(config, ZeroStage.PARAMETERS, machine)
+    has_others = config.num_state_shares > 1 and _can_fit(config, ZeroStage.PARAMETERS, machine)
     if config.optimizer.cpu_offloading_weights or (
         has_others and not _can_fit(config, ZeroStage.GRADIENTS, machine)
     ):

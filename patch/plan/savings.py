@@ -107,7 +107,7 @@ def _sharded_gradients(config: RunConfig, limit: int) -> Iterator[Change]:
 
 
 def _sharded_parameters(config: RunConfig, limit: int) -> Iterator[Change]:
-    if config.num_state_shares > config.num_param_parts and not config.training.fp8_param_gather:
+    if config.num_state_shares > config.num_param_parts:
         words = f"parameters at {where('data_parallel_sharding')}" if config.num_gradient_parts > 1 else ""
         yield _change("parallel", words, data_parallel_sharding=ZeroStage.PARAMETERS)
 

@@ -127,6 +127,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "8 bits": FP8,
     "8 bits, gathered": {"data_parallel_sharding": "optimizer", "fp8_param_gather": True, **FP8},
     "8 bits, in shards": SHARDS | FP8,
+    "8 bits, gathered shards": SHARDS | FP8 | {"fp8_param_gather": True},
     "8 bits, tensor, SP": SP | FP8,
     "8 bits, pipeline": {"pp": 2, **FP8},
     "8 bits, ring": RING | FP8,

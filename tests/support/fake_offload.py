@@ -87,7 +87,7 @@ def _host_zeros(fake: FakeDevice, numel: int, dtype: torch.dtype, device: torch.
 
 def _resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:
     """As CUDA's allocator in the order of a stream: what is there before or after is worth nothing."""
-    tensor.data.fill_(float("nan"))
+    tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 class FakeOffloadDevice(CudaDevice):

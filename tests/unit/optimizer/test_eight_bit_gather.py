@@ -4,7 +4,9 @@ The waits: the product's own code runs on a device that executes as late, or as 
 (fake_device.py); it is told that streams can wait. Whole training runs: training/test_fp8_gather.py.
 """
 
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from optimizer_runs import LR, build_optimizer, data_parallel_groups, make_steps
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
+from patch.distributed.async_collectives import Pending, start_all_gather
 from patch.errors import PatchError
-from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.eight_bit_flat import EightBitFlat
+from patch.optimizer import OverlappedDistributedOptimizer, sharded_flat
+from patch.optimizer.eight_bit_flat import RoundedFlat
 
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2, 3)
 RATES = (0.1, 0.4, 1.5, 6.0)
@@ -59,12 +62,12 @@ class _Layers(torch.nn.Module):
         return (_Product.apply(hidden, self.last.weight) + self.last.bias).square().mean()
 
 
-def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[EightBitFlat]:
-    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, EightBitFlat)]
+def _in_8_bits(optimizer: OverlappedDistributedOptimizer) -> list[RoundedFlat]:
+    return [flat for flat in optimizer.param_buffer.flats if isinstance(flat, RoundedFlat)]
 
 
-def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
-    """Norms and losses of some steps, and the bytes and scales that the ranks gathered last."""
+def trained(order: Order, level: ZeroStage) -> tuple[list[float], list[np.ndarray]]:
+    """Norms and losses of some steps, and of one pass more; bytes, if they are still there, and scales."""
     fake = FakeDevice(order)
     with fake.executing():
         model = _Layers()
@@ -73,8 +76,8 @@ def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
         fake.adopt(list(model.parameters()))
         groups = data_parallel_groups()
         groups.dp_cp = dist.ProcessGroup(1, 2)
-        config = OptimizerConfig(lr=LR, clip_grad=0.3, reduce_bucket_size=200)
-        optimizer = OverlappedDistributedOptimizer([model], config, ZeroStage.OPTIMIZER, groups)
+        config = OptimizerConfig(lr=LR, clip_grad=0.3, reduce_bucket_size=200, param_persistence_threshold=0)
+        optimizer = OverlappedDistributedOptimizer([model], config, level, groups)
         optimizer.grad_buffer._can_wait_elsewhere = True
         for flat in _in_8_bits(optimizer):
             flat._can_wait_elsewhere = True
@@ -87,21 +90,23 @@ def trained(order: Order) -> tuple[list[float], list[np.ndarray]]:
             losses.append(model(last))
             losses[-1].backward()
             norms.append(optimizer.step().grad_norm)
-        optimizer.finish_param_sync()
+        with torch.no_grad():
+            losses.append(model(last))
         fake.compute.synchronize()
-    assert model.first.weight.dtype == model.last.weight.dtype == torch.float8_e4m3fn
-    weights = [model.first.weight, model.last.weight]
+    weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    assert all(weight.dtype == torch.float8_e4m3fn for weight in weights)
     gathered = [weight.detach().view(torch.uint8).numpy() for weight in weights]
     scales = [weight.scale_inv.numpy() for weight in weights]
     return norms + [loss.item() for loss in losses], gathered + scales
 
 
 @pytest.mark.usefixtures("one_process")
-def test_no_order_of_execution_changes_a_bit() -> None:
-    expected_numbers, expected_weights = trained(AT_ONCE)
+@pytest.mark.parametrize("level", [ZeroStage.OPTIMIZER, ZeroStage.PARAMETERS])
+def test_no_order_of_execution_changes_a_bit(level: ZeroStage) -> None:
+    expected_numbers, expected_weights = trained(AT_ONCE, level)
     assert np.isfinite(expected_numbers).all() and len(set(expected_numbers)) == len(expected_numbers)
     for order in ORDERS:
-        numbers, weights = trained(order)
+        numbers, weights = trained(order, level)
         assert numbers == expected_numbers, order
         for found, right in zip(weights, expected_weights, strict=True):
             assert np.array_equal(found, right), order
@@ -144,6 +149,46 @@ def _read_in_contexts(model: _Layers, optimizer: OverlappedDistributedOptimizer)
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, whole)
         assert model.state_dict()["first.weight"].dtype == torch.bfloat16
     assert weight.dtype == torch.float8_e4m3fn and torch.equal(weight.detach().view(torch.uint8), gathered)
+
+
+def _units(rank: int, world_size: int) -> tuple[list[list[Any]], dict[torch.dtype, int]]:
+    """By level norms, losses and weights of steps; elements that were gathered for passes, by type."""
+    found: list[list[Any]] = []
+    gathered = Counter[torch.dtype]()
+
+    def start(buffer: torch.Tensor, *arguments: Any) -> Pending:
+        gathered[buffer.dtype] += buffer.numel()
+        return start_all_gather(buffer, *arguments)
+
+    for level in (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS):
+        model = _Layers()
+        optimizer = build_optimizer(model, level, reduce_bucket_size=200)
+        found.append([])
+        with mock.patch.object(sharded_flat, "start_all_gather", start):
+            for rate, step in zip(RATES, make_steps(len(RATES), 2, 1), strict=True):
+                batch = step[rank][0].bfloat16()
+                optimizer.zero_grad(rate)
+                loss = model(batch)
+                loss.backward()
+                found[-1] += [loss.item(), optimizer.step().grad_norm, model(batch).item()]
+                if rate == RATES[-2]:
+                    with optimizer.full_weights():
+                        model.first.weight.data *= 64
+                if rate == RATES[-1]:
+                    with optimizer.described_weights(to_write=True) as visit:
+                        (visit or torch.Tensor.detach)(model.last.weight).data *= 64
+            found[-1].append(model(batch).item())
+        with optimizer.full_weights():
+            found[-1] += [parameter.tolist() for parameter in model.parameters()]
+    return found, dict(gathered)
+
+
+def test_units_have_the_bits_of_flats_and_half_of_the_bytes() -> None:
+    """With the padding of two matrices in six buckets, and of two biases; in three passes of a step."""
+    for (flats, units), gathered in run_distributed(_units, 2, timeout_s=60):
+        assert units == flats
+        matrices, biases = (gathered[dtype] / (3 * len(RATES) + 1) for dtype in (torch.uint8, torch.bfloat16))
+        assert 23 * 31 + 31 * 7 <= matrices <= 23 * 31 + 31 * 7 + 6 * 128 and 38 <= biases <= 2 * 128
 
 
 def test_whole_weights_last_as_long_as_anyone_reads_and_no_rank_waits_for_one_without_memory() -> None:

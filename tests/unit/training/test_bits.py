@@ -39,6 +39,8 @@ AUTO = {
 CHUNKS = {"precision": "bf16", "optimizer_offload_chunk_size": 1999}
 FP8 = {"precision": "fp8", "reduce_bucket_size": 3000, "global_batch_size": 8, "train_iters": 2}
 IN_8_BITS = {"fp8_param_gather": True}
+SOME = IN_8_BITS | {"data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
+"""One of a layer's four matrices stays whole."""
 FP8_INSTANCES = INSTANCES | FP8 | {"data_parallel_sharding": "optimizer", "cpu_offloading": True}
 
 
@@ -107,6 +109,7 @@ RUNS = {
         {"dp": 2, "data_parallel_sharding": "gradients", **FP8, **IN_8_BITS}, "fp8", ("losses", "weights")
     ),
     "zero-3, fp8": Row({"dp": 2, **SHARDED, **FP8}, "fp8", ("losses", "weights")),
+    "zero-3, fp8, in 8 bits": Row({"dp": 2, **SHARDED, **FP8, **IN_8_BITS}, "fp8", ("losses", "weights")),
     "pp3, by hand": Row({"pp": 3, BY_HAND: "E|t*3|tL", "recompute_granularity": "full"}, "one"),
     "vpp3, flush": Row({"pp": 3, BY_HAND: "E|t|t|t|t|L", **FOUR, **FLUSH}, "one, 4"),
     "vpp3, waiting": Row(
@@ -126,6 +129,7 @@ RUNS = {
     "instances, zero-3": Row({**INSTANCES, **SHARDED, **CHUNKS}, "instances", ("losses", "weights")),
     "instances, fp8": Row(FP8_INSTANCES),
     "instances, fp8, in 8 bits": Row(FP8_INSTANCES | IN_8_BITS, "instances, fp8", ("losses", "weights")),
+    "instances, zero-3, fp8, some": Row(FP8_INSTANCES | SOME, "instances, fp8", ("losses", "weights")),
 }  # fmt: skip
 
 

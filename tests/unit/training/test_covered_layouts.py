@@ -116,8 +116,6 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "LoRA": {"no": {}, "yes": {"lora_rank": 3}, "nf4": {"lora_rank": 3, "quantize_base": "nf4"}},
     "objective": {"sft": {}, "dpo": {"objective": "dpo", "dpo_beta": 0.5}},
 }  # fmt: skip
-REPLICATED = ("optimizer", "gradients")
-"""Where 8-bit weights travel after an update."""
 WITH_EXPERTS = ("mixtral", "qwen-moe", "deepseek")
 CHANGE_SUMS = {
     *("TP", "PP", "VPP", "stages", "CP", "by", "SP", "instances", "packing", "model", "EP", "ETP", "tokens"),
@@ -132,7 +130,7 @@ RULES_OF_ROWS = [
     Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"),
     Rule(("TP", "overlap"), lambda tp, overlap: tp == "2" or overlap == "auto"),
     Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
-    Rule(("PR", "DO"), lambda precision, level: "gather" not in precision or level in REPLICATED),
+    Rule(("PR", "DO"), lambda precision, level: "gather" not in precision or level != "none"),
     Rule(("PR", "offload"), lambda precision, share: "gather" not in precision or share == "none"),
     Rule(("DO", "instances"), lambda level, instances: level != "none" or instances == "1"),
     Rule(("DO", "travel"), lambda level, travel: level != "none" or travel == "whole"),
