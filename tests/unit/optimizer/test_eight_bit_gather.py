@@ -178,8 +178,8 @@ def _units(rank: int, world_size: int) -> tuple[list[list[Any]], dict[torch.dtyp
                     with optimizer.described_weights(to_write=True) as visit:
                         (visit or torch.Tensor.detach)(model.last.weight).data *= 64
             found[-1].append(model(batch).item())
-        with optimizer.full_weights():
-            found[-1] += [parameter.tolist() for parameter in model.parameters()]
+        with optimizer.described_weights() as visit:
+            found[-1] += [(visit or torch.Tensor.detach)(each).tolist() for each in model.parameters()]
     return found, dict(gathered)
 
 
