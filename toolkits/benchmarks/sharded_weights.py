@@ -168,7 +168,7 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
 
 
 def measure_memory(context: DeviceContext) -> dict[str, float]:
-    """By contender: resident bytes at the peak of its construction and three steps, of the rank that has the most."""
+    """By contender: resident bytes at the peak of construction and three steps, of the rank with the most."""
     config = run_config(
         64, **_MEMORY_SHAPE, nproc_per_node=_RANKS, global_batch_size=_RANKS, precision="bf16",
     )  # fmt: skip
