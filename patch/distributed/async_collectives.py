@@ -177,7 +177,7 @@ def start_reduce_scatter(
 
     Args:
         buffer: (group size * n,); not changed, unless `out` is a part of it.
-        out: (n,), this rank's part of `buffer`, or other memory.
+        out: (n,), this rank's part of `buffer`, or other memory, which gets other values before `wait`.
         group: the ranks that take part.
         travels_as: all parts, the own one too, are rounded to this type, exchanged, and added up in fp32 in
             the order of ranks; not over NCCL (`RoundedSums`). None: the type of `buffer`.
@@ -187,6 +187,9 @@ def start_reduce_scatter(
         return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
     own = (buffer if travels_as is None else buffer.to(travels_as)).chunk(group.size())
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    if others and travels_as is None and out.untyped_storage()._cdata != buffer.untyped_storage()._cdata:
+        received[others[-1]] = out  # the last sum is written there
 
     def add_up() -> None:
         if travels_as is not None:

@@ -34,7 +34,7 @@ them, because every bucket costs a message its latency for each (toolkits/benchm
 
 NUM_STAGING = 3
 """Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
-bucket before."""
+bucket before. At ZeRO-3 the third is for what stays whole, and no larger."""
 NUM_WHOLE = 2
 """Units of weights that are whole at once where replicas share them: one computes, the next one travels."""
 MAX_TRAVELLING = 4

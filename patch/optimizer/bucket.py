@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -231,12 +232,12 @@ class Staging:
 
     Args:
         like: on the device, of the type of gradients.
-        numel: of the largest bucket.
-        num_buffers: how many buckets may be open at a time, from the first gradient until the sum is there.
+        numels: of the buffers, the first as many as the largest bucket: so many buckets may be open at a
+            time, from the first gradient until the sum is there.
     """
 
-    def __init__(self, like: torch.Tensor, numel: int, num_buffers: int) -> None:
-        self._buffers = [like.new_empty(numel) for _ in range(num_buffers)]
+    def __init__(self, like: torch.Tensor, numels: Sequence[int]) -> None:
+        self._buffers = [like.new_empty(numel) for numel in numels]
         self.reset()
 
     @property
@@ -248,17 +249,19 @@ class Staging:
         """Begin a step: no bucket has a buffer, whatever an error left behind."""
         self._free = deque(self._buffers)
 
-    @property
-    def is_used_up(self) -> bool:
-        """Whether the next one to take a buffer makes a new one."""
-        return not self._free
+    def is_used_up(self, numel: int) -> bool:
+        """Whether the next one to take a buffer for so many elements makes a new one."""
+        return all(buffer.numel() < numel for buffer in self._free)
 
-    def take(self) -> torch.Tensor:
-        """(numel,) a buffer that nobody uses."""
-        if not self._free:
+    def take(self, numel: int) -> torch.Tensor:
+        """(at least numel,) the smallest buffer that nobody uses, of several the one that is free longest."""
+        if self.is_used_up(numel):
             self._buffers.append(torch.empty_like(self._buffers[0]))
             return self._buffers[-1]
-        return self._free.popleft()
+        found = min((free.numel(), index) for index, free in enumerate(self._free) if free.numel() >= numel)
+        buffer = self._free[found[1]]
+        del self._free[found[1]]
+        return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Whoever took it has no need of it any more."""

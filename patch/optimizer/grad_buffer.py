@@ -94,8 +94,10 @@ class GradBuffer:
             domain, flat = domains[bucket_range.domain], self._flats[bucket_range.domain]
             shard, buffer = domain.sharding.places(domain, flat, bucket_range)
             self.buckets.append(Bucket(index, bucket_range, shard, buffer, domain, self._rounded_sums))
-        num_staging = min(NUM_STAGING, len(bucket_ranges))
-        self._staging = Staging(like, largest, num_staging) if domains[0].sharding.is_staged else None
+        # Those of no unit, mostly norms in one bucket, are open through all of a backward.
+        others = max((each.numel for each in bucket_ranges if not each.unit), default=largest)
+        numels = [*[largest] * (NUM_STAGING - 1), others][: len(bucket_ranges)]
+        self._staging = Staging(like, numels) if domains[0].sharding.is_staged else None
         self._travelling: deque[Bucket] = deque()
         """Buckets whose reductions are under way."""
         self._leaving: deque[Bucket] = deque()
@@ -304,9 +306,9 @@ class GradBuffer:
             self._finish_next()
         if bucket.buffer is None:
             assert self._staging is not None, "other stages keep buffers of their own"
-            while self._staging.is_used_up and self._travelling:
+            while self._staging.is_used_up(bucket.range.numel) and self._travelling:
                 self._finish_next()
-            bucket.use_staging(self._staging.take())
+            bucket.use_staging(self._staging.take(bucket.range.numel))
 
 
 def _rounded_sums(numel: int, domain: Domain, device: torch.device) -> RoundedSums | None:

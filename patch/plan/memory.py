@@ -172,8 +172,9 @@ def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = N
 def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     """Bytes of gradients beside the main gradients, at most, on a rank.
 
-    Staging buffers of ZeRO-2; of NCCL's bf16 messages what one sends and one receives; over gloo what all
-    that travel receive, and send as bf16; zeros for autograd where layers add up gradients themselves.
+    Staging buffers of ZeRO-2, of which one is that of norms where these alone stay whole; of NCCL's bf16
+    messages what one sends and one receives; over gloo what all that travel receive, and send as bf16; zeros
+    for autograd where layers add up gradients themselves.
 
     Args:
         config: the run.
@@ -186,17 +187,19 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
         return stand_ins
     parameters, element = parameters_of(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
     weight = element_bytes(config.training.precision)
-    units = units_of(config, pp_rank, as_kept=True)  # no bucket spans two
-    largest = max((unit.total for unit in units), default=0)
-    bucket = min(optimizer.reduce_bucket_size, parameters, largest // weight or parameters)
+    units = [unit.total // weight for unit in units_of(config, pp_rank, as_kept=True)]  # no bucket spans two
+    bucket = min(optimizer.reduce_bucket_size, parameters, max(units, default=0) or parameters)
     is_staged = config.num_gradient_parts > 1 or config.frees_weights
-    staged = NUM_STAGING * bucket * element if is_staged else 0
+    others = max(0, parameters - sum(units))
+    buffers = (NUM_STAGING - 1) * bucket + min(bucket, others or bucket)
+    staged = buffers * element if is_staged else 0
     rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
     if cuda:
         return stand_ins + staged + 2 * ROUNDED_UNDER_WAY * bucket * rounded
-    number = NUM_STAGING if is_staged else MAX_TRAVELLING + 1
-    travelling = min(number * bucket, parameters)
-    received = travelling * (rounded or element) * (shares - 1) // shares
+    travelling = min(buffers if is_staged else (MAX_TRAVELLING + 1) * bucket, parameters)
+    # Of the only micro-batch one part is received where the sum is to be.
+    sources = shares - 1 - (is_staged and not rounded and config.num_micro_batches == 1)
+    received = travelling * (rounded or element) * sources // shares
     return stand_ins + staged + travelling * rounded + received
 
 

@@ -3,17 +3,20 @@
     python -m toolkits.benchmarks.sharded_weights [--quick] [--json FILE]
 
 Two ranks in network namespaces (needs root and iproute2) with layers that wait, as in `overlap`, one
-micro-batch a step. Peak memory is that of a model with real layers: what its processes allocate from its
-construction on.
+micro-batch a step. Peak memory is that of a model with real layers: what is resident of its processes from
+its construction on, since torch's profiler misses what threads of gloo free.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.plan.resolve import with_sharding
 from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, run_config
-from toolkits.benchmarks._measure import COMPUTE, Rounds, over_ranks, peak_bytes
+from toolkits.benchmarks._measure import COMPUTE, Rounds, over_ranks
 from toolkits.benchmarks._report import Aim, Report, run_benchmark
 from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
 from toolkits.benchmarks._runner import run_ranks
@@ -56,7 +59,9 @@ def _run(arguments: argparse.Namespace) -> Report:
         measured = run_ranks(
             measure, _RANKS, _TIMEOUT_S, cables=cables, schedule=_QUICK if arguments.quick else _FULL
         )
-    peaks = run_ranks(measure_memory, _RANKS, _TIMEOUT_S)
+    # Freed memory goes back to the system at once, so that resident memory is what is in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    peaks = run_ranks(measure_memory, _RANKS, _TIMEOUT_S, environment=environment)
     found = Rounds(measured["rounds"])
     rival = found.best(FSDP)
     title = f"DP={_RANKS}, accumulation 1, {way_of(measured)}"
@@ -163,7 +168,7 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
 
 
 def measure_memory(context: DeviceContext) -> dict[str, float]:
-    """By contender: bytes at the peak of its construction and two steps, of the rank that has the most."""
+    """By contender: resident bytes at the peak of construction and three steps, of the rank with the most."""
     config = run_config(
         64, **_MEMORY_SHAPE, nproc_per_node=_RANKS, global_batch_size=_RANKS, precision="bf16",
     )  # fmt: skip
@@ -176,14 +181,29 @@ def measure_memory(context: DeviceContext) -> dict[str, float]:
 
     def train(build: Callable[[], Contender]) -> None:
         contender = build()
-        for _ in range(2):
+        for _ in range(3):
             contender.step()
         contender.settle()
 
     return {
-        name: over_ranks(peak_bytes(partial(train, build), context.device), context.device)
+        name: over_ranks(_resident_peak(partial(train, build)), context.device)
         for name, build in builds.items()
     }
+
+
+def _resident_peak(run: Callable[[], None]) -> int:
+    """Bytes by which this process grows at most; `run` runs twice, the first time unmeasured."""
+    run()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak counts from here
+    before = _status_bytes("VmRSS")
+    run()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 if __name__ == "__main__":
