@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.fields import assemble
+from patch.config.fields import FIELDS, assemble, coerce
 from patch.config.schema import RunConfig
 from patch.data import Batch, BatchReader
 from patch.model import LlamaModel, build_llama_model, initialize_weights
@@ -35,10 +35,12 @@ def run_config(seq_length: int, **fields: Any) -> RunConfig:
 
     Args:
         seq_length: tokens of a sequence.
-        fields: the model's shape, and fields of any section that differ.
+        fields: the model's shape, and fields of any section that differ; words as in flags.
     """
     lengths = ("seq_length", "max_position_embeddings", "max_padding_length")
-    return assemble({**_FIELDS, **dict.fromkeys(lengths, seq_length), **fields})
+    values = {**_FIELDS, **dict.fromkeys(lengths, seq_length), **fields}
+    words = {name: coerce(FIELDS[name], word, name) for name, word in values.items() if isinstance(word, str)}
+    return assemble(values | words)
 
 
 class Contender(Protocol):
