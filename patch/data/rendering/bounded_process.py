@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -97,7 +98,9 @@ class BoundedMap(Generic[_Item, _Result]):
         before = os.environ.get(_PARALLEL_TOKENIZERS)
         os.environ[_PARALLEL_TOKENIZERS] = "false"
         try:
-            self._pool.submit(int)  # the first call forks all processes
+            # A collection in a child would end garbage of the parent, and wait for threads that it has not.
+            with without_collections():
+                self._pool.submit(int)  # the first call forks all processes
         except OSError as error:
             raise TrainingError(
                 f"no process can be started for the rows: {error.strerror}; leave more memory free, or "
@@ -166,6 +169,18 @@ class BoundedMap(Generic[_Item, _Result]):
         return ChildEndedError(item, step, f"has ended its process ({code})", code == -signal.SIGKILL)
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A context in which the garbage collector rests, in processes that are forked in it too."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _end(pool: ProcessPoolExecutor, processes: Iterable[BaseProcess]) -> None:
     """End the processes whatever they do."""
     for process in processes:
@@ -193,7 +208,8 @@ def _begin(function: Callable[[Any], Any], places: np.ndarray, bounded: bool) ->
                 os.close(descriptor)
         except OSError:
             pass  # that of the list itself
-    gc.freeze()  # a collection would write to the parent's memory pages, and thereby copy them
+    gc.freeze()  # a collection would also write to the parent's memory pages, and thereby copy them
+    gc.enable()
     for number in (signal.SIGXCPU, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it, and ends the pool

@@ -12,17 +12,16 @@ byte-level BPE could merge the last characters of the header with the first ones
 
 from __future__ import annotations
 
-import gc
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from patch.data.rendering.bounded_process import without_collections
 from patch.data.rendering.byte_level import byte_level_encoder
 from patch.data.rendering.spans import Span, any_of, unmarked
 from patch.errors import DataError
@@ -40,18 +39,6 @@ class _Piece(NamedTuple):
     """Number of ids at its begin that belong to the span before."""
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """The garbage collector would look at every entry of a large vocabulary again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class SpanEncoder:
     """Encodes the spans of samples; by tiktoken where its ids are known to be the tokenizer's.
 
@@ -65,7 +52,7 @@ class SpanEncoder:
         DataError: the tokenizer is not a fast one.
     """
 
-    @_without_collections()
+    @without_collections()  # which would look at every entry of a large vocabulary again and again
     def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
