@@ -3,26 +3,30 @@
     python -m toolkits.benchmarks.gpu_step [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
         [--contenders NAME...]
 
-It needs a GPU. Each contender runs in its own process, in the environment that the launcher gives a worker.
+It needs a GPU. Contenders run in turns in one process, in the environment that the launcher gives a worker.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.distributed.launch import worker_environment
+from patch.errors import PatchError
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, Contender, OurTrainer, run_config, time_round
@@ -76,7 +80,7 @@ class Steps(NamedTuple):
     sequence: int
     layers: int
     rounds: Mapping[str, Sequence[dict[str, Any] | None]]
-    """Contender -> what its process measured in each round; None: it failed."""
+    """Contender -> what was measured in each round; None: it failed."""
 
     def of(self, name: str, key: str) -> float:
         """The median of a figure; NaN where it was not measured."""
@@ -165,24 +169,13 @@ def steps_of(
     found = []
     for length in arguments.sequence:
         layers = arguments.layers or layers_that_fit(machine, length, share)
-        timed = {
-            name: partial(
-                _measure_alone, name, recipe=recipe._asdict(), layers=layers, sequence=length,
-                steps=_QUICK_STEPS if arguments.quick else _STEPS, threads=0,
-                environment=worker_environment(step_run(recipe, layers, length), machine, os.environ),
-            )
-            for name, recipe in contenders.items()
-        }  # fmt: skip
-        found.append(Steps(length, layers, take_turns(timed, arguments.rounds)))
-    return found
-
-
-def _measure_alone(name: str, **options: Any) -> dict[str, Any] | None:
-    """`measure` in a process of its own; a line, because the time may be over before the table is printed."""
-    found = try_alone(measure, _TIMEOUT_S, on_gpu=True, **options)
-    if found is not None:
-        figures = ", ".join(f"{key} {found[key]:.3f}" for key in ("seconds", "gpu_gib", "host_gib", "loss"))
-        print(f"ended: {name}, {options['sequence']} tokens: {figures}", flush=True)
+        rounds = try_alone(
+            measure, _TIMEOUT_S * len(contenders) * arguments.rounds, on_gpu=True, threads=0,
+            environment=worker_environment(step_run(Recipe(), layers, length), machine, os.environ),
+            recipes={name: recipe._asdict() for name, recipe in contenders.items()}, layers=layers,
+            sequence=length, steps=_QUICK_STEPS if arguments.quick else _STEPS, rounds=arguments.rounds,
+        )  # fmt: skip
+        found.append(Steps(length, layers, rounds or dict.fromkeys(contenders, [None] * arguments.rounds)))
     return found
 
 
@@ -223,13 +216,35 @@ def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
 
 
 def measure(
-    context: DeviceContext, recipe: dict[str, Any], layers: int, sequence: int, steps: int
-) -> dict[str, Any]:
-    """`time_steps` of a model with layers of 8B."""
-    own = Recipe(**recipe)
-    return time_steps(
-        step_run(own, layers, sequence), context, steps, own.upstream, is_deepspeed=own.is_deepspeed
-    )
+    context: DeviceContext,
+    recipes: dict[str, dict[str, Any]],
+    layers: int,
+    sequence: int,
+    steps: int,
+    rounds: int,
+) -> dict[str, list[dict[str, Any] | None]]:
+    """`time_steps` of models with layers of 8B, in turns in one process; None of one that fails.
+
+    A line as each ends, because the time may be over before there is a table.
+    """
+
+    def timed(name: str) -> dict[str, Any] | None:
+        own, found = Recipe(**recipes[name]), None
+        try:
+            run = step_run(own, layers, sequence)
+            found = time_steps(run, context, steps, own.upstream, is_deepspeed=own.is_deepspeed)
+            figures = ", ".join(f"{key} {found[key]:.3f}" for key in ("seconds", "gpu_gib", "loss"))
+            print(f"ended: {name}, {sequence} tokens: {figures}", flush=True)
+        except (RuntimeError, MemoryError, PatchError) as error:
+            print(f"failed: {name}, {sequence} tokens: {error}", file=sys.stderr, flush=True)
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+        if context.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return found
+
+    return take_turns({name: partial(timed, name) for name in recipes}, rounds)
 
 
 def time_steps(
@@ -263,16 +278,16 @@ def time_steps(
     else:
         trainer = UpstreamTrainer(config, groups, context.device, {}, upstream)
     timed = time_round(trainer, steps, context.device, _UNTIMED_STEPS)
-    host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    measured: dict[str, Any] = {**timed._asdict(), "host_gib": host_gib}
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    measured: dict[str, Any] = {**timed._asdict(), "host_gib": pages * resource.getpagesize() / 2**30}
+    measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30 if context.is_cuda else 0.0
     if context.is_cuda:
-        measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
         measured["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     if isinstance(trainer, OurTrainer):
         report = trainer.run.optimizer.report()
         measured["fraction"] = report.offload_fraction
         # `auto` resets torch's peak counter in each step.
-        measured["gpu_gib"] = max(measured.get("gpu_gib", 0.0), report.largest_peak / 2**30)
+        measured["gpu_gib"] = max(measured["gpu_gib"], report.largest_peak / 2**30)
     measured["kernels"] = dearest_kernels(trainer.step, context.device)
     trainer.settle()
     return measured

@@ -3,8 +3,7 @@
     python -m toolkits.benchmarks.offload [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
         [--contenders NAME...]
 
-It needs a GPU. Each round runs every contender in a process of its own, so that memory peaks and pinned
-memory are its own.
+It needs a GPU. A process for each length, in which contenders take turns.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_runner import new_job, run_distributed
+from distributed_runner import run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
@@ -67,7 +67,7 @@ def test_attention_table_and_aims() -> None:
 
 
 def run_small(rank: int, world_size: int) -> dict[str, dict]:
-    """Steps of the contenders of `offload` in bf16, but others' offload, which needs CUDA."""
+    """Steps of the contenders of `offload` in bf16, but others' offload, which needs CUDA; one more fails."""
     from training_runs import CPU
 
     from patch import compat
@@ -75,12 +75,15 @@ def run_small(rank: int, world_size: int) -> dict[str, dict]:
 
     compat.apply(cuda=False)
     prepare_cpu()
-    found = {}
-    for name, recipe in offload.CONTENDERS.items():
-        if not (recipe.upstream or recipe.is_deepspeed or "fp8" in name):
-            new_job()
-            found[name] = gpu_step.time_steps(_small(recipe), CPU, 2, recipe.upstream)
-    return found
+    gpu_step.step_run = lambda recipe, layers, sequence: _small(recipe)
+    recipes = {
+        name: recipe._asdict() for name, recipe in offload.CONTENDERS.items()
+        if not (recipe.upstream or recipe.is_deepspeed or "fp8" in name)
+    }  # fmt: skip
+    odd = Recipe({"cp_comm_type": "telepathy"})
+    measured = gpu_step.measure(CPU, recipes | {"odd": odd._asdict()}, 0, 0, 2, 1)
+    assert measured.pop("odd") == [None]
+    return {name: found for name, (found,) in measured.items()}
 
 
 def _small(recipe: Recipe) -> RunConfig:
