@@ -57,13 +57,15 @@ def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:
     """Note the largest absolute number of a tensor with its memory, for a cast that follows.
 
     The note goes with the memory, which autograd hands on under other objects, and ends with it. A copy has
-    none, and an operation of torch that changes a number makes it void.
+    none, and an operation of torch that changes a number makes it void, but for those on `.data` or on a
+    storage, which nobody counts. Of a tensor of `torch.inference_mode` no change is counted: it gets no note.
 
     Args:
         written: contiguous, just written by the kernel that found the number.
         amax: float32 [].
     """
-    written.untyped_storage().amax = _numbers_of(written), amax  # type: ignore[attr-defined]
+    if not written.is_inference():
+        written.untyped_storage().amax = _numbers_of(written), amax  # type: ignore[attr-defined]
 
 
 def noted_amax(matrix: torch.Tensor) -> torch.Tensor | None:

@@ -179,7 +179,7 @@ class EightBitUnits(ShardedFlat, RoundedFlat):
         if buckets and not is_visited and unit not in self._scaled:
             assert self._domain.gathers is not None
             self._finish(self._start_search(buckets, self._domain.gathers))
-            self._scaled.add(unit)  # now: should memory end below, other ranks do not search again
+            self._scaled.add(unit)
         return super().start_unit(unit, is_visited=is_visited)
 
     def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:

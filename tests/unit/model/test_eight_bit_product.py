@@ -22,6 +22,7 @@ from patch.errors import TrainingError
 from patch.model import fp8_matrix
 from patch.model.eight_bit_product import EightBits, StepWeights
 from patch.model.linear import Column, Row
+from patch.model.mlp import swiglu
 from patch.optimizer.main_grad import MainGrad, StandIns
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
@@ -233,6 +234,14 @@ def _check_noted_numbers(casts: int, **changes: Any) -> None:
     assert found == [True] * casts * layers * run.config.num_micro_batches, changes
     run.optimizer.finish_param_sync()
     new_job()
+
+
+def test_swiglu_notes_nothing_where_changes_are_not_counted() -> None:
+    """In `torch.inference_mode`, as a program may call a model."""
+    for mode, is_noted in ((torch.no_grad, True), (torch.inference_mode, False)):
+        with mode():
+            product = swiglu(torch.ones(16, 64).bfloat16(), is_fused=False, notes_amax=True)
+            assert (noted_amax(product) is not None) == is_noted
 
 
 def run_two(rank: int, world_size: int) -> list[list[int]]:
