@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -247,7 +246,7 @@ class Staging:
 
     def reset(self) -> None:
         """Begin a step: no bucket has a buffer, whatever an error left behind."""
-        self._free = deque(self._buffers)
+        self._free = list(self._buffers)
 
     def is_used_up(self, numel: int) -> bool:
         """Whether the next one to take a buffer for so many elements makes a new one."""
@@ -258,10 +257,8 @@ class Staging:
         if self.is_used_up(numel):
             self._buffers.append(torch.empty_like(self._buffers[0]))
             return self._buffers[-1]
-        found = min((free.numel(), index) for index, free in enumerate(self._free) if free.numel() >= numel)
-        buffer = self._free[found[1]]
-        del self._free[found[1]]
-        return buffer
+        _, index = min((free.numel(), i) for i, free in enumerate(self._free) if free.numel() >= numel)
+        return self._free.pop(index)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Whoever took it has no need of it any more."""

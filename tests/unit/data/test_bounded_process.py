@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import time
-from multiprocessing import util
+from multiprocessing import parent_process, util
 from pathlib import Path
 
 import psutil
@@ -135,18 +135,14 @@ def test_process_that_is_killed_between_two_lists_is_told() -> None:
 
 def test_garbage_of_the_parent_is_not_collected_in_its_children() -> None:
     """Such as process groups, whose end waits for threads that a fork does not take along."""
-    parent, before = os.getpid(), gc.get_threshold()
 
     class Garbage:
         def __del__(self) -> None:
-            assert os.getpid() == parent or os._exit(11)
+            assert parent_process() is None or os._exit(11)
 
     key, garbage = Garbage(), Garbage()
-    util.register_after_fork(key, lambda _: (gc.set_threshold(1), [[] for _ in range(100)]))
-    gc.set_threshold(10**9)
     garbage.itself = garbage
     del garbage
-    try:
-        assert next(BoundedMap(work)([[(3, 0.0)]]))[1] == [9]
-    finally:
-        gc.set_threshold(*before)
+    gc.freeze()  # nor here, before the fork
+    util.register_after_fork(key, lambda _: (gc.unfreeze(), gc.isenabled() and gc.collect()))
+    assert next(BoundedMap(work)([[(3, 0.0)]]))[1] == [9]

@@ -238,10 +238,8 @@ def _check_noted_numbers(casts: int, **changes: Any) -> None:
 
 def test_swiglu_notes_nothing_where_changes_are_not_counted() -> None:
     """In `torch.inference_mode`, as a program may call a model."""
-    for mode, is_noted in ((torch.no_grad, True), (torch.inference_mode, False)):
-        with mode():
-            product = swiglu(torch.ones(16, 64).bfloat16(), is_fused=False, notes_amax=True)
-            assert (noted_amax(product) is not None) == is_noted
+    with torch.inference_mode():
+        assert noted_amax(swiglu(torch.ones(16, 64), is_fused=False, notes_amax=True)) is None
 
 
 def run_two(rank: int, world_size: int) -> list[list[int]]:
