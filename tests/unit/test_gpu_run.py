@@ -163,6 +163,7 @@ def test_what_ranks_over_nccl_are_asked_runs_over_gloo(tmp_path: Path, monkeypat
         assert found[name] == found[base], name
 
 
+@pytest.mark.long
 def test_a_part_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     which = "unit.test_gpu_run:parts"
