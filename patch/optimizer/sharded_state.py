@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -246,14 +247,19 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectang
 
 
 def _shards_by_parameter(model_state: ShardedStateDict) -> dict[int, list[tuple[ShardedTensor, int]]]:
-    """The sharded tensors of each parameter, and where each begins in the flattened parameter."""
+    """The sharded tensors of each parameter, without values, and where each begins in the flattened parameter.
+
+    A parameter may have no element of its own for each number: its parts are those of one that has.
+    """
     found: dict[int, list[tuple[ShardedTensor, int]]] = {}
     for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0]):
-        parameter = entry.data
-        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
-        for shard in nested_values(parts) if isinstance(parts, (dict, list)) else [parts]:
-            start = shard.data.storage_offset() - parameter.storage_offset()
-            found.setdefault(id(parameter), []).append((shard, start))
+        own = found.setdefault(id(entry.data), [])
+        if not isinstance(entry, ShardedTensorFactory):
+            own.append((entry, 0))
+            continue
+        parts = replace(entry, data=torch.empty_like(entry.data, device="meta").contiguous()).build()
+        shards = nested_values(parts) if isinstance(parts, (dict, list)) else [parts]
+        own += [(shard, shard.data.storage_offset()) for shard in shards]
     return found
 
 

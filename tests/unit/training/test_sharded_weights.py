@@ -35,6 +35,7 @@ STEPS = 3
 
 def build(level: str, load: Path | None) -> Run:
     changes = LEVELS[level] | {"dp": 2, "global_batch_size": 8, "reduce_bucket_size": 9000}
+    changes |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}  # rounded by each number's place
     return run_of(small_run(load=None if load is None else str(load), **changes))
 
 
