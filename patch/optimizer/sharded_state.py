@@ -247,7 +247,7 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectang
 
 
 def _shards_by_parameter(model_state: ShardedStateDict) -> dict[int, list[tuple[ShardedTensor, int]]]:
-    """The sharded tensors of each parameter, without values, and where each begins in the flattened parameter.
+    """The sharded tensors of each parameter, without values, and where each begins in it, flattened.
 
     A parameter may have no element of its own for each number: its parts are those of one that has.
     """

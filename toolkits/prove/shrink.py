@@ -201,7 +201,7 @@ def _parallel(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
 
 
 def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> dict[str, Any]:
-    """Data, what fp16 scales losses by, and what a CPU has not."""
+    """Data, what fp16 scales losses by, what a CPU has not, and moments that a bound can compare."""
     kind, optimizer = "raw" if run.training.sft else "idxmap", run.optimizer
     rows = str(made / ("text" if kind == "idxmap" else "rows.jsonl"))
     values: dict[str, Any] = {
@@ -211,6 +211,9 @@ def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> di
         "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
         "param_persistence_threshold": min(optimizer.param_persistence_threshold, 256),  # norms stay whole
     }  # fmt: skip
+    # Codes are no numbers, and an infinitely small difference makes another one.
+    moments = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    values |= {name: "fp32" for name in moments if value_of(run, name) == "8bit"}
     if optimizer.cpu_offloading_weights_fraction is None:
         values["cpu_offloading_weights_fraction"] = 0.5
     if optimizer.optimizer_offload_policy == "auto":

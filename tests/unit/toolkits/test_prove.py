@@ -122,8 +122,9 @@ def test_what_upstream_has_otherwise_is_left_out_on_both_sides_and_said(tmp_path
     assert (both.layout.world_size, both.one.world_size) == (4, 1)
 
 
+NARROW = "--exp-avg-dtype 8bit --exp-avg-sq-dtype bf16 --lora-rank 64 --lora-alpha 64"
 WHOLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"tp": 8, "flags": "--eval-tasks a"}, {"tp": 2}),
+    ({"tp": 8, "flags": f"--eval-tasks a {NARROW}"}, {"tp": 2}),
     ({"tp": 8, "pp": 4}, {"tp": 2, "pp": 3}),
     ({"tp": 2, "pp": 4, "cp": 2, "dp": 8}, {"dp": 1, "cp": 2, "pp": 2}),
     ({"cp": 4, "flags": "--cp-comm-type p2p"}, {"cp": 4}),
@@ -141,4 +142,5 @@ def test_axes_are_as_small_as_keeps_their_code_paths(
     sizes = Sizes.of(run.layout)
     assert {name: getattr(sizes, name) for name in small} == small
     assert run.layout.data.eval_tasks is None, "a model of a few words has no scores"
+    assert run.layout.optimizer.exp_avg_dtype == run.one.optimizer.exp_avg_dtype == "fp32", "codes"
     assert sizes.processes == run.layout.world_size <= 8 and run.one.world_size == 1
