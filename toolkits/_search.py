@@ -30,6 +30,10 @@ _TOKENS = 1e9
 """Whose device hours are compared, if --tokens gives no number."""
 _DOUBLINGS = 6
 """Doublings of the number of machines, where no layout fits."""
+_ON_DISK: dict[str, Any] = {
+    "offload_folder": "DIR", "optimizer_offload_host_share": 0.0, "main_grads_dtype": "bf16",
+}  # fmt: skip
+"""What a run takes last, where no layout fits."""
 _BY_THE_MACHINE = ("nnodes", "nproc_per_node")
 _BY_THE_SEARCH = {
     "ENV", "MODEL_SIZE", "BATCH_SIZE", "TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD",
@@ -168,12 +172,16 @@ def _assumed(planned: Planned, layout: Found) -> list[str]:
 
 
 def _none_found(planned: Planned) -> str:
-    """What lacks, and on how many machines a layout would fit."""
-    machine = planned.machine
+    """What lacks, and with what on a disk, or on how many machines, a layout would fit."""
+    machine, optimizer = planned.machine, planned.run.optimizer
     what = f"no layout fits {machine.num_devices} devices of this memory" if machine.is_gpu else (
         f"no layout fits: the host memory of {machine.nodes * machine.host_memory_bytes / 2**30:.0f} GiB is "
         "too small"
     )  # fmt: skip
+    on_disk = dataclasses.replace(planned.run, optimizer=dataclasses.replace(optimizer, **_ON_DISK))
+    if machine.is_gpu and optimizer.offload_folder is None and fits_somewhere(on_disk, machine):
+        words = (f"{FIELDS[name].flag} {scalar_of(on_disk, name)}" for name in _ON_DISK)
+        what += f"; one would fit with {' '.join(words)}, its states on a disk"
     for doubled in range(1, _DOUBLINGS + 1):
         larger = dataclasses.replace(machine, nodes=machine.nodes * 2**doubled)
         if fits_somewhere(planned.run, larger):

@@ -46,6 +46,8 @@ def _plan(options: argparse.Namespace, argv: list[str]) -> int:
     counts = options.nodes or [None]
     if len(counts) > 1 and not options.search:
         raise ConfigError(f"--nodes: got {len(counts)} numbers, expected one; several with --search")
+    if options.search and options.explain:
+        raise ConfigError("--explain: got it beside --search, expected one of them: explain what it finds")
     here = MachineFacts.probe()
     plans = [_planned(options, argv, nodes, here) for nodes in counts]
     if options.search:

@@ -13,7 +13,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 POSITIONAL_ARGUMENTS = 8
 SMALL_LINES = 45
-BUDGET = {"product": 41_264, "tests": 35_120, "small modules, %": 15, "files in a room": 45}
+BUDGET = {"product": 41_278, "tests": 35_125, "small modules, %": 15, "files in a room": 45}
 """Lines of code are those without docstrings, comments and blanks."""
 NO_CODE = (
     tokenize.COMMENT,

@@ -54,8 +54,9 @@ def test_the_rows_and_lines_of_a_search_are_its_layouts(tmp_path, capsys):
 def test_the_number_of_machines_that_is_named_is_enough(capsys):
     run = ["--machine=h100", "--devices-per-node=1", "--search", "--", "--model-size=405B"]
     assert main([*run, "--global-batch-size=64"]) == 1
-    nodes = int(re.search(r"^no layout fits 1 devices.* --nodes (\d+)$", capsys.readouterr().out, re.M)[1])
-    assert main([f"--nodes={nodes}", *run, "--global-batch-size=64"]) == 0
+    said = re.search(r"^no layout fits 1 .* with (.*), its.* --nodes (\d+)$", capsys.readouterr().out, re.M)
+    assert main([f"--nodes={said[2]}", *run, "--global-batch-size=64"]) == 0
+    assert main([*run, "--global-batch-size=64", *said[1].split()]) == 0, said[1]
 
 
 def test_several_numbers_of_machines_are_compared_by_cost(tmp_path):
