@@ -4,23 +4,31 @@ foreign_flags.txt is the one table of them: messages about unknown flags and key
 the tables of guides/migrating.md are it, in both languages (`tests/architecture/test_guide_facts.py`).
 
 Source: Pai-Megatron-Patch's scripts, Megatron-LLaMA's and Megatron-LM's arguments, BigScience's
-Megatron-DeepSpeed, DeepSpeed's JSON, LLaMA-Factory's YAML, transformers, TRL, vLLM, torchrun.
+Megatron-DeepSpeed, DeepSpeed's JSON, LLaMA-Factory's YAML, torchtitan's TOML, transformers, PEFT, TRL, vLLM,
+torchrun.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from patch.errors import shown
+from patch.numbers import to_float
 
 _ALIKE = 0.75
 """From here on two words are one word, misspelled."""
 _ONE_NAME = 0.85
 """The same for whole names, whose words may be joined otherwise."""
+_OFF = ("false", "null")
+"""Values at which a name alone in the table has no answer."""
+_UNKNOWN = ": remove it, nothing here has this name"
 _LONGEST = 100
 """No flag is near a longer name, and looking for one would take long."""
 
@@ -37,17 +45,28 @@ class ForeignFlag(NamedTuple):
     @property
     def answer(self) -> str:
         """What to do, in a message."""
-        return self.advice if self.ours == "-" else f"here {self.ours}: {self.advice}"
+        return self.advice if self.ours == "-" else f"use {' and '.join(self.ours.split())}: {self.advice}"
 
-    def values(self, name: str) -> list[str]:
-        """The values that the row has for a name: "" for any; empty if it has not the name."""
-        found = []
-        for part in self.theirs.split(", "):
-            pattern, value = plain_name(part), re.split("[ :=]+", part, maxsplit=1)[1:]
-            if fnmatchcase(plain_name(name), pattern):
-                is_any = not value or (value[0].isupper() and value[0].isalpha())
-                found.append("" if is_any else value[0])
-        return found
+    def fit(self, name: str, value: str = "") -> int:
+        """How closely the row suits a name with a value: 3 and 2 this value, 1 any value; 0 it does not."""
+        parts = [part for part in self.theirs.split(", ") if fnmatchcase(plain_name(name), plain_name(part))]
+        return max((_fit_of_value(part, value.lower() or "true") for part in parts), default=0)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that it answers, without values, as `plain_name` writes them."""
+        return [plain_name(part) for part in self.theirs.split(", ")]
+
+
+def _fit_of_value(part: str, value: str) -> int:
+    """The same of a name with its value in the table: `NAME VALUE`, `NAME X` or `NAME`."""
+    wanted = re.split("[ :=]+", part, maxsplit=1)[1:]
+    if wanted in ([], ["X"]):
+        return int(bool(wanted) or value not in _OFF)
+    pattern, number = wanted[0].lower(), to_float(value)
+    if pattern == value or (number is not None and number == to_float(pattern)):
+        return 3
+    return 2 * fnmatchcase(value, pattern)
 
 
 @cache
@@ -68,19 +87,41 @@ def plain_name(text: str) -> str:
 
 
 def foreign_flag(name: str, value: str = "") -> ForeignFlag | None:
-    """What the table has for another program's flag or key, best with this value; None if nothing."""
-    rows = [row for rows in foreign_flags().values() for row in rows if row.values(name)]
-    of_this_value = [row for row in rows if value and value in row.values(name)]
-    of_any_value = [row for row in rows if "" in row.values(name)]
-    return next(iter(of_this_value or of_any_value or rows), None)
+    """The answer to another program's flag or key at a value; None if the table does not have the name.
+
+    Args:
+        name: as it was written; of a key in a nested file also its last part may be in the table.
+        value: its value as text; "" for a flag without one.
+    """
+    last = name.rpartition(".")[2]
+    for each, text in ((name, value), (last, value), (plain_name(name).removeprefix("no-"), "false")):
+        rows = [row for row in _all_rows() if any(fnmatchcase(plain_name(each), one) for one in row.names)]
+        if rows:
+            best = max(rows, key=lambda row: row.fit(each, text))
+            return best if best.fit(each, text) else ForeignFlag(name, "-", _unsupported(rows, text))
+    return None
+
+
+def _all_rows() -> Iterator[ForeignFlag]:
+    return chain.from_iterable(foreign_flags().values())
+
+
+def _unsupported(rows: list[ForeignFlag], value: str) -> str:
+    """The advice at a value for which a name has no row: false and null are mostly what is so anyway."""
+    first = max(rows, key=lambda row: row.fit(row.names[0], "any"))
+    if value.lower() == "null":
+        return "remove it: it is not set"
+    if value.lower() in _OFF and first.ours != "-":
+        return f"remove it: without {first.ours} it is off"
+    if value.lower() in _OFF and first.advice.startswith("not there"):
+        return "remove it: it is not there"
+    return f"not supported at this value, {shown(value)}"
 
 
 def is_meant_otherwise(flag: str, value: str) -> bool:
     """Whether a flag that is known here is another one's, with this value, in a line of another program."""
     row = foreign_flag(flag, value)
-    if row is None or flag in row.ours.split() or "*" in row.theirs:
-        return False
-    return value in row.values(flag) or ("" in row.values(flag) and f"{flag} " in row.theirs)
+    return row is not None and flag not in row.ours.split() and f"{flag} " in row.theirs
 
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
@@ -118,6 +159,8 @@ def answers(given: Iterable[tuple[str, str]], known: Iterable[str]) -> list[str]
     flags = list(known)
     named: dict[str, list[str]] = {}
     for name, value in dict.fromkeys(given):
-        row = foreign_flag(name, value)
-        named.setdefault(nearest_flag(name, flags) if row is None else f": {row.answer}", []).append(name)
+        row, last = foreign_flag(name, value), name.rpartition(".")[2]
+        own = f"--{plain_name(last)}"
+        hint = f": use {own}, the same name" if own in flags else nearest_flag(last, flags) or _UNKNOWN
+        named.setdefault(hint if row is None else f": {row.answer}", []).append(name)
     return [f"{', '.join(dict.fromkeys(names))}{said}" for said, names in named.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,9 +63,10 @@ def _errors(origin: str) -> Iterator[None]:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
-        sections = parse_yaml(text) or {}
+        sections = (tomllib.loads(text) if origin.endswith(".toml") else parse_yaml(text)) or {}
     except ValueError as error:
-        raise ConfigError(f"{origin}: malformed YAML: {error}") from error
+        kind = "TOML" if origin.endswith(".toml") else "YAML"
+        raise ConfigError(f"{origin}: malformed {kind}: {error}") from error
     fields: dict[str, Any] = {}
     _refuse_foreign(_mapping(sections, origin), origin)
     for section, values in sections.items():
@@ -83,21 +85,32 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 
 def _refuse_foreign(sections: dict[str, Any], origin: str) -> None:
     """Answer a file of another program (LLaMA-Factory's YAML, DeepSpeed's JSON), all its keys at once."""
-    unknown = [name for name in sections if name not in SECTIONS]
-    names = [key for name in unknown for key in _dotted(str(name), sections[name])]
-    if any(foreign_flag(name) is not None for name in names):
+    given = [pair for name, values in sections.items() for pair in _unknown(name, values)]
+    if any(foreign_flag(*pair) is not None for pair in given):
         flags = [field.flag for field in FIELDS.values()]
-        lines = "".join(f"\n  {line}" for line in answers([(name, "") for name in names], flags))
+        lines = "".join(f"\n  {line}" for line in answers(given, flags))
         raise ConfigError(f"{origin}: keys of another program, expected {', '.join(SECTIONS)}:{lines}")
 
 
-def _dotted(name: str, value: object) -> Iterator[str]:
-    """The names of all values below a key: `zero_optimization.stage`."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _dotted(f"{name}.{key}", inner)
+def _unknown(section: str, values: object) -> Iterator[tuple[str, str]]:
+    """The keys of a section that are none here, each with its value as text."""
+    if section not in SECTIONS or not isinstance(values, dict | None):
+        yield from _dotted(section, values)
+    for name, value in (values if section in SECTIONS and isinstance(values, dict) else {}).items():
+        is_known = name in FIELDS and FIELDS[name].section == section
+        if not is_known and (section, name, value) not in _GONE:
+            yield from _dotted(f"{section}.{name}", value)
+
+
+def _dotted(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """All values at a key and below it, each with its name: `zero_optimization.stage` and 2."""
+    if isinstance(value, dict | list) and value:
+        pairs = value.items() if isinstance(value, dict) else (("", each) for each in value)
+        for key, inner in pairs:
+            yield from _dotted(f"{name}.{key}".rstrip("."), inner)
     else:
-        yield name
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        yield name, "null" if value in (None, {}, []) else text
 
 
 def _mapping(value: object, origin: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
-from patch.errors import ConfigError
+from patch.errors import ConfigError, shown
 from patch.families import (
     EXPERT_FIELDS,
     LATENT_FIELDS,
@@ -84,6 +84,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     if not argv:
         raise ConfigError(f"nothing is given, expected {USAGE}; --help explains each")
     texts, rest = split_positions(argv)
+    if len(texts) == 1 and texts[0].endswith((".yaml", ".yml", ".json", ".toml")):
+        raise ConfigError(f"got the file {shown(texts[0])}, expected it after a flag: --config {texts[0]}")
     flags = read_flags(rest)
     _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
