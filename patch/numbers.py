@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 
+NEGATIVE = re.compile(r"-\.?\d")
+"""How a negative number begins, as argparse of Python 3.14 has it: earlier ones do not know -1e-3."""
 _LARGEST = 2**63 - 1
 """The largest whole number. Larger ones are no size of a tensor, and some of them no float."""
 

@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from patch.numbers import NEGATIVE, to_int
 from patch.storage.remote import is_url
 
 
@@ -27,6 +28,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
+        self._negative_number_matcher = NEGATIVE
 
     def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type only
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -71,12 +73,19 @@ def at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place + 1 :]
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1, for `argparse`'s `type`."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
+def positive(text: str, most: int = 2**63 - 1) -> int:
+    """A whole number from 1 to `most`, for `argparse`'s `type`."""
+    from patch.errors import shown
+
+    number = to_int(text)
+    if number is None or not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected a whole number from 1 to {most}")
     return number
+
+
+def members(text: str) -> int:
+    """A number of machines, devices or processes, for `argparse`'s `type`."""
+    return positive(text, 100_000)
 
 
 def local(text: str) -> Path:

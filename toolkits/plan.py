@@ -26,7 +26,7 @@ from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
 from patch.plan.report import plan_json, plan_lines, rank_groups, rank_lines
 from toolkits import _scaling, _search
-from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, output_file, positive, typed
+from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, members, output_file, positive, typed
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +83,7 @@ def _write(file: Path | None, report: dict[str, object]) -> None:
 
 def _node_counts(text: str) -> list[int]:
     """One number of at least 1, or several with commas, for `argparse`'s `type`."""
-    return [positive(number) for number in text.split(",")]
+    return [members(number) for number in text.split(",")]
 
 
 def _count(text: str) -> float:
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many [as the run says, else 1]; N,N,...: --search on each, and the cost",
     )
-    parser.add_argument("--devices-per-node", type=positive, metavar="N", help="of each [all]")
+    parser.add_argument("--devices-per-node", type=members, metavar="N", help="of each [all]")
     parser.add_argument("--tokens", type=_count, metavar="X", help="also days and device hours of so many")
     parser.add_argument(
         "--price", type=_count, metavar="X", help="of a device hour, for the cost of --tokens"

@@ -8,7 +8,7 @@ import sys
 from typing import get_args
 
 from patch.config.choices import TokenizerType
-from toolkits._arguments import ArgumentParser, positive, typed
+from toolkits._arguments import ArgumentParser, members, typed
 
 
 def main(argv: list[str]) -> int:
@@ -77,7 +77,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="end each document with the tokenizer's eos token",
     )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=positive, default=cores, help="processes (default: all cores)")
+    parser.add_argument("--workers", type=members, default=cores, help="processes (default: all cores)")
     return parser.parse_args(argv)
 
 

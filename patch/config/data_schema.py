@@ -54,8 +54,12 @@ class DataConfig:
         "folder of tokenized sets, shared by runs; default: llama-megatron-patch in the user's cache folder",
         none="default",
     )
-    data_workers: int | None = flag("processes that tokenize on each machine; 0: one for each core", none=0)
-    data_prefetch: int = flag("steps whose batches are read ahead in the background; 0: none", 2, at_least=0)
+    data_workers: int | None = flag(
+        "processes that tokenize on each machine; 0: one for each core", none=0, at_most=1000
+    )
+    data_prefetch: int = flag(
+        "steps whose batches are read ahead in the background; 0: none", 2, at_least=0, at_most=1000
+    )
     split: str | None = flag(
         "idxmap: shares of each set's documents for training, validation and neither, such as 99,1,0; none: "
         "all of them for training",

@@ -14,7 +14,7 @@ from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.errors import ConfigError
-from patch.numbers import to_float
+from patch.numbers import NEGATIVE, to_float
 
 
 class Flags(NamedTuple):
@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser._negative_number_matcher = NEGATIVE
     parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as config.yaml")
     parser.add_argument(
         "--dry-run",

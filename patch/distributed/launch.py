@@ -169,7 +169,8 @@ def _describe_threads(count: str, config: RunConfig, machine: MachineFacts) -> s
     workers = counted(config.parallel.nproc_per_node, "process")
     busy, hint = os.getloadavg()[0], ""
     if count != "1" and not machine.cuda_devices and busy > machine.cpu_cores / 2:
-        hint = f"; others keep {busy:.1f} cores busy: OMP_NUM_THREADS=1 may be faster"
+        busy = min(busy, machine.cpu_cores)
+        hint = f"; other processes keep {busy:.1f} of them busy: OMP_NUM_THREADS=1 may be faster"
     return f"OMP_NUM_THREADS={count} in {workers}, {origin} {counted(machine.cpu_cores, 'usable core')}{hint}"
 
 

@@ -15,6 +15,7 @@ from patch.config.positions import VARIABLES, read_variables
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.numbers import to_int
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
@@ -83,14 +84,14 @@ def plan_run(
     given = _given(argv, environ)
     argv = [*argv, *_defaults(given)]
     own = environ.get("NPROC_PER_NODE") if machine == "here" else None
-    found = machine_named(machine, here, devices or int(own or 1))
+    found = machine_named(machine, here, devices or to_int(own) or 1)
     if devices:
         found = dataclasses.replace(found, devices_per_node=devices)
     facts = found.facts
     planned = {key: environ[key] for key in VARIABLES if key in environ}
     planned |= _CLUSTER | {"WORLD_SIZE": str(nodes or 1), "SLURM_NNODES": str(nodes or 1)}
     if found.is_gpu or devices or own:
-        planned["NPROC_PER_NODE"] = str(found.devices_per_node)
+        planned["NPROC_PER_NODE"] = str(devices or own or found.devices_per_node)
     if nodes:
         argv = [*argv, f"--nnodes={nodes}"]
     run = _on_all_devices(_parsed(argv, planned, facts), found, argv)

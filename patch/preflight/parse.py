@@ -54,6 +54,13 @@ _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attentio
 """Fields that the user must give if neither a preset nor a config.json sets them."""
 
 
+_FOLLOWS = {
+    "num_query_groups": "num_attention_heads", "kv_channels": "num_attention_heads",
+    "max_padding_length": "seq_length",
+}  # fmt: skip
+"""Fields that follow from another one, which is asked for alone."""
+
+
 class Invocation(NamedTuple):
     """A resolved command line."""
 
@@ -253,7 +260,13 @@ def _replica(merged: Mapping[str, Any]) -> int:
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:
     if lacking := missing(merged):
-        names = ", ".join(map(where, lacking))
-        what = f" ({FIELDS[lacking[0]].help})" if len(lacking) == 1 else ""
+        asked = [name for name in lacking if _FOLLOWS.get(name) not in lacking]
+        if "vocab_size" in asked and not merged.get("tokenizer_name_or_path"):
+            asked[asked.index("vocab_size")] = "tokenizer_name_or_path"
+        names = ", ".join(map(where, asked))
+        if _REQUIRED_SHAPE <= {*asked}:
+            rest = [where(name) for name in lacking if name in asked and name not in SHAPE_FIELDS]
+            names = ", ".join([f"{where('model_size')} or {where('load')}", *rest])
+        what = f" ({FIELDS[asked[0]].help})" if len(asked) == 1 else ""
         raise ConfigError(f"missing: {names}{what}; give the 25 positions, these flags, or --config FILE")
     return assemble(merged)

@@ -21,7 +21,7 @@ from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
 from patch.config.choices import BuiltInTemplate, Service
 from patch.config.data_spec import nearest_set, parse_data, set_files
-from patch.config.fields import FIELDS, check_choice, scalar_of
+from patch.config.fields import FIELDS, check_choice, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -47,6 +47,8 @@ from patch.storage.names import (
 from patch.storage.places import IN_MEMORY, AnyPath, any_path, file_system_of, nearest_folder
 from patch.storage.remote import RemotePath, is_url
 
+_HIGHEST_RATE = 0.1
+"""Of Adam: a higher learning rate gets a warning."""
 _PACKAGES = {"mlflow": "mlflow-skinny"}
 """Packages of services that are called otherwise than what is imported; this one has no server."""
 
@@ -185,10 +187,16 @@ def tokenizer_notes(config: RunConfig) -> Iterator[str]:
 
 
 def run_warnings(config: RunConfig) -> list[str]:
-    """One line if the tokenizer differs from that of position 22."""
+    """One line if the tokenizer differs from that of position 22, and one for a rate that rarely trains."""
     remark, differing = _other_tokenizer(config)
     text = f"{remark}, whose {differing} differs: the weights were trained with that one"
-    return [text] if differing else []
+    rates = {name: value_of(config, name) or 0 for name in ("lr", "decoupled_lr")}
+    return [text] * bool(differing) + [
+        f"{where(name)}: got {rate:g}. Adam moves each weight by about the rate in a step, so a rate above "
+        f"{_HIGHEST_RATE} mostly makes the loss grow. Take 1e-6 to 1e-2"
+        for name, rate in rates.items()
+        if rate > _HIGHEST_RATE
+    ]
 
 
 def store_is_there(config: RunConfig, machine: MachineFacts) -> None:

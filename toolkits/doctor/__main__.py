@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, output_file, positive, typed
+from toolkits._arguments import ArgumentParser, members, output_file, typed
 from toolkits.doctor.check import (
     Check,
     Finding,
@@ -74,7 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog=typed("python -m toolkits.doctor"), description=__doc__)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
-        "--nproc", type=positive, metavar="N",
+        "--nproc", type=members, metavar="N",
         help="processes between which messages are measured; default: the GPUs of this machine, or 2",
     )  # fmt: skip
     parser.add_argument(

@@ -40,7 +40,7 @@ from patch.storage.names import (
     iteration_name,
 )
 from patch.training import OBJECTIVES
-from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, positive, typed
+from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, members, typed
 from toolkits.doctor.check import run_program
 from toolkits.prove import limits
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from toolkits.prove.compare import Comparison
 
 _ONE, _UPSTREAM = "one process", "upstream"
+_OTHER_SIDE = {_ONE: "the single-process run", _UPSTREAM: "megatron-core's own model and optimizer"}
 PROCESSES = 8
 """At most, without GPUs."""
 DIFFERS = 6
@@ -96,8 +97,8 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
         for difference in comparison.differences:
             print(f"  DIFFERS {difference}")
     is_proved = not any(comparison.differences for comparison in found.values())
-    said = f"{'' if is_proved else 'NOT '}as {options.against}"
-    print(f"verdict: {said}, {time.perf_counter() - begin:.0f} s")
+    said = "PASS: matches" if is_proved else "FAIL: differs from"
+    print(f"{said} {_OTHER_SIDE[options.against]} ({time.perf_counter() - begin:.0f} s)")
     return 0 if is_proved else DIFFERS
 
 
@@ -173,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--machine", default="here", metavar="NAME",
         help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=positive, metavar="N", help="how many [as the run says, else 1]")
+    parser.add_argument("--nodes", type=members, metavar="N", help="how many [as the run says, else 1]")
     parser.add_argument(
         "--against", default=_ONE, choices=[_UPSTREAM],
         help="the other side: megatron-core's own model and optimizer on CPU processes [%(default)s]",

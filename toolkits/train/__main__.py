@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +58,6 @@ def main(argv: list[str], script: str = __file__) -> int:
         script: the file of the program that calls this, which its workers run again.
     """
     configure_logging()
-    # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         if argv[:1] != [RESOLVED]:
             from toolkits._start import start  # our launcher's workers need nothing of it

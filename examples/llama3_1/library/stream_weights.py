@@ -6,11 +6,11 @@ torchrun --nproc-per-node 2 examples/llama3_1/library/stream_weights.py HF_FOLDE
 import os
 import sys
 
+from patch import compat  # isort: skip  # before megatron-core, whose warnings about Apex it silences
 import torch.distributed as dist
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch import compat
 from patch.convert import import_hf, iter_hf_weights, model_of
 from patch.device import DeviceContext
 from patch.model import Execution, build_llama_model

@@ -1,10 +1,10 @@
-"""Builds adam.cpp into a shared library with any C++ compiler, once for each source text and machine.
+"""Builds adam.cpp into a shared library, once for each source text and machine, with $CXX or c++.
 
     python patch/optimizer/kernels/build.py      before the first run; `make` does it
 
 It imports only the standard library, not torch. The library is written to `build/` beside this file, or to
 the user's cache folder if the package is not writable. If several ranks call it at the same time, one builds
-and the others wait. A file that another user could have written is never loaded.
+and the others wait, also for its failure. A file that another user could have written is never loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -22,11 +23,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 SOURCE = Path(__file__).with_name("adam.cpp")
 FLAGS = "-std=c++17 -O3 -fPIC -shared -pthread -ffp-contract=off -fno-math-errno".split()
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 120
+"""Where no other process wants a core."""
+_MOST_SHARERS = 10
 
 
 class BuildError(Exception):
@@ -37,7 +41,7 @@ def find_or_build() -> Path:
     """The library for this source, these flags and this machine; built if it does not exist.
 
     Raises:
-        BuildError: no attempt succeeded; the message has the reason of each.
+        BuildError: it was not built; the message has the reason.
     """
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(" ".join([*FLAGS, platform.machine(), *platform.libc_ver()]).encode())
@@ -64,9 +68,16 @@ def _find_or_build(library: Path) -> Path:
     if _is_ours(library):
         return library
     library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with _lock(library.with_suffix(".lock")):
+    with _lock(library.with_suffix(".lock")) as (failure, has_waited):
         if not _is_ours(library):  # no other process built it while this one waited
-            _build(library)
+            if has_waited and (reason := failure.read()):
+                raise BuildError(reason)  # of the process that this one has waited for
+            failure.truncate(0)
+            try:
+                _build(library)
+            except BuildError as error:
+                failure.write(str(error))
+                raise
     if not _is_ours(library):
         raise PermissionError(f"{library.parent} can be written by other users")
     return library
@@ -83,14 +94,22 @@ def _is_ours(library: Path) -> bool:
 
 
 @contextmanager
-def _lock(file: Path) -> Iterator[None]:
-    """A lock between processes. On a file system without locks it does nothing: renaming is atomic anyway."""
-    with file.open("w") as handle:
+def _lock(file: Path) -> Iterator[tuple[IO[str], bool]]:
+    """A lock between processes: its open file, and whether another process had it at first.
+
+    On a file system without locks it does nothing: renaming is atomic anyway.
+    """
+    with file.open("a+") as handle:
+        has_waited = False
         try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            has_waited = True
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
             pass
-        yield
+        handle.seek(0)
+        yield handle, has_waited
 
 
 def _build(library: Path) -> None:
@@ -103,22 +122,25 @@ def _build(library: Path) -> None:
 
 
 def _compile(library: Path) -> None:
-    compilers = [
-        name for name in (os.environ.get("CXX"), *_COMPILERS) if name and shutil.which(shlex.split(name)[0])
-    ]
-    if not compilers:
+    names = (os.environ.get("CXX"), *_COMPILERS)
+    name = next((each for each in names if each and shutil.which(shlex.split(each)[0])), None)
+    if name is None:
         raise BuildError(f"no C++ compiler: none of $CXX, {', '.join(_COMPILERS)}")
-    reasons = []
-    for name in compilers:
-        command = [*shlex.split(name), *FLAGS, str(SOURCE), "-o", str(library)]
+    command = [*shlex.split(name), *FLAGS, str(SOURCE), "-o", str(library)]
+    # The processes that want a core share the cores, so the compiler takes so many times as long.
+    limit_s = _TIMEOUT_S * min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_SHARERS)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as compiler:
         try:
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
-            return
-        except subprocess.TimeoutExpired:
-            reasons.append(f"{name}: longer than {_TIMEOUT_S} s")
-        except subprocess.CalledProcessError as error:
-            reasons.append(f"{name}: {error.stderr.strip() or error}".split("\n")[0])
-    raise BuildError("; ".join(reasons))
+            _, errors = compiler.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(compiler.pid, signal.SIGKILL)  # g++ is a driver: cc1plus does the work
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise BuildError(f"{name}: longer than {limit_s:.3g} s") from error
+            raise
+    if compiler.returncode:
+        reason = errors.strip() or f"exit code {compiler.returncode}"
+        raise BuildError(f"{name}: {reason}".split("\n")[0])
 
 
 if __name__ == "__main__":

@@ -164,6 +164,7 @@ def mapping(value: object, origin: str) -> Mapping[str, Any]:
     return value
 
 
+_MOST_DEVICES = 100_000
 _MAY_BE_ZERO = {
     "contention", "device_memory_bytes", "fp8_flops", "node_link_latency", "network_latency",
     "launch_seconds",
@@ -195,6 +196,8 @@ def _value(name: str, value: Any, annotation: str, origin: str) -> Any:
     is_whole, may_be_zero = annotation == "int", name in _MAY_BE_ZERO
     # YAML reads 1e-05, which JSON writes, as a text.
     number = (to_int if is_whole else to_float)(str(value))
+    if name == "devices_per_node" and number is not None and number > _MOST_DEVICES:
+        _refuse(origin, name, value, f"at most {_MOST_DEVICES}")
     if number is None or number < 0 or not (number or may_be_zero):
         kind = f"a {'whole ' if is_whole else ''}number {'of at least' if may_be_zero else 'above'} 0"
         _refuse(origin, name, value, kind)

@@ -1,4 +1,5 @@
-"""Warns of a loss or gradient norm far above those of the last steps, and names the step's samples.
+"""Warns of a loss or gradient norm far above those of the last steps, and names the step's samples; of a loss
+that grows tenfold in the first steps it names the learning rate.
 
 The warning names a few of them; log/spikes.jsonl gets one object for each spike, with all of them.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from patch.config.positions import where
 from patch.logger import get_logger
 from patch.numbers import counted
 from patch.storage.names import SPIKES_FILE
@@ -24,6 +26,8 @@ _logger = get_logger(__name__)
 
 WINDOW = 100
 """Steps that a value is compared with."""
+_GROWTH = 10
+"""From here on a loss in the first steps has grown by the rate, not by its samples."""
 _MOST_NAMED = 3
 """Samples that a warning names."""
 _FEWEST = 20
@@ -48,6 +52,7 @@ class SpikeWarnings:
         self._run = run
         self._file = Path(run.config.checkpoint.output_path) / SPIKES_FILE
         self._factor = run.config.training.spike_factor
+        self._first_loss: float | None = None
         # A norm that is not clipped does no harm.
         norms = _Series(least=run.config.optimizer.clip_grad)
         self._series = {"loss": _Series(smallest_rise=_SMALLEST_RISE), "gradient norm": norms}
@@ -62,6 +67,7 @@ class SpikeWarnings:
         """
         if self._factor is None:
             return
+        self._note_growth(iteration, loss)
         for (name, series), value in zip(self._series.items(), (loss, grad_norm), strict=True):
             usual = series.usual_if_spike(value, self._factor)
             if usual is not None and loss >= _SMALLEST_RISE:
@@ -73,6 +79,17 @@ class SpikeWarnings:
                 )  # fmt: skip
                 spike = {"iteration": iteration + 1, "value_of": name, "value": value, "usual": usual}
                 self._append({**spike, "samples": self._described(samples)})
+
+    def _note_growth(self, iteration: int, loss: float) -> None:
+        """Warn once if the loss of one of the first steps is ten times that of the first step seen."""
+        first = self._first_loss = loss if self._first_loss is None else self._first_loss
+        if iteration < WINDOW and _GROWTH * max(first, _SMALLEST_RISE) < loss < math.inf:
+            self._first_loss = math.inf
+            _logger.warning(
+                "step %d: the loss has grown from %.4g to %.4g. The learning rate is probably too high: %s "
+                "is %g",
+                iteration + 1, first, loss, where("lr"), self._run.config.optimizer.lr,
+            )  # fmt: skip
 
     def _described(self, samples: Sequence[int]) -> list[dict[str, Any]]:
         place = self._run.data.sample_place

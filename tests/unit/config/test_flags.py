@@ -65,8 +65,9 @@ def test_a_flag_is_meant_where_words_are_near_not_letters(name, ours):
         ("--save", "any", "--output-path"), ("--save", "s3://bucket", "--save"),
         ("--RMSNorm", "", "-"), ("--encoder-num-layers", "3", "-"), ("zero_optimization.stage3_x", "1", "-"),
         ("finetuning_type", "lora", "--lora-rank"), ("stage", "dpo", "--objective"),
-        ("report_to", "wandb", "--report-to"), ("report_to", "tensorboard", "-"), ("--wandb-project", "a", "--report-to"),
-        ("training.learning_rate", "1", "--lr"), ("--training.seq_len", "8", "--seq-length"), ("r", "8", "--lora-rank"),
+        ("report_to", "wandb", "--report-to"), ("report_to", "tensorboard", "-"), ("r", "8", "--lora-rank"),
+        ("training.learning_rate", "1", "--lr"), ("--training.seq_len", "8", "--seq-length"),
+        ("--wandb-project", "a", "--report-to"),
         ("deepspeed", "examples/ds_z3_config.json", "--data-parallel-sharding"),
         ("--muon-nesterov", "", "-"), ("--ddp-num-buckets", "4", "--reduce-bucket-size"),
     ],
@@ -78,11 +79,13 @@ def test_answer_is_of_the_value_where_the_table_has_it(name, value, ours):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("--hidden-dropout", "0.1", "not supported at this value, '0.1'"), ("--hidden-dropout", "0.0", "remove it"),
+        ("--hidden-dropout", "0.1", "not supported at this value, '0.1'"),
+        ("--hidden-dropout", "0.0", "remove it"), ("modules_to_save", "null", "remove it"),
         ("--rotary-percent", "0.5", "not supported"), ("--normalization", "LayerNorm", "not supported"),
         ("--optimizer", "muon", "not supported"), ("lr_scheduler_type", "linear", "not supported"),
-        ("quantization_bit", "8", "not supported"), ("swiglu", "false", "not supported"), ("--no-swiglu", "", "not supp"),
-        ("use_dora", "false", "remove it"), ("use_rslora", "false", "remove it"), ("modules_to_save", "null", "remove it"),
+        ("quantization_bit", "8", "not supported"), ("swiglu", "false", "not supported"),
+        ("--no-swiglu", "", "not supported"), ("use_dora", "false", "remove it"),
+        ("use_rslora", "false", "remove it"),
     ],
 )  # fmt: skip
 def test_value_without_a_row_gets_no_advice_of_another(name, value, said):

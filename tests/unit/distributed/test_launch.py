@@ -45,13 +45,14 @@ def test_environment_tells_each_rank_its_place_and_share_of_cores_and_flags_are_
     body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write({seen})"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("HOME", "/h")
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (15.0, 0.0, 0.0))
     before = dict(os.environ)
     assert launch_workers(write_script(tmp_path, body), 2) == 0
     found = [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)]
     assert found == ["0 0 2 2 2 /h --flag", "1 1 2 2 2 /h --flag"]
     assert dict(os.environ) == before
-    assert logged == ["OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores"]
+    hint = "other processes keep 4.0 of them busy: OMP_NUM_THREADS=1 may be faster"
+    assert logged == [f"OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores; {hint}"]
 
 
 ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"

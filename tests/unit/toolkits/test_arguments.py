@@ -29,6 +29,19 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_first(
     )
 
 
+@pytest.mark.parametrize(
+    ("module", "flag"), [("plan", "--devices-per-node"), ("plan", "--nodes"), ("doctor.__main__", "--nproc")]
+)
+@pytest.mark.parametrize("number", ["9" * 21, "9" * 5000, "10000000", "-1e-3", "x"])
+def test_a_number_without_sense_is_refused_in_a_short_line(
+    module: str, flag: str, number: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"toolkits.{module}").main([flag, number])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and "expected a whole number from 1 to 100000" in line and len(line) < 400
+
+
 @pytest.mark.parametrize("words", [["hf2mcore", "--save", "x"], ["mcore2hf", "--load", "x", "--save"]])
 def test_help_names_the_command_that_was_typed_and_urls_are_refused_without_secrets(
     words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from adam_cases import assert_equal, bits_after, make_items
@@ -79,8 +81,28 @@ def test_a_library_of_another_user_is_not_loaded(package, tmp_path):
     assert build.find_or_build().parent == tmp_path / "cache" / "llama-megatron-patch"
 
 
-def test_a_compiler_that_fails_gives_way_to_the_next(package, monkeypatch):
+def test_one_compiler_is_tried_and_named(package, monkeypatch):
     monkeypatch.setenv("CXX", "false --with options")
+    with pytest.raises(build.BuildError, match="^false --with options: exit code 1$"):
+        build.find_or_build()
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_its_processes_and_is_not_tried_again(
+    package, monkeypatch, tmp_path
+):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nsleep 300 & echo $! >> {tmp_path}/children\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e9, 0.0, 0.0))
+    with ThreadPoolExecutor(3) as ranks:
+        failures = [each.exception() for each in [ranks.submit(build.find_or_build) for _ in range(3)]]
+    assert all("compiler: longer than 0.5 s" in str(failure) for failure in failures)
+    (child,) = map(int, (tmp_path / "children").read_text().split())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(build, "_TIMEOUT_S", 120)
     assert _answer(build.find_or_build()) == 42
 
 

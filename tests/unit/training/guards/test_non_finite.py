@@ -168,3 +168,13 @@ def test_small_spikes_are_not_named(tmp_path: Path) -> None:
         spikes = {30: (0.09, 1.1), 40: (0.09, 0.9), 50: (0.2, 0.9), 55: (0.1, 1.1)}
         warnings.note(iteration, *spikes.get(iteration, (0.001, 0.01)))
     assert [line.split(",")[0] for line in lines] == ["step 51: loss 0.2", "step 56: gradient norm 1.1"]
+
+
+def test_loss_that_grows_tenfold_in_the_first_steps_names_the_rate_once() -> None:
+    lines = messages_from("WARNING")
+    for losses in ((7.0, 9.0, 69.0), (7.0, 9.0, 71.0, 80.0), (0.001, 0.9), (1.0, *[2.0] * 200, 11.0)):
+        warnings = SpikeWarnings(SimpleNamespace(config=small_run(lr=5.0, spike_factor=1e9)))  # type: ignore[arg-type]
+        for iteration, loss in enumerate(losses):
+            warnings.note(iteration, loss, 0.0)
+    cause = "The learning rate is probably too high: --lr (position 5 LR) is 5"
+    assert lines == [f"step 3: the loss has grown from 7 to 71. {cause}"]
