@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Bytecode is kept, but only of what is imported: that of all files is 330 MB.
-PIP = .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off --no-compile
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile
 WORKERS ?= 4
 # Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
@@ -18,16 +18,21 @@ help:  ## this list
 # of CPU wheels) the packages after it find it there and do not pull the CUDA build. The
 # project itself, for the command llama-patch, is only linked to: the code of this folder runs.
 .venv/installed: requirements.txt
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(PIP) "$(TORCH)"
-	$(PIP) -r requirements.txt
-	$(PIP) --no-deps --no-build-isolation --editable .
-	.venv/bin/python patch/optimizer/kernels/build.py
-	touch $@
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (minutes): 1 of 4, $(TORCH)"
+	@$(PIP) "$(TORCH)"
+	@echo "installing into .venv (minutes): 2 of 4, requirements.txt"
+	@$(PIP) -r requirements.txt
+	@echo "installing into .venv: 3 of 4, this project"
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@echo "installing into .venv: 4 of 4, the C++ kernel of the optimizer"
+	@.venv/bin/python patch/optimizer/kernels/build.py
+	@touch $@
 
 .venv/tests-installed: .venv/installed pyproject.toml
-	$(PIP) --no-build-isolation --editable '.[test]'
-	touch $@
+	@echo "installing into .venv (minutes): what tests and checks need"
+	@$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@
 
 quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)

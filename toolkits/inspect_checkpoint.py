@@ -31,11 +31,35 @@ def main(argv: list[str]) -> int:
     return exit_code_of(lambda: _run(options.folders, options.json))
 
 
+_MARKS = ".metadata *data.json *sums.json common.pt *.distcp iter_* release mp_rank_* latest_*.txt".split()
+"""What folders of checkpoints hold, and checkpoints, damaged ones too."""
+
+
+def _refuse_other_folder(load: Path) -> None:
+    """Refuse a folder without a checkpoint before torch is imported, which takes seconds.
+
+    Raises:
+        CheckpointError: it is a Hugging Face folder, or holds nothing that a checkpoint has.
+    """
+    from patch.errors import CheckpointError
+    from patch.storage.names import find_checkpoint_root
+
+    if not any(any(place.glob(mark)) for place in (load, find_checkpoint_root(load)) for mark in _MARKS):
+        kind = "a run's folder, its checkpoint/, or one of Megatron-LM"
+        is_hf = (load / "config.json").is_file()
+        hint = ". It is a Hugging Face folder, which --load takes as it is" if is_hf else ""
+        raise CheckpointError(f"{load} has no checkpoint, expected {kind}{hint}")
+
+
 def _run(folders: list[str], file: Path | None) -> int:
+    from patch.storage.places import any_path
+
+    for path in map(any_path, folders):
+        if isinstance(path, Path):
+            _refuse_other_folder(path)
     from patch.checkpoint.compare import compare
     from patch.checkpoint.inspect import find_stored, inspect, num_bytes_of
     from patch.progress import progress
-    from patch.storage.places import any_path
 
     report: dict[str, Any] = {"checkpoints": []}
     screen, readers = _Screen(), []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES
-from patch.errors import ConfigError
+from patch.errors import ConfigError, shown
 from patch.numbers import NEGATIVE, to_float
 
 
@@ -27,6 +27,19 @@ class Flags(NamedTuple):
     """Start a run that does not fit by the plan."""
 
 
+_MOST_USED = """
+    model_size load train_data_path valid_data_path tokenizer_name_or_path output_path sft packing lora_rank
+    lr train_iters train_epochs micro_batch_size global_batch_size seq_length precision save_interval
+    export_hf tensor_model_parallel_size pipeline_model_parallel_size recompute_granularity
+    optimizer_offload_policy
+""".split()
+
+
+_ORDER = """\
+Flags beat positions, positions beat --config, --config beats MODEL_SIZE's shape and defaults.
+Every flag without a value can be taken back with --no-NAME."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the flags")
@@ -36,19 +49,12 @@ def _positions_help() -> str:
     lines = ["The 25 positions (then named flags; or named flags alone):", ""]
     for index, position in enumerate(POSITIONS, 1):
         lines.append(f"  {index:2}  {position.name:24}  {position.help}")
-        if position.words:
-            lines.append(f"  {'':30}{'|'.join(position.words)}")
+        lines += [f"  {'':30}{'|'.join(position.words)}"] * bool(position.words)
     lines += ["", "Environment variables beside the positions:", ""]
-    lines += [f"      {name:24}  {help}" for name, (_, help) in VARIABLES.items()]
-    lines += [
-        f"      {'NPROC_PER_NODE':24}  processes on this machine (default: its GPUs, else TP x PP x CP)"
-    ]
-    lines += [
-        "",
-        "Flags beat positions, positions beat --config, --config beats MODEL_SIZE's shape and defaults.",
-    ]
-    lines += ["Every flag without a value can be taken back with --no-NAME."]
-    return "\n".join(lines)
+    number = "processes on this machine (default: its GPUs, else TP x PP x CP)"
+    variables = {name: help for name, (_, help) in VARIABLES.items()} | {"NPROC_PER_NODE": number}
+    lines += [f"      {name:24}  {help}" for name, help in variables.items()]
+    return "\n".join([*lines, "", _ORDER])
 
 
 def _help(field: Field) -> str:
@@ -57,12 +63,30 @@ def _help(field: Field) -> str:
     return (field.help + default).replace("%", "%%")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags: of one that is given again the last one counts, others are absent."""
+def help_text(topic: str = "") -> str:
+    """`--help`: the sections, and the most used flags; `--help TOPIC`: the positions, all flags, a section's.
+
+    Raises:
+        ConfigError: there is no such topic.
+    """
+    topics = {"positions": "the 25 positions, and environment variables", "all": "all of this"}
+    topics |= {section: str(cls.__doc__).splitlines()[0] for section, cls in SECTIONS.items()}
+    lines = ["The most used flags, below, and all flags by section:", ""]
+    lines += [f"  --help {name:12} {text}" for name, text in topics.items()]
+    described = {"": "\n".join(lines), "positions": _positions_help(), "all": _positions_help()}
+    if topic not in topics | described:
+        raise ConfigError(f"--help: got {shown(topic)}, expected one of {', '.join(topics)}, or nothing")
+    of_section = [field.name for field in FIELDS.values() if field.section == topic]
+    parser = build_parser({"": _MOST_USED, "positions": [], "all": [*FIELDS]}.get(topic, of_section))
+    parser.description = described.get(topic)
+    return parser.format_help()
+
+
+def build_parser(names: Iterable[str] = FIELDS) -> argparse.ArgumentParser:
+    """The parser of some fields' flags: of one that is given again the last one counts, others are absent."""
     parser = _Parser(
         prog="run_mcore_llama.sh",
         usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
-        description=_positions_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -78,9 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="start a run that by its plan needs more memory than there is"
     )
     for section, cls in SECTIONS.items():
-        group = parser.add_argument_group(section, cls.__doc__)
-        for field in FIELDS.values():
-            if field.section == section:
+        if fields := [FIELDS[name] for name in names if FIELDS[name].section == section]:
+            group = parser.add_argument_group(section, cls.__doc__)
+            for field in fields:
                 _add(group, field)
     return parser
 

@@ -11,11 +11,10 @@ torchrun.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,15 +46,10 @@ class ForeignFlag(NamedTuple):
         """What to do, in a message."""
         return self.advice if self.ours == "-" else f"use {' and '.join(self.ours.split())}: {self.advice}"
 
-    def fit(self, name: str, value: str = "") -> int:
-        """How closely the row suits a name with a value: 3 and 2 this value, 1 any value; 0 it does not."""
+    def fit(self, name: str, value: str) -> int:
+        """How closely the row suits a name at a value: 3, 2 this value, 1 any, 0 others; -1 not the name."""
         parts = [part for part in self.theirs.split(", ") if fnmatchcase(plain_name(name), plain_name(part))]
-        return max((_fit_of_value(part, value.lower() or "true") for part in parts), default=0)
-
-    @property
-    def names(self) -> list[str]:
-        """The names that it answers, without values, as `plain_name` writes them."""
-        return [plain_name(part) for part in self.theirs.split(", ")]
+        return max((_fit_of_value(part, value.lower() or "true") for part in parts), default=-1)
 
 
 def _fit_of_value(part: str, value: str) -> int:
@@ -95,27 +89,24 @@ def foreign_flag(name: str, value: str = "") -> ForeignFlag | None:
     """
     last = name.rpartition(".")[2]
     for each, text in ((name, value), (last, value), (plain_name(name).removeprefix("no-"), "false")):
-        rows = [row for row in _all_rows() if any(fnmatchcase(plain_name(each), one) for one in row.names)]
-        if rows:
-            best = max(rows, key=lambda row: row.fit(each, text))
-            return best if best.fit(each, text) else ForeignFlag(name, "-", _unsupported(rows, text))
+        if (best := _best(each, text)).fit(each, text) >= 0:
+            at_any = _best(each, "any")
+            return best if best.fit(each, text) else _unsupported(name, at_any, text.lower())
     return None
 
 
-def _all_rows() -> Iterator[ForeignFlag]:
-    return chain.from_iterable(foreign_flags().values())
+def _best(name: str, value: str) -> ForeignFlag:
+    rows = (row for rows in foreign_flags().values() for row in rows)
+    return max(rows, key=lambda row: row.fit(name, value))
 
 
-def _unsupported(rows: list[ForeignFlag], value: str) -> str:
-    """The advice at a value for which a name has no row: false and null are mostly what is so anyway."""
-    first = max(rows, key=lambda row: row.fit(row.names[0], "any"))
-    if value.lower() == "null":
-        return "remove it: it is not set"
-    if value.lower() in _OFF and first.ours != "-":
-        return f"remove it: without {first.ours} it is off"
-    if value.lower() in _OFF and first.advice.startswith("not there"):
-        return "remove it: it is not there"
-    return f"not supported at this value, {shown(value)}"
+def _unsupported(name: str, at_any: ForeignFlag, value: str) -> ForeignFlag:
+    """The answer at a value without a row. False and null are what is so without a flag, if there is one."""
+    is_always_on = at_any.ours == "-" and not at_any.advice.startswith("not there")
+    if value not in _OFF or (value == "false" and is_always_on):
+        return ForeignFlag(name, "-", f"not supported at this value, {shown(value)}")
+    without = "" if at_any.ours == "-" else f" without {at_any.ours}"
+    return ForeignFlag(name, "-", f"remove it: it is {'not set' if value == 'null' else f'off{without}'}")
 
 
 def is_meant_otherwise(flag: str, value: str) -> bool:

@@ -208,7 +208,7 @@ def _check_count(texts: Sequence[str]) -> None:
             _parse(index, position, text)
         except ConfigError as error:
             raise ConfigError(f"{message}; the first that does not fit its position is {error}") from None
-    raise ConfigError(f"{message}; --help lists them all")
+    raise ConfigError(f"{message}; --help positions lists them all")
 
 
 def _parse(index: int, position: Position, text: str) -> Any:

@@ -62,10 +62,10 @@ def _errors(origin: str) -> Iterator[None]:
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
+    kind, parse = ("TOML", tomllib.loads) if origin.endswith(".toml") else ("YAML", parse_yaml)
     try:
-        sections = (tomllib.loads(text) if origin.endswith(".toml") else parse_yaml(text)) or {}
+        sections = parse(text) or {}
     except ValueError as error:
-        kind = "TOML" if origin.endswith(".toml") else "YAML"
         raise ConfigError(f"{origin}: malformed {kind}: {error}") from error
     fields: dict[str, Any] = {}
     _refuse_foreign(_mapping(sections, origin), origin)
@@ -92,22 +92,18 @@ def _refuse_foreign(sections: dict[str, Any], origin: str) -> None:
         raise ConfigError(f"{origin}: keys of another program, expected {', '.join(SECTIONS)}:{lines}")
 
 
-def _unknown(section: str, values: object) -> Iterator[tuple[str, str]]:
-    """The keys of a section that are none here, each with its value as text."""
-    if section not in SECTIONS or not isinstance(values, dict | None):
-        yield from _dotted(section, values)
-    for name, value in (values if section in SECTIONS and isinstance(values, dict) else {}).items():
-        is_known = name in FIELDS and FIELDS[name].section == section
-        if not is_known and (section, name, value) not in _GONE:
-            yield from _dotted(f"{section}.{name}", value)
-
-
-def _dotted(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """All values at a key and below it, each with its name: `zero_optimization.stage` and 2."""
-    if isinstance(value, dict | list) and value:
-        pairs = value.items() if isinstance(value, dict) else (("", each) for each in value)
-        for key, inner in pairs:
-            yield from _dotted(f"{name}.{key}".rstrip("."), inner)
+def _unknown(name: str, value: object, section: str = "") -> Iterator[tuple[str, str]]:
+    """All keys below one that are none here, `zero_optimization.stage`, each with its value as text."""
+    last = name.rpartition(".")[2]
+    is_field = last in FIELDS and FIELDS[last].section == section
+    if is_field or (section, last, value) in _GONE or (name in SECTIONS and not value):
+        return
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _unknown(f"{name}.{key}", inner, "" if section else name)
+    elif isinstance(value, list) and value:
+        for each in value:
+            yield from _unknown(name, each)
     else:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         yield name, "null" if value in (None, {}, []) else text

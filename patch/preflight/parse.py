@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
-from patch.config.flags import build_parser, is_flag, read_flags
+from patch.config.flags import help_text, is_flag, read_flags
 from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
@@ -56,9 +57,9 @@ _REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attentio
 
 _FOLLOWS = {
     "num_query_groups": "num_attention_heads", "kv_channels": "num_attention_heads",
-    "max_padding_length": "seq_length",
+    "max_padding_length": "seq_length", "vocab_size": "tokenizer_name_or_path",
 }  # fmt: skip
-"""Fields that follow from another one, which is asked for alone."""
+"""Fields that follow from another one, which is asked for instead."""
 
 
 class Invocation(NamedTuple):
@@ -86,10 +87,12 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
             later, by `validate_run`.
         SystemExit: --help, after printing it.
     """
-    if "--help" in argv or "-h" in argv:
-        build_parser().parse_args(["--help"])
+    if asked := {"--help", "-h"} & {*argv}:
+        topic = "".join(argv[argv.index(asked.pop()) + 1 :][:1])
+        sys.stdout.write(help_text("" if topic.startswith("-") else topic))
+        raise SystemExit(0)
     if not argv:
-        raise ConfigError(f"nothing is given, expected {USAGE}; --help explains each")
+        raise ConfigError(f"nothing is given, expected {USAGE}; --help positions explains each")
     texts, rest = split_positions(argv)
     if len(texts) == 1 and texts[0].endswith((".yaml", ".yml", ".json", ".toml")):
         raise ConfigError(f"got the file {shown(texts[0])}, expected it after a flag: --config {texts[0]}")
@@ -260,13 +263,10 @@ def _replica(merged: Mapping[str, Any]) -> int:
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:
     if lacking := missing(merged):
-        asked = [name for name in lacking if _FOLLOWS.get(name) not in lacking]
-        if "vocab_size" in asked and not merged.get("tokenizer_name_or_path"):
-            asked[asked.index("vocab_size")] = "tokenizer_name_or_path"
-        names = ", ".join(map(where, asked))
-        if _REQUIRED_SHAPE <= {*asked}:
-            rest = [where(name) for name in lacking if name in asked and name not in SHAPE_FIELDS]
-            names = ", ".join([f"{where('model_size')} or {where('load')}", *rest])
+        asked = [*dict.fromkeys(_FOLLOWS.get(name, name) for name in lacking)]
+        either = [f"{where('model_size')} or {where('load')}"] if _REQUIRED_SHAPE <= {*asked} else []
+        of_load = SHAPE_FIELDS | {"tokenizer_name_or_path"} if either else ()
+        names = ", ".join([*either, *(where(name) for name in asked if name not in of_load)])
         what = f" ({FIELDS[asked[0]].help})" if len(asked) == 1 else ""
         raise ConfigError(f"missing: {names}{what}; give the 25 positions, these flags, or --config FILE")
     return assemble(merged)

@@ -190,13 +190,12 @@ def run_warnings(config: RunConfig) -> list[str]:
     """One line if the tokenizer differs from that of position 22, and one for a rate that rarely trains."""
     remark, differing = _other_tokenizer(config)
     text = f"{remark}, whose {differing} differs: the weights were trained with that one"
-    rates = {name: value_of(config, name) or 0 for name in ("lr", "decoupled_lr")}
-    return [text] * bool(differing) + [
-        f"{where(name)}: got {rate:g}. Adam moves each weight by about the rate in a step, so a rate above "
-        f"{_HIGHEST_RATE} mostly makes the loss grow. Take 1e-6 to 1e-2"
-        for name, rate in rates.items()
-        if rate > _HIGHEST_RATE
-    ]
+    lines = [text] if differing else []
+    for name in ("lr", "decoupled_lr"):
+        if (rate := value_of(config, name) or 0) > _HIGHEST_RATE:
+            why = f"Adam moves each weight by about the rate in a step. Expected at most {_HIGHEST_RATE}"
+            lines.append(f"{where(name)}: got {rate:g}, at which the loss mostly grows. {why}")
+    return lines
 
 
 def store_is_there(config: RunConfig, machine: MachineFacts) -> None:

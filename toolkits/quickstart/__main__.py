@@ -42,36 +42,15 @@ LORA_FLAGS = ("--lora-rank", "16", "--lora-alpha", "32", "--train-iters", str(LO
 
 def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str] = ()) -> list[str]:
     """The command of the launcher: its 25 positions in order, then the flags of this run, then more."""
-    positions = {
-        "ENV": "dsw",
-        "MODEL_SIZE": "auto",
-        "BATCH_SIZE": "32",
-        "GLOBAL_BATCH_SIZE": "64",
-        "LR": "5e-3",
-        "MIN_LR": "1e-4",
-        "SEQ_LEN": "64",
-        "PAD_LEN": "40",
-        "PR": precision,
-        "TP": "1",
-        "PP": "1",
-        "CP": "1",
-        "SP": "false",
-        "DO": "false",
-        "FL": "false",
-        "SFT": "true",
-        "AC": "none",
-        "OPTIMIZER_OFFLOAD": "false",
-        "SAVE_INTERVAL": "500",
-        "DATASET_PATH": str(space.train_data),
-        "VALID_DATASET_PATH": str(space.valid_data),
-        "PRETRAIN_CHECKPOINT_PATH": str(space.model),
-        "TRAIN_TOKENS_OR_ITERS": "1500",
-        "WARMUP_TOKENS_OR_ITERS": "60",
-        "OUTPUT_BASEPATH": str(space.run),
-    }
+    positions = (
+        *("dsw", "auto", "32", "64", "5e-3", "1e-4", "64", "40"),  # ENV MODEL_SIZE BATCH_SIZE ... PAD_LEN
+        *(precision, "1", "1", "1", "false", "false", "false", "true"),  # PR TP PP CP SP DO FL SFT
+        *("none", "false", "500", str(space.train_data), str(space.valid_data), str(space.model)),
+        *("1500", "60", str(space.run)),  # TRAIN_TOKENS_OR_ITERS WARMUP_TOKENS_OR_ITERS OUTPUT_BASEPATH
+    )
     # A rate this high makes norms jump, which is no news here.
     flags = ["--eval-interval", "300", "--eval-iters", "3", "--spike-factor", "0", "--export-hf", *more_flags]
-    return ["bash", str(LAUNCHER), *positions.values(), *flags]
+    return ["bash", str(LAUNCHER), *positions, *flags]
 
 
 def train(
@@ -189,12 +168,12 @@ def main(argv: list[str]) -> int:
     output = options.output.resolve()
     begin = time.monotonic()
     disable_progress_bar()
-    print(f"[1/3] writing a model, a tokenizer and data to {output}", flush=True)
     try:
         space, held_out = prepare(output)
     except PatchError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    print(f"[1/3] a model, a tokenizer and data are in {space.root}", flush=True)
     print(f"[2/3] training over {NUM_PROCESSES} processes", flush=True)
     if options.lora:
         code = train_base(space, options.precision)
@@ -207,7 +186,7 @@ def main(argv: list[str]) -> int:
     if code != 0:
         return code
     print("[3/3] asking the exported model questions", flush=True)
-    answered = answer(space.run / "hf", held_out)
+    answered = answer(space.trained, held_out)
     report(space, answered, time.monotonic() - begin)
     return 0 if exact_match_percent(answered) >= PASS_PERCENT else 1
 

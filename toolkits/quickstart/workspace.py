@@ -1,15 +1,15 @@
-"""The quickstart's folder, which is emptied and then filled with a model, a tokenizer and data; the doctor
-and the tests have smaller ones."""
+"""The quickstart's folder: a model, a tokenizer and data. The doctor and the tests have smaller ones."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.errors import ConfigError
+from patch.storage.names import HF_FOLDER
 from toolkits.quickstart.seed_model import write_model, write_tokenizer
 from toolkits.quickstart.tasks import Example, make_examples, to_row
 
@@ -44,6 +44,11 @@ class Workspace(NamedTuple):
         """OUTPUT_BASEPATH of the training run."""
         return self.root / "run"
 
+    @property
+    def trained(self) -> Path:
+        """The trained model, a Hugging Face folder."""
+        return self.run / HF_FOLDER
+
     def losses(self) -> dict[int, float]:
         """The training loss of each step in the run's log/metrics.jsonl, without evaluations."""
         lines = (self.run / "log" / "metrics.jsonl").read_text().splitlines()
@@ -53,18 +58,17 @@ class Workspace(NamedTuple):
 def prepare(
     root: Path, num_held_out: int = NUM_HELD_OUT, seed: int = SEED, num_train: int = NUM_TRAIN
 ) -> tuple[Workspace, list[Example]]:
-    """Empty the folder and write model, tokenizer and data; returns its paths and the held-out examples.
+    """Write model, tokenizer and data; returns their paths and the held-out examples.
 
     Args:
-        root: the folder.
+        root: the folder; if it has the trained model of an earlier quickstart, a new one beside it is taken.
         num_held_out: questions that do not occur in training.
         seed: of the data and of the model's random weights.
         num_train: rows of training.
     Raises:
         ConfigError: `root` contains files that no quickstart wrote; nothing is deleted.
     """
-    _empty(root)
-    space = Workspace(root)
+    space = Workspace(_emptied(root))
     train, held_out = make_examples(num_train=num_train, num_held_out=num_held_out, seed=seed)
     space.train_data.parent.mkdir()
     space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
@@ -79,15 +83,19 @@ def _rows(examples: list[Example]) -> list[dict[str, Any]]:
     return [to_row(example, index) for index, example in enumerate(examples)]
 
 
-def _empty(root: Path) -> None:
+def _emptied(root: Path) -> Path:
+    """The folder, which becomes empty; beside one with a trained model the first of `root-2`, `root-3`..."""
+    numbered = (root.with_name(f"{root.name}-{number}") for number in count(2))
+    while (root / _MARKER).exists() and Workspace(root).trained.exists():
+        print(f"{root} keeps the model of an earlier quickstart", flush=True)
+        root = next(numbered)
     if root.exists() and any(root.iterdir()) and not (root / _MARKER).exists():
         raise ConfigError(
             f"--output {root} contains files that no quickstart wrote, so it is not used; expected a new or "
             "empty folder, or the folder of an earlier quickstart"
         )
     root.mkdir(parents=True, exist_ok=True)
-    if (root / _MARKER).exists():
-        print(f"starting over: the files of an earlier quickstart in {root} are removed", flush=True)
     (root / _MARKER).touch()
     for name in ("model", "data", "base", "run"):
         shutil.rmtree(root / name, ignore_errors=True)
+    return root

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -68,15 +67,17 @@ def _find_or_build(library: Path) -> Path:
     if _is_ours(library):
         return library
     library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with _lock(library.with_suffix(".lock")) as (failure, has_waited):
+    with library.with_suffix(".lock").open("a+") as lock:
+        has_waited = _lock(lock)
+        lock.seek(0)
         if not _is_ours(library):  # no other process built it while this one waited
-            if has_waited and (reason := failure.read()):
+            if has_waited and (reason := lock.read()):
                 raise BuildError(reason)  # of the process that this one has waited for
-            failure.truncate(0)
+            lock.truncate(0)
             try:
                 _build(library)
             except BuildError as error:
-                failure.write(str(error))
+                lock.write(str(error))
                 raise
     if not _is_ours(library):
         raise PermissionError(f"{library.parent} can be written by other users")
@@ -93,23 +94,19 @@ def _is_ours(library: Path) -> bool:
     return all(s.st_uid in trusted and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in stats)
 
 
-@contextmanager
-def _lock(file: Path) -> Iterator[tuple[IO[str], bool]]:
-    """A lock between processes: its open file, and whether another process had it at first.
+def _lock(file: IO[str]) -> bool:
+    """Lock an open file against other processes until it is closed; whether another process had it.
 
     On a file system without locks it does nothing: renaming is atomic anyway.
     """
-    with file.open("a+") as handle:
-        has_waited = False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            has_waited = True
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        handle.seek(0)
-        yield handle, has_waited
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _build(library: Path) -> None:

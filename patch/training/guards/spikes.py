@@ -26,8 +26,6 @@ _logger = get_logger(__name__)
 
 WINDOW = 100
 """Steps that a value is compared with."""
-_GROWTH = 10
-"""From here on a loss in the first steps has grown by the rate, not by its samples."""
 _MOST_NAMED = 3
 """Samples that a warning names."""
 _FEWEST = 20
@@ -52,7 +50,8 @@ class SpikeWarnings:
         self._run = run
         self._file = Path(run.config.checkpoint.output_path) / SPIKES_FILE
         self._factor = run.config.training.spike_factor
-        self._first_loss: float | None = None
+        self._tenfold = 0.0
+        """Ten times the first loss, 0 before it: a loss above that in the first steps is the rate's doing."""
         # A norm that is not clipped does no harm.
         norms = _Series(least=run.config.optimizer.clip_grad)
         self._series = {"loss": _Series(smallest_rise=_SMALLEST_RISE), "gradient norm": norms}
@@ -67,7 +66,12 @@ class SpikeWarnings:
         """
         if self._factor is None:
             return
-        self._note_growth(iteration, loss)
+        if not self._tenfold:
+            self._tenfold = 10 * max(loss, _SMALLEST_RISE)
+        elif iteration < WINDOW and self._tenfold < loss < math.inf:
+            self._tenfold = math.inf
+            said = "step %d: the loss has grown tenfold, to %.4g. The rate is probably too high: %s is %g"
+            _logger.warning(said, iteration + 1, loss, where("lr"), self._run.config.optimizer.lr)
         for (name, series), value in zip(self._series.items(), (loss, grad_norm), strict=True):
             usual = series.usual_if_spike(value, self._factor)
             if usual is not None and loss >= _SMALLEST_RISE:
@@ -79,17 +83,6 @@ class SpikeWarnings:
                 )  # fmt: skip
                 spike = {"iteration": iteration + 1, "value_of": name, "value": value, "usual": usual}
                 self._append({**spike, "samples": self._described(samples)})
-
-    def _note_growth(self, iteration: int, loss: float) -> None:
-        """Warn once if the loss of one of the first steps is ten times that of the first step seen."""
-        first = self._first_loss = loss if self._first_loss is None else self._first_loss
-        if iteration < WINDOW and _GROWTH * max(first, _SMALLEST_RISE) < loss < math.inf:
-            self._first_loss = math.inf
-            _logger.warning(
-                "step %d: the loss has grown from %.4g to %.4g. The learning rate is probably too high: %s "
-                "is %g",
-                iteration + 1, first, loss, where("lr"), self._run.config.optimizer.lr,
-            )  # fmt: skip
 
     def _described(self, samples: Sequence[int]) -> list[dict[str, Any]]:
         place = self._run.data.sample_place

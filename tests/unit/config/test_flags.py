@@ -8,9 +8,9 @@ import pytest
 from refusals import refused
 
 from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, SECTIONS
 from patch.config.flags import spellings
-from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag
+from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag, plain_name
 from patch.config.positions import POSITIONS
 from patch.config.yaml_io import to_yaml
 from patch.errors import ConfigError
@@ -130,10 +130,19 @@ def test_vocabulary_is_the_tokenizers_and_the_base_of_rope_is_not(command, model
 
 
 def test_help_shows_positions_then_flags(command, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse_args(["dsw", "--help"], {}, command.machine)
-    shown = capsys.readouterr().out
-    assert caught.value.code == 0
+    topics = {}
+    for topic in ("", "positions", "all", *SECTIONS):
+        with pytest.raises(SystemExit) as caught:
+            parse_args(["dsw", "--help", *topic.split()], {}, command.machine)
+        assert caught.value.code == 0
+        topics[topic] = capsys.readouterr().out
+    assert len(topics[""].splitlines()) < 105 and all(f"--help {name}" in topics[""] for name in topics)
+    for field in FIELDS.values():
+        assert f" {field.flag} " in topics[field.section] and f" {field.flag} " in topics["all"]
+    assert "--lr " in topics[""] and "--lr " not in topics["data"] and "25  OUTPUT" in topics["positions"]
+    with refused(ConfigError, "--help: got 'optimzer', expected one of positions, all, model"):
+        parse_args(["--help", "optimzer"], {}, command.machine)
+    shown = topics["all"]
     assert (
         shown.index("25  OUTPUT_BASEPATH") < shown.index("MP_AC_LAYERS") < shown.index("--micro-batch-size")
     )
@@ -172,7 +181,8 @@ def test_table_of_other_programs_leads_to_flags_that_exist():
         starts = ("remove it: ", "not there: ", "not supported at this value: ")
         assert not set(row.ours.split()) - flags or row.ours == "-" and row.advice.startswith(starts), row
         assert not set(re.findall("--[a-z][a-z0-9-]*", row.advice)) - flags - {"--dry-run", "--help"}, row
-        assert not (row.advice.startswith("not there") and {f"--{name}" for name in row.names} & flags), row
+        names = {f"--{plain_name(name)}" for name in row.theirs.split(", ")}
+        assert not (row.advice.startswith("not there") and names & flags), row
         for part in row.theirs.replace("*", "x").split(", "):
             name, _, value = re.sub("[ :=]+", " ", part, count=1).partition(" ")
             assert foreign_flag(name, value.replace("X", "any") or "any") is row, part

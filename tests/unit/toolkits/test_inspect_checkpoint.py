@@ -6,6 +6,8 @@ import math
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +220,17 @@ def test_megatron_lms_old_format_is_listed_and_compared(tmp_path):
     assert any("mcore2hf" in target for target in first["loads_into"])
 
 
-def test_no_checkpoint_is_exit_code_4(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 4
-    assert f"ERROR {tmp_path} has no checkpoint, expected " in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a.json", "Megatron-LM\n"), ("config.json", " a Hugging Face folder, which --load takes as it is\n")],
+)
+def test_no_checkpoint_is_exit_code_4_before_torch_is_imported(tmp_path, name, said):
+    (tmp_path / name).write_text("{}")
+    code = "import sys, toolkits.inspect_checkpoint as tool; code = tool.main(sys.argv[1:])"
+    line = [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules or code)", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 4 and f"ERROR {tmp_path} has no checkpoint, expected" in done.stderr
+    assert done.stderr.endswith(said)
 
 
 def save_two_layouts(rank: int, world_size: int, folder: Path) -> None:

@@ -89,3 +89,13 @@ def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no quickstart wrote, so it is not used; expected a new or empty"):
         prepare(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_trained_model_of_an_earlier_quickstart_is_kept(tmp_path: Path) -> None:
+    roots = []
+    for _ in range(3):
+        space, _ = prepare(tmp_path / "out", num_held_out=4, num_train=16)
+        roots.append(space.root.name)
+        if len(roots) != 2:  # the second one is not trained
+            space.trained.mkdir(parents=True)
+    assert roots == ["out", "out-2", "out-2"] and (tmp_path / "out" / "run" / "hf").is_dir()

@@ -176,5 +176,5 @@ def test_loss_that_grows_tenfold_in_the_first_steps_names_the_rate_once() -> Non
         warnings = SpikeWarnings(SimpleNamespace(config=small_run(lr=5.0, spike_factor=1e9)))  # type: ignore[arg-type]
         for iteration, loss in enumerate(losses):
             warnings.note(iteration, loss, 0.0)
-    cause = "The learning rate is probably too high: --lr (position 5 LR) is 5"
-    assert lines == [f"step 3: the loss has grown from 7 to 71. {cause}"]
+    cause = "The rate is probably too high: --lr (position 5 LR) is 5"
+    assert lines == [f"step 3: the loss has grown tenfold, to 71. {cause}"]
