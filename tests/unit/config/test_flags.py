@@ -138,7 +138,7 @@ def test_help_shows_positions_then_flags(command, capsys):
         topics[topic] = capsys.readouterr().out
     assert len(topics[""].splitlines()) < 105 and all(f"--help {name}" in topics[""] for name in topics)
     for field in FIELDS.values():
-        assert f" {field.flag} " in topics[field.section] and f" {field.flag} " in topics["all"]
+        assert {field.flag} <= {*topics[field.section].split()} & {*topics["all"].split()}
     assert "--lr " in topics[""] and "--lr " not in topics["data"] and "25  OUTPUT" in topics["positions"]
     with refused(ConfigError, "--help: got 'optimzer', expected one of positions, all, model"):
         parse_args(["--help", "optimzer"], {}, command.machine)
