@@ -152,7 +152,6 @@ DEEPSEEK_V2 = _DeepSeek(
         "moe_ffn_hidden_size": "moe_intermediate_size",
     },
     own_of_router=frozenset({"logits", "weights", "unsorted"}),
-    supported={"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False},
     presets={
         "deepseek-v2-lite": _shape(27, 2048, 10944, 16, 64, 1408),
         "deepseek-v2": _shape(

@@ -332,7 +332,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (_stored(lambda t: t.pop(Q_A)), f"has no tensor {Q_A}"),
     "a path": (_stored(lambda t: t.update({"../../x": t[Q_A].clone()})), r"holds ../../x .*no place for"),
     "integers": (_stored(lambda t: t.update({Q_A: t[Q_A].int()})), "stored as I32"),
-    "not finite": (_stored(lambda t: t[Q_A].fill_(float("inf"))), "q_proj.weight with its adapter"),
+    "not finite": (_stored(lambda t: t[Q_A].fill_(float("inf"))), f"{Q_A} in .*NaN or infinite"),
 }  # fmt: skip
 
 

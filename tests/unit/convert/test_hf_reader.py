@@ -10,8 +10,9 @@ from small_runs import hf_llama, small_run
 
 from patch.convert import hf_reader
 from patch.convert.hf_reader import HFFolder
-from patch.convert.weight_table import OUTPUT, hf_tensors
 from patch.errors import ConversionError
+from patch.families.adapters import hf_tensors
+from patch.families.weights import OUTPUT
 
 QKV = "model.layers.3.self_attn.k_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
