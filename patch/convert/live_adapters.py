@@ -19,12 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
 from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters, write_received
-from patch.convert.mappings import HFBlock, TPShard
+from patch.convert.mappings import HFBlock, HFTensor, TPShard
 from patch.convert.merge import open_adapter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.distributed.collectives import all_or_none
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors, loads_whole, write_adapter
-from patch.families.weights import HFTensor
 from patch.logger import get_logger
 from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from patch.storage.places import StrPath, local_path

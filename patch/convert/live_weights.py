@@ -23,7 +23,7 @@ from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_layout import FILE_BYTES, divide, name_files
 from patch.convert.hf_reader import open_checked
-from patch.convert.mappings import HFBlock, TPShard, WeightMapping
+from patch.convert.mappings import HFBlock, HFTensor, TPShard, WeightMapping
 from patch.convert.merge import merged
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
@@ -31,7 +31,6 @@ from patch.convert.weight_table import Table, adapter_table, parameter_table, ta
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.families.weights import HFTensor
 from patch.logger import get_logger
 from patch.model.four_bit_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 
 from patch.convert.hf_reader import SPELLINGS
-from patch.convert.mappings import HFBlock
+from patch.convert.mappings import HFBlock, HFTensor
 from patch.convert.target_folder import writing
 from patch.errors import ConversionError
-from patch.families.weights import HFTensor
 from patch.storage.places import EarlyFlush
 
 _ORDER = (torch.float32, torch.bfloat16, torch.float16)

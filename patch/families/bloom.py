@@ -26,17 +26,15 @@ _KEYS = {
 class _Bloom(Family):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """See Family, whose keys the file gets; the MLP has four times the hidden width."""
-        values = {**self.defaults, **config.values}
-        named = ConfigReader(config.file, values)
         of_llama = {
-            "num_hidden_layers": values["n_layer"],
-            "num_attention_heads": values["n_head"],
-            "intermediate_size": 4 * named.integer("hidden_size"),
-            "rms_norm_eps": named.number("layer_norm_epsilon"),
+            "num_hidden_layers": config.values["n_layer"],
+            "num_attention_heads": config.values["n_head"],
+            "intermediate_size": 4 * config.integer("hidden_size"),
+            "rms_norm_eps": config.number("layer_norm_epsilon"),
             "max_position_embeddings": ALIBI_POSITIONS,
-            "tie_word_embeddings": named.boolean("tie_word_embeddings", True),
+            "tie_word_embeddings": config.boolean("tie_word_embeddings", True),
         }
-        return super().read_config(ConfigReader(config.file, values | of_llama))
+        return super().read_config(ConfigReader(config.file, {**config.values, **of_llama}))
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
         """See Family; its class has one activation, which no key names."""
@@ -116,9 +114,6 @@ BLOOM = _Bloom(
         position_embedding_type="alibi",
         embedding_norm=True,
     ),
-    defaults={
-        "vocab_size": 250_880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5,
-    },
     rows=_rows,
     presets={
         "bloom-560m": _preset(24, 1024, 16),

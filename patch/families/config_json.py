@@ -68,25 +68,29 @@ class ConfigReader:
                 self.refuse(key, got, f"{only!r}: nothing else is supported")
 
     def by_table(self, model_type: str) -> ConfigReader:
-        """The keys that a family uses, each under its own name; of a registered family also unknown ones.
+        """The keys that a family uses, each under its own name, with its defaults; all keys for a family of
+        another program.
 
         Raises:
             ConfigError: a key that changes the computation has another value than is supported.
         """
-        known = key_table().get(model_type)
-        values, kept = dict(self.values), set() if known else set(self.values)
+        known, values = key_table().get(model_type), dict(self.values)
         for key, row in (known or {**key_table()["llama"], "hidden_act": "used"}).items():
             got = self.values.get(key)
-            if row in ("used", "decimal"):
-                kept.add(key)
-                if row == "decimal" and type(got) is int:
-                    self.refuse(key, got, f"{got}.0: transformers takes no whole number")
-            elif "means" in row and got is not None:
+            if type(got) is int and "default" in row and isinstance(row["default"], float):
+                self.refuse(key, got, f"{got}.0: transformers takes no whole number")
+            if "means" in row and got is not None:
+                if self.values.get(row["means"], got) != got:
+                    self.refuse(key, got, f"{self.values[row['means']]!r}, which is at {row['means']}")
                 values[row["means"]] = got
-            elif "only" in row and key in values and got not in row["only"]:
-                legal = " or ".join(map(repr, row["only"]))
+            if "only" in row and key in values and got not in row["only"]:
+                legal = " or ".join(repr(one) for one in row["only"] if one is not None) or "null"
                 self.refuse(key, got, row.get("expected", f"{legal}: nothing else is supported"))
-        return ConfigReader(self.file, {key: value for key, value in values.items() if key in kept})
+        if known is None:
+            return ConfigReader(self.file, values)
+        defaults = {key: row["default"] for key, row in known.items() if "default" in row}
+        used = {key: values[key] for key in values if known.get(key) == "used" or key in defaults}
+        return ConfigReader(self.file, defaults | used)
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false; `default` if the key is absent or null.

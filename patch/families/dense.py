@@ -57,7 +57,6 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     traits=Traits(),
-    defaults={"max_position_embeddings": 2048},
     type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
     presets=_PRESETS,
 )
@@ -94,7 +93,6 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     traits=Traits(),
-    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     slides=lambda config: True,
     type_keys=lambda model: {"sliding_window": _window_length(model)},
 )
@@ -104,20 +102,15 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     traits=Traits(add_qkv_bias=True),
-    defaults={
-        "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
-        "use_sliding_window": False,
-    },
     slides=_slides,
     type_keys=_window_keys,
-)  # fmt: skip
+)
 """Biases on queries, keys and values."""
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     traits=Traits(qk_layernorm=True),
-    defaults={**QWEN2.defaults, "head_dim": 128},
     slides=_slides,
     type_keys=_window_keys,
 )

@@ -38,7 +38,6 @@ class ExpertsFamily(Family):
         Raises:
             ConfigError: the model has something that is not supported; the message names the key.
         """
-        config = config.with_defaults(self.defaults)
         fields = super().read_config(config)
         sizes = {name: config.integer(key) for name, key in self.expert_keys.items()}
         number, chosen = sizes["num_experts"], sizes["moe_router_topk"]
@@ -181,10 +180,6 @@ MIXTRAL = ExpertsFamily(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     traits=Traits(),
-    defaults={
-        **MISTRAL.defaults, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-        "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
     slides=MISTRAL.slides,
     type_keys=MISTRAL.type_keys,
     rows=partial(rows_named, _MIXTRAL_NAMES),
@@ -210,10 +205,6 @@ QWEN2_MOE = ExpertsFamily(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     traits=Traits(add_qkv_bias=True),
-    defaults={
-        "max_position_embeddings": 32768, "num_key_value_heads": 16, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-    },
     type_keys=lambda model: {"use_sliding_window": False, "qkv_bias": True},
     expert_keys={
         **_QWEN_KEYS, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"
@@ -235,10 +226,6 @@ QWEN3_MOE = ExpertsFamily(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     traits=Traits(qk_layernorm=True),
-    defaults={
-        "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    },
     type_keys=lambda model: {"use_sliding_window": False, "attention_bias": False},
     expert_keys=_QWEN_KEYS,
     presets={

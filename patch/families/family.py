@@ -81,18 +81,14 @@ class Family:
     def _window(self, config: ConfigReader) -> Window:
         """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""
         window, kinds = config.values.get("sliding_window"), config.values.get("layer_types")
-        may_slide = window is not None and self.slides is not None
-        may_slide = may_slide and config.boolean("use_sliding_window", True)
+        has_window = window is not None and config.boolean("use_sliding_window", True)
+        slides = self.slides if has_window else None
         if kinds is not None:
-            legal = ["full_attention", "sliding_attention"] if may_slide else ["full_attention"]
+            legal = ["full_attention", "sliding_attention"][: 2 if slides else 1]
             number = config.integer("num_hidden_layers")
             if kinds not in [[kind] * number for kind in legal]:
                 config.refuse("layer_types", kinds, f"{' or '.join(legal)} for all {number} layers")
-            may_slide = kinds[:1] == ["sliding_attention"]
-        elif may_slide:
-            assert self.slides is not None
-            may_slide = self.slides(config)
-        if not may_slide:
+        if slides is None or not (kinds[0] == "sliding_attention" if kinds else slides(config)):
             return None
         if config.integer("sliding_window") < 1:
             config.refuse("sliding_window", window, "at least 1")

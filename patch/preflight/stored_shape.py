@@ -124,7 +124,7 @@ def router_loss_at(folder: str | Path) -> tuple[float, str]:
     config = ConfigReader(file, _read_json(file)).by_table(str(model.model_type))
     if not (layers and config.boolean("output_router_logits", False)):
         return 0.0, ""
-    theirs = config.number("router_aux_loss_coef", 0.001)
+    theirs = config.number("router_aux_loss_coef")
     factor = theirs * model.moe_router_topk / layers
     return factor, (
         f"{factor:g}, because output_router_logits is true in {file}: router_aux_loss_coef {theirs:g} x "

@@ -163,8 +163,9 @@ def check_start(config: RunConfig) -> None:
         ConversionError: they do not; those of a model that is fetched first, or is in .bin files, are left
             to the workers.
     """
-    if (folder := weights_here(config)) is not None and _is_safe(folder):
-        with about("load"):
+    with about("load"):
+        folder = weights_here(config)
+        if folder is not None and _weight_files(folder)[0].suffix == ".safetensors":
             check_headers(WeightHeaders(folder), config.model)
     if (load := config.adapter.lora_load) is not None and begun_root(config) is None:
         with about("lora_load"):
@@ -190,10 +191,6 @@ def check_adapter(source: WeightHeaders, model: ModelConfig, adapter: AdapterCon
     source.check([HFTensor(PEFT_PREFIX + name, shape) for name, shape in hf_tensors(model, adapter)])
 
 
-def _is_safe(folder: Path) -> bool:
-    return any(file.suffix == ".safetensors" for file in _weight_files(folder))
-
-
 def whole_names(stored: Collection[str], embedding: str) -> dict[str, str]:
     """Stored name -> name in the whole model, for files that may be of one without its output layer.
 
@@ -211,9 +208,9 @@ def reading(path: Path, kind: str = "safetensors") -> Iterator[None]:
     """Errors of a file's reader are ConversionErrors about this file."""
     try:
         yield
-    except ConversionError:
-        raise
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+        if isinstance(error, ConversionError):
+            raise
         if _is_pointer(path):
             raise ConversionError(f"{path} is a pointer of git-lfs: run git lfs pull") from error
         raise ConversionError(

@@ -344,8 +344,9 @@ def test_hostile_folder_is_refused_at_once_and_leaves_nothing(
     adapter = shutil.copytree(root / "llama-2-70B adapter", tmp_path / "adapter")
     spoil(adapter)
     begin = time.perf_counter()
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message) as error:
         merge_adapter(root / "llama-2-70B", adapter, tmp_path / "out")
+    assert error.value.field in (None, "lora_load")
     assert time.perf_counter() - begin < SECONDS and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 

@@ -9,10 +9,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from patch.convert.hf_layout import divide, known_layout, name_files
-from patch.convert.mappings import HFBlock
+from patch.convert.mappings import HFBlock, HFTensor
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.errors import ConversionError
-from patch.families.weights import HFTensor
 
 TENSORS = {
     "b": torch.randn(3, 4).bfloat16(), "a": torch.randn(5).half(), "z": torch.randn(7, 2),

@@ -45,7 +45,7 @@ def changes_of(model_type: str, key: str) -> dict[str, Any]:
 def used(model_type: str) -> dict[str, dict[str, Any]]:
     """Keys that are read, in whatever spelling, and what a file has for a second value."""
     rows = key_table()[model_type].items()
-    keys = {key for key, row in rows if row == "used" or "means" in row}
+    keys = {key for key, row in rows if row == "used" or "means" in row or "default" in row}
     return {key: changes_of(model_type, key) for key in sorted(keys - {"model_type", "dtype", "torch_dtype"})}
 
 
@@ -83,6 +83,7 @@ def test_table_has_every_key_that_transformers_asks_for(model_type):
     for field in fields(of_class):
         row = known[field.name]
         assert "only" not in row or field.default in row["only"], "an absent key would have to be refused"
+        assert "default" not in row or field.default == row["default"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
