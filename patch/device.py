@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -294,6 +295,11 @@ class DeviceContext:
 FloatType = Literal["fp32", "bf16", "fp16"]
 """A type that `torch_dtype` knows, by its name in the configuration and on command lines."""
 FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite; needs no memory of the tensor's size."""
+    return not values.numel() or all(math.isfinite(end) for end in values.aminmax())  # of NaN both are NaN
 
 
 def torch_dtype(name: FloatType) -> torch.dtype:

@@ -17,17 +17,18 @@ from patch.config import RunConfig, to_yaml, unknown_variables
 from patch.config.fields import check_choice
 from patch.device import MachineFacts
 from patch.distributed.launch import allocator_environment, launch
-from patch.errors import ConfigError, MemoryLackError, TrainingError, about
+from patch.errors import ConfigError, MemoryLackError, TrainingError
 from patch.logger import configure_logging, get_logger
 from patch.plan.describe import describe_length, start_lines
 from patch.plan.fits import fit_of
 from patch.plan.memory import disk_bytes
 from patch.plan.resolve import resolve_run
 from patch.preflight.cluster import slurm_task
-from patch.preflight.hub_names import fetch_from_hub, weights_here
+from patch.preflight.hub_names import fetch_from_hub
 from patch.preflight.parse import Invocation, parse_args
 from patch.preflight.resume_guard import resume_notes
 from patch.preflight.validate import check_offload_room, run_warnings, validate_run
+from patch.preflight.weight_files import check_start
 from patch.storage.hub import push_model
 from patch.storage.names import HF_FOLDER, PUSHED_FILE
 from patch.training import OBJECTIVES
@@ -60,6 +61,7 @@ def start(argv: list[str], script: Path) -> int:
     if is_worker and not invocation.dry_run:
         _work(invocation.config, machine)
         return 0
+    check_start(invocation.config)
     for warning in run_warnings(invocation.config):
         _logger.warning("%s", warning)
     for note in notes:
@@ -120,11 +122,6 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     with quick_start():
         from patch.training.objective import Objective
     objective = (OBJECTIVES[config.training.objective] or Objective)(config)
-    if (folder := weights_here(config)) is not None:
-        from patch.convert.hf_reader import check_headers
-
-        with about("load"):
-            check_headers(folder, config.model)
     if (samples := objective.show_data(sys.stderr)) is not None:
         sys.stderr.write(describe_length(config, samples) + "\n")
 

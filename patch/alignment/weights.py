@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import HFFolder
 from patch.convert.live_weights import mapped_parameters
-from patch.convert.weight_table import OUTPUT, hf_tensors
+from patch.families.adapters import hf_tensors
+from patch.families.weights import OUTPUT
 
 _BITS = {2: torch.int16, 4: torch.int32}
 

@@ -37,6 +37,7 @@ from patch.checkpoint.sharded_tensors import (
 )
 from patch.checkpoint.stored import Box, TorchDistReader
 from patch.compat.unpickle import load_plain, read_metadata
+from patch.device import is_finite
 from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -125,7 +126,10 @@ def _load(
     failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
     with fail_together(failure, CheckpointError):
         try:
-            return _filled(reader, _without_absent_extra_state(sharded_state, index))
+            state = _filled(reader, _without_absent_extra_state(sharded_state, index))
+            if weights is not None:
+                _refuse_non_finite(shards)
+            return state
         except CheckpointError as error:
             raise CheckpointError(f"{failure}: {error}") from error
 
@@ -158,6 +162,15 @@ def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str,
         if is_on_disk(target):  # on a disk: one part after the other, so that memory holds no more
             write_values(target, reader.read(key, box).to(target.dtype))
     return apply_factory_merges(loaded, factories)
+
+
+def _refuse_non_finite(shards: list[ShardedBase]) -> None:
+    for shard in shards:
+        data = shard.data if isinstance(shard, ShardedTensor) else None
+        if data is not None and data.itemsize > 1 and not is_on_disk(data) and not is_finite(data):
+            raise CheckpointError(
+                f"{shard.key} has values that are NaN or infinite, expected finite ones: take an earlier step"
+            )
 
 
 def _warn_of_rounding(folder: AnyPath, index: Metadata, shards: list[ShardedBase]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +172,22 @@ def model_description(
     if "dtype" in described:
         described["dtype"] = described["torch_dtype"]
     return described
+
+
+def described_dtype(
+    folder: Path | None, weights: Iterable[torch.dtype], *, are_its_own: bool
+) -> torch.dtype:
+    """The type that config.json names: that of the folder's, else the narrowest that rounds no weight.
+
+    Args:
+        folder: the folder whose config.json is the start; None: there is none.
+        weights: the types of the weights.
+        are_its_own: the weights are those of `folder`, whose type counts also if none of them has it.
+    """
+    named, kinds = {} if folder is None else _read_json(folder / "config.json"), set(weights)
+    name = named.get("dtype") or named.get("torch_dtype")
+    own = {str(kind): kind for kind in (torch.float32, torch.bfloat16, torch.float16)}.get(f"torch.{name}")
+    return own if own and (are_its_own or own in kinds) else reduce(torch.promote_types, kinds)
 
 
 def transformers_family(model: ModelConfig, model_type: str | None = None) -> Family:

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from patch.convert.hf_config_files import write_index
-from patch.convert.hf_reader import HFFolder, read_index, whole_names
+from patch.convert.hf_reader import HFFolder
 from patch.convert.mappings import HFBlock, HFTensor
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import writing
 from patch.errors import ConversionError
 from patch.families import stacked_part
+from patch.preflight.weight_files import read_index, whole_names
 from patch.progress import progress
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from patch.storage.places import copy_of

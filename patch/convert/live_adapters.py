@@ -22,9 +22,8 @@ from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_para
 from patch.convert.mappings import HFBlock, HFTensor, TPShard
 from patch.convert.merge import open_adapter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
-from patch.convert.weight_table import hf_tensors
 from patch.distributed.collectives import all_or_none
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, loads_whole, write_adapter
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors, loads_whole, write_adapter
 from patch.logger import get_logger
 from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from patch.storage.places import StrPath, local_path

@@ -22,13 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from patch.errors import ConversionError
-
-
-class HFTensor(NamedTuple):
-    """Name and shape of a Hugging Face tensor; `*` stands for the layer's number, `#` for the expert's."""
-
-    name: str
-    shape: tuple[int, ...]
+from patch.families.weights import HFTensor
 
 
 class TPShard(NamedTuple):

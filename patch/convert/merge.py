@@ -15,13 +15,13 @@ from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import copy_descriptions, model_of
 from patch.convert.hf_layout import write_like
 from patch.convert.hf_reader import HFFolder, open_checked
-from patch.convert.mappings import HFBlock, HFTensor
+from patch.convert.mappings import HFBlock
 from patch.convert.target_folder import publish, staging, writing
-from patch.convert.weight_table import hf_tensors
 from patch.errors import ConfigError, ConversionError
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
 from patch.logger import get_logger
 from patch.preflight.stored_shape import adapter_at
+from patch.preflight.weight_files import check_adapter
 from patch.storage.places import StrPath, local_path
 
 _logger = get_logger(__name__)
@@ -47,7 +47,7 @@ def open_adapter(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> HF
         ConversionError: the folder cannot be read, or does not fit.
     """
     source = HFFolder(folder, adapter=True)
-    source.check([HFTensor(PEFT_PREFIX + name, shape) for name, shape in hf_tensors(model, adapter)])
+    check_adapter(source, model, adapter)
     return source
 
 

@@ -25,6 +25,7 @@ from patch.checkpoint.stored import Piece
 from patch.config.schema import ModelConfig, RunConfig
 from patch.convert.hf_config_files import (
     copy_descriptions,
+    described_dtype,
     model_of,
     write_config,
     write_descriptions,
@@ -34,9 +35,10 @@ from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import TPShard, WeightMapping
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
-from patch.convert.weight_table import Place, checkpoint_place, hf_tensors, weights_table
+from patch.convert.weight_table import Place, checkpoint_place, weights_table
 from patch.device import same_device
 from patch.errors import ConversionError, DataError
+from patch.families.adapters import hf_tensors
 from patch.logger import get_logger
 from patch.preflight.stored_shape import has_hf_config, run_behind
 from patch.progress import progress
@@ -81,6 +83,8 @@ def hf_to_mcore(
         _write_checkpoint(folder, partial / RELEASE, model, dtype)
         with writing(partial):
             copy_descriptions(source, partial)
+            if dtype is not None:
+                write_config(partial, model, source, dtype)
             remember_layout(folder, partial)
             (partial / TRACKER).write_text(f"{RELEASE}\n")
         publish(target)
@@ -221,7 +225,9 @@ def mcore_to_hf(
                 dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
                 with writing(partial):
                     write_like(described.folder, partial, dtypes, weights.blocks(), title)
-                    _write_descriptions(partial, described, next(iter(stored.values())))
+                    are_its_own = hf_config is None and described.tokenizer is None
+                    dtype = described_dtype(described.folder, dtypes.values(), are_its_own=are_its_own)
+                    _write_descriptions(partial, described, dtype)
                 verified.result()
                 publish(target)
         except Exception:

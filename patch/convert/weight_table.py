@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import (
     ColumnParallelMapping,
-    HFTensor,
     QKVMapping,
     ReplicatedMapping,
     RowParallelMapping,
@@ -19,10 +18,7 @@ from patch.convert.mappings import (
 )
 from patch.families import Kind, WeightRow, expert_layers, weight_rows
 from patch.families.adapters import AdapterConfig, adapter_rows
-from patch.families.weights import TIED_OUTPUT
-
-OUTPUT = "lm_head.weight"
-"""The output layer in transformers; a folder with tied embeddings may also contain it."""
+from patch.families.weights import TIED_OUTPUT, HFTensor
 
 Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` stands for the layer's number over the whole model, `#` for the expert's."""
@@ -121,12 +117,3 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
             return QKVMapping(hf, model.num_query_groups, **copies)
         case Kind.VOCAB_PARALLEL:
             return VocabParallelMapping(hf, padded_vocab_size)
-
-
-def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list[HFTensor]:
-    """Every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
-    table = parameter_table(model, model.vocab_size) if adapter is None else adapter_table(model, adapter)
-    tensors = [
-        tensor for mapping in table.values() for copy in mapping.copies for tensor in mapping.at(*copy).hf
-    ]
-    return list({tensor.name: tensor for tensor in tensors}.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+
 # LlamaConfig is not used: what loads it with a tokenizer is loaded here, under `quick_start` in a worker.
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase  # noqa: F401
 
@@ -38,6 +40,9 @@ def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
     _check_files(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except StrictDataclassError as error:
+        why = " ".join(str(error).split())
+        raise DataError(f"{path / 'config.json'}: {why}; expected a file that transformers reads") from error
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
         raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}", field=field) from error
 

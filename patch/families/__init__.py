@@ -71,7 +71,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         why = _NOT_BUILT.get(str(model_type), "no other is supported")
         config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: {why}")
-    return FAMILIES[model_type].read_config(config)
+    return FAMILIES[model_type].read_config(config.by_table(model_type))
 
 
 def family_called(model_type: str | None) -> Family:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from patch.errors import ConfigError, nearest, shown
 from patch.families import ConfigReader, weight_rows
 from patch.families.shape import ModelConfig
-from patch.families.weights import MLP_PARTS, Kind, WeightRow
+from patch.families.weights import MLP_PARTS, HFTensor, Kind, WeightRow
 from patch.flag_field import flag
 
 ALL_LINEAR = "all-linear"
@@ -125,6 +125,18 @@ def targets_are_there(model: ModelConfig, adapter: AdapterConfig) -> None:
 def adapter_rows(model: ModelConfig, adapter: AdapterConfig) -> tuple[WeightRow, ...]:
     """The parameters of all adapters of a model, A before B; PEFT's names without `base_model.model.`."""
     return tuple(row for each in adapters_of(model, adapter) for row in (each.a, each.b))
+
+
+def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list[HFTensor]:
+    """Every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
+    tensors = {
+        name.replace("*", str(layer)).replace("#", str(expert)): shape
+        for row in (weight_rows(model) if adapter is None else adapter_rows(model, adapter))
+        for layer in row.layers
+        for expert in range(row.num_experts)
+        for name, shape in row.hf.items()
+    }
+    return [HFTensor(*each) for each in tensors.items()]
 
 
 def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:

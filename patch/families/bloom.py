@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
-from patch.families.config_json import ConfigReader
+from patch.families.config_json import ConfigReader, set_keys
 from patch.families.family import Family
 from patch.families.shape import ALIBI_POSITIONS, UNUSED_ROTARY_BASE, ModelConfig, Traits, preset
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT, Kind, Part, WeightRow
@@ -22,32 +22,19 @@ _KEYS = {
     "num_attention_heads": "n_head",
     "norm_epsilon": "layer_norm_epsilon",
 }
-_OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "hidden_size": "n_embed"}
-"""Key -> other spelling, which transformers takes too."""
-_IGNORED = (
-    "num_key_value_heads", "head_dim", "hidden_act", "rope_scaling", "rope_parameters", "pretraining_tp",
-)  # fmt: skip
-"""Keys that mean nothing to its class; the last one is how its authors cut it, which rounding alone shows."""
-
 
 class _Bloom(Family):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """See Family, whose keys the file gets; the MLP has four times the hidden width."""
-        config.accept_only({"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0})
-        values = {**self.defaults, **config.values}
-        for key, older in _OLDER.items():
-            values[key] = config.values.get(older, values[key])
-        named = ConfigReader(config.file, values)
         of_llama = {
-            "num_hidden_layers": values["n_layer"],
-            "num_attention_heads": values["n_head"],
-            "intermediate_size": 4 * named.integer("hidden_size"),
-            "rms_norm_eps": named.number("layer_norm_epsilon"),
+            "num_hidden_layers": config.values["n_layer"],
+            "num_attention_heads": config.values["n_head"],
+            "intermediate_size": 4 * config.integer("hidden_size"),
+            "rms_norm_eps": config.number("layer_norm_epsilon"),
             "max_position_embeddings": ALIBI_POSITIONS,
-            "tie_word_embeddings": named.boolean("tie_word_embeddings", True),
+            "tie_word_embeddings": config.boolean("tie_word_embeddings", True),
         }
-        of_bloom = {key: value for key, value in values.items() if key not in _IGNORED}
-        return super().read_config(ConfigReader(config.file, of_bloom | of_llama))
+        return super().read_config(ConfigReader(config.file, {**config.values, **of_llama}))
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
         """See Family; its class has one activation, which no key names."""
@@ -57,9 +44,7 @@ class _Bloom(Family):
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
         """See Family."""
         changed = {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
-        for key in changed.keys() & _OLDER.keys():
-            described.pop(_OLDER[key], None)
-        described |= changed
+        set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:
             described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
 
@@ -129,9 +114,6 @@ BLOOM = _Bloom(
         position_embedding_type="alibi",
         embedding_norm=True,
     ),
-    defaults={
-        "vocab_size": 250_880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5,
-    },
     rows=_rows,
     presets={
         "bloom-560m": _preset(24, 1024, 16),

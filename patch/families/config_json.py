@@ -7,12 +7,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from patch.errors import ConfigError, shown
 from patch.families.shape import ModelConfig
 from patch.numbers import to_float, to_int
+
+
+@cache
+def key_table() -> dict[str, dict[str, Any]]:
+    """`model_type` -> key of config.json -> what becomes of it: config_keys.yaml."""
+    table: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("config_keys.yaml").read_text(encoding="utf-8")
+    )
+    return table
+
+
+def set_keys(described: dict[str, Any], model_type: str, changed: Mapping[str, Any]) -> None:
+    """Set keys of config.json, and their other spellings where the file has them."""
+    rows = key_table().get(model_type, {})
+    others = {key: row["means"] for key, row in rows.items() if "means" in row and key in described}
+    described |= {**changed, **{key: changed[means] for key, means in others.items() if means in changed}}
 
 
 class ConfigReader:
@@ -47,6 +66,31 @@ class ConfigReader:
             got = self.values.get(key, only)
             if got != only:
                 self.refuse(key, got, f"{only!r}: nothing else is supported")
+
+    def by_table(self, model_type: str) -> ConfigReader:
+        """The keys that a family uses, each under its own name, with its defaults; all keys for a family of
+        another program.
+
+        Raises:
+            ConfigError: a key that changes the computation has another value than is supported.
+        """
+        known, values = key_table().get(model_type), dict(self.values)
+        for key, row in (known or {**key_table()["llama"], "hidden_act": "used"}).items():
+            got = self.values.get(key)
+            if type(got) is int and "default" in row and isinstance(row["default"], float):
+                self.refuse(key, got, f"{got}.0: transformers takes no whole number")
+            if "means" in row and got is not None:
+                if self.values.get(row["means"], got) != got:
+                    self.refuse(key, got, f"{self.values[row['means']]!r}, which is at {row['means']}")
+                values[row["means"]] = got
+            if "only" in row and key in values and got not in row["only"]:
+                legal = " or ".join(repr(one) for one in row["only"] if one is not None) or "null"
+                self.refuse(key, got, row.get("expected", f"{legal}: nothing else is supported"))
+        if known is None:
+            return ConfigReader(self.file, values)
+        defaults = {key: row["default"] for key, row in known.items() if "default" in row}
+        used = {key: values[key] for key in values if known.get(key) == "used" or key in defaults}
+        return ConfigReader(self.file, defaults | used)
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false; `default` if the key is absent or null.
@@ -138,8 +182,7 @@ def read_rope(config: ConfigReader) -> dict[str, Any]:
     if rope_type not in ("default", *_TYPES):
         known = ", ".join(("default", *_TYPES))
         config.refuse("rope_type", rope_type, f"one of {known}: no other scaling is supported")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        config.refuse("partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+    inner.accept_only({"partial_rotary_factor": 1.0})
     fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": rope_type != "default"}
     if rope_type != "default":
         fields |= {"rope_scaling_type": rope_type} | _read_scaling(config, inner, rope_type)

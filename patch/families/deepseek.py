@@ -28,7 +28,6 @@ _METHODS = {False: "greedy", True: "group_limited_greedy"}
 class _DeepSeek(ExpertsFamily):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
         """See Family; experts are those of ExpertsFamily."""
-        config = config.with_defaults(self.defaults)
         sizes = {name: config.integer(key) for name, key in _LATENT_KEYS.items()}
         query = config.values["q_lora_rank"]
         shared = config.integer("n_shared_experts")
@@ -138,12 +137,6 @@ DEEPSEEK_V2 = _DeepSeek(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     traits=Traits(),
-    defaults={
-        "max_position_embeddings": 2048, "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536,
-        "n_routed_experts": 64, "n_shared_experts": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-        "v_head_dim": 128, "routed_scaling_factor": 1.0, "topk_method": "greedy",
-        "moe_intermediate_size": 1407, "tie_word_embeddings": False,
-    },
     type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
     rows=partial(rows_named, {"mlp.shared_expert.": "mlp.shared_experts."}),
     expert_keys={
@@ -152,7 +145,6 @@ DEEPSEEK_V2 = _DeepSeek(
         "moe_ffn_hidden_size": "moe_intermediate_size",
     },
     own_of_router=frozenset({"logits", "weights", "unsorted"}),
-    supported={"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False},
     presets={
         "deepseek-v2-lite": _shape(27, 2048, 10944, 16, 64, 1408),
         "deepseek-v2": _shape(

@@ -57,7 +57,6 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     traits=Traits(),
-    defaults={"max_position_embeddings": 2048},
     type_keys=lambda model: {"attention_bias": False, "mlp_bias": False},
     presets=_PRESETS,
 )
@@ -69,25 +68,15 @@ def _window_length(model: ModelConfig) -> int | None:
 
 
 def _slides(config: ConfigReader) -> bool:
-    """Whether the layers have a sliding window; without `use_sliding_window` none has.
+    """Whether the layers have a sliding window: those from number `max_window_layers` on.
 
     Raises:
         ConfigError: some layers have a window and others do not.
     """
-    if not config.boolean("use_sliding_window", False):
-        return False
-    key, kinds = "layer_types", config.values.get("layer_types")
-    if not kinds:
-        key, num_full = "max_window_layers", config.integer("max_window_layers", 28)
-        has_both = 0 < num_full < config.integer("num_hidden_layers")
-        kinds = (
-            ["full", "sliding_attention"] if has_both else ["full" if num_full > 0 else "sliding_attention"]
-        )
-    elif not isinstance(kinds, list):
-        config.refuse(key, kinds, "a list of the layers' attention")
-    if any(kind != kinds[0] for kind in kinds):
-        config.refuse(key, config.values.get(key), "the same attention in all layers")
-    return kinds[0] == "sliding_attention"
+    num_full = config.integer("max_window_layers", 28)
+    if 0 < num_full < config.integer("num_hidden_layers"):
+        config.refuse("max_window_layers", num_full, "the same attention in all layers")
+    return num_full <= 0
 
 
 def _window_keys(model: ModelConfig) -> dict[str, Any]:
@@ -104,7 +93,6 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     traits=Traits(),
-    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     slides=lambda config: True,
     type_keys=lambda model: {"sliding_window": _window_length(model)},
 )
@@ -114,7 +102,6 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     traits=Traits(add_qkv_bias=True),
-    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     slides=_slides,
     type_keys=_window_keys,
 )
@@ -124,7 +111,6 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     traits=Traits(qk_layernorm=True),
-    defaults={**QWEN2.defaults, "head_dim": 128},
     slides=_slides,
     type_keys=_window_keys,
 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from patch.families.config_json import ConfigReader
+from patch.families.config_json import ConfigReader, set_keys
 from patch.families.dense import MISTRAL
 from patch.families.family import Family
 from patch.families.layers import EVERY_LAYER, expert_layers, layers_text
@@ -29,8 +29,6 @@ class ExpertsFamily(Family):
 
     expert_keys: Mapping[str, str]
     """ModelConfig's field -> config.json's key, of whole numbers that the family's experts have."""
-    supported: Mapping[str, Any] = field(default_factory=dict)
-    """Keys with their only supported value beside those of all families."""
     has_layer_choice: bool = True
     """Whether config.json says which layers have experts, and how the router's weights are normed."""
 
@@ -40,12 +38,6 @@ class ExpertsFamily(Family):
         Raises:
             ConfigError: the model has something that is not supported; the message names the key.
         """
-        key = self.expert_keys["num_experts"]
-        if _NUMBER_OF_5 in config.values:
-            config = config.with_defaults({key: config.values[_NUMBER_OF_5]})
-            config.accept_only({_NUMBER_OF_5: config.values[key]})
-        config = config.with_defaults(self.defaults)
-        config.accept_only(self.supported)
         fields = super().read_config(config)
         sizes = {name: config.integer(key) for name, key in self.expert_keys.items()}
         number, chosen = sizes["num_experts"], sizes["moe_router_topk"]
@@ -109,9 +101,10 @@ class ExpertsFamily(Family):
         values = {name: getattr(model, name) for name in self.expert_keys}
         if "moe_ffn_hidden_size" in values:
             values["moe_ffn_hidden_size"] = model.expert_width
-        described |= {key: values[name] for name, key in self.expert_keys.items() if name in fields}
+        changed = {key: values[name] for name, key in self.expert_keys.items() if name in fields}
+        set_keys(described, self.model_type, changed)
         if _NUMBER_OF_5 in described:  # transformers 4 asks for the family's own key
-            described |= {_NUMBER_OF_5: model.num_experts, self.expert_keys["num_experts"]: model.num_experts}
+            described[self.expert_keys["num_experts"]] = model.num_experts
         if self.has_layer_choice and "moe_layer_freq" in fields:
             with_experts = expert_layers(model)
             self._write_layers(described, [n for n in range(model.num_layers) if n not in with_experts])
@@ -187,15 +180,10 @@ MIXTRAL = ExpertsFamily(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     traits=Traits(),
-    defaults={
-        **MISTRAL.defaults, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-        "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
     slides=MISTRAL.slides,
     type_keys=MISTRAL.type_keys,
     rows=partial(rows_named, _MIXTRAL_NAMES),
     expert_keys={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
-    supported={"router_jitter_noise": 0.0},
     own_of_router=frozenset({"weights"}),
     has_layer_choice=False,
     presets={
@@ -217,15 +205,10 @@ QWEN2_MOE = ExpertsFamily(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     traits=Traits(add_qkv_bias=True),
-    defaults={
-        "max_position_embeddings": 32768, "num_key_value_heads": 16, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-    },
     type_keys=lambda model: {"use_sliding_window": False, "qkv_bias": True},
     expert_keys={
         **_QWEN_KEYS, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"
     },
-    supported={"use_sliding_window": False, "qkv_bias": True},
     presets={
         "A2.7B": _qwen2(
             24, 2048, 5632, 16, 16, shared=5632, max_position_embeddings=8192, num_experts=60,
@@ -243,13 +226,8 @@ QWEN3_MOE = ExpertsFamily(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     traits=Traits(qk_layernorm=True),
-    defaults={
-        "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    },
     type_keys=lambda model: {"use_sliding_window": False, "attention_bias": False},
     expert_keys=_QWEN_KEYS,
-    supported={"use_sliding_window": False},
     presets={
         "30B-A3B": _qwen3(48, 2048, 6144, 32, 4, width=768),
         "235B-A22B": _qwen3(94, 4096, 12288, 64, 4, width=1536),

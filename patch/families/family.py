@@ -9,18 +9,9 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from patch.families.config_json import ROPE_FIELDS, ConfigReader, read_rope, write_rope
+from patch.families.config_json import ROPE_FIELDS, ConfigReader, read_rope, set_keys, write_rope
 from patch.families.shape import MOST_LAYERS, TRAIT_FIELDS, ModelConfig, Traits, Window
 from patch.families.weights import WeightRow, dense_rows
-
-_SUPPORTED: dict[str, Any] = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "pretraining_tp": 1,
-    "partial_rotary_factor": 1.0,
-}
-"""Keys with their only supported value beside `hidden_act`, the family's; all of them may be absent."""
 
 _SIZES: dict[str, str] = {
     "vocab_size": "vocab_size",
@@ -50,7 +41,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a config.json may lack: those of the family's class in transformers."""
     slides: Callable[[ConfigReader], bool] | None = None
-    """Whether the layers use the window given by `sliding_window`; None: they never have a window."""
+    """Whether the layers use the window given by `sliding_window`, where no `layer_types` say it; None: they
+    never have a window."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """The keys for traits that only this family's config.json has."""
     own_of_router: Set[str] = frozenset()
@@ -66,10 +58,7 @@ class Family:
             ConfigError: the model has something that is not supported; the message names the key.
         """
         config = config.with_defaults(self.defaults)
-        config.accept_only({**_SUPPORTED, "hidden_act": self.traits.activation})
-        if quantised := config.values.get("quantization_config"):
-            expected = "none: the model that these quantised weights were made from, in bf16, fp16 or fp32"
-            config.refuse("quantization_config", quantised, expected)
+        config.accept_only({"hidden_act": self.traits.activation})
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if heads < 1:
             config.refuse("num_attention_heads", heads, "at least 1")
@@ -91,8 +80,15 @@ class Family:
 
     def _window(self, config: ConfigReader) -> Window:
         """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""
-        window = config.values.get("sliding_window")
-        if window is None or self.slides is None or not self.slides(config):
+        window, kinds = config.values.get("sliding_window"), config.values.get("layer_types")
+        has_window = window is not None and config.boolean("use_sliding_window", True)
+        slides = self.slides if has_window else None
+        if kinds is not None:
+            legal = ["full_attention", "sliding_attention"][: 2 if slides else 1]
+            number = config.integer("num_hidden_layers")
+            if kinds not in [[kind] * number for kind in legal]:
+                config.refuse("layer_types", kinds, f"{' or '.join(legal)} for all {number} layers")
+        if slides is None or not (kinds[0] == "sliding_attention" if kinds else slides(config)):
             return None
         if config.integer("sliding_window") < 1:
             config.refuse("sliding_window", window, "at least 1")
@@ -117,7 +113,8 @@ class Family:
             model: the model to describe.
             fields: names of the fields whose keys are set.
         """
-        described |= {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
+        changed = {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
+        set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:
             described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
         if fields & ROPE_FIELDS or "rope_parameters" in described:

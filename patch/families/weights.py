@@ -18,6 +18,9 @@ EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 TIED_OUTPUT = "output_layer.weight"
 """With tied embeddings and PP > 1 this parameter of the last stage is a copy of the embedding."""
 
+OUTPUT = "lm_head.weight"
+"""The output layer in transformers; a folder with tied embeddings may also contain it."""
+
 Part = Literal["embedding", "attention", "norm", "mlp", "router", "shared expert", "expert", "head"]
 """The part of a model that a parameter belongs to."""
 MLP_PARTS: tuple[Part, ...] = ("mlp", "shared expert", "expert")
@@ -38,6 +41,13 @@ class Kind(Enum):
     """One tensor whose rows are padded to the padded vocabulary and split over TP."""
     QKV = auto()
     """Three tensors. For each key/value group in turn: the rows of its queries, of its key, of its value."""
+
+
+class HFTensor(NamedTuple):
+    """Name and shape of a Hugging Face tensor; `*` stands for the layer's number, `#` for the expert's."""
+
+    name: str
+    shape: tuple[int, ...]
 
 
 class WeightRow(NamedTuple):

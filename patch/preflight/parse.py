@@ -34,6 +34,7 @@ from patch.families import (
     TRAIT_FIELDS,
     UNUSED_ROTARY_BASE,
     family_called,
+    own_traits,
 )
 from patch.families.adapters import AdapterConfig
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
@@ -42,6 +43,7 @@ from patch.preflight.stored_shape import (
     adapter_loaded,
     has_hf_config,
     refuse_other_forms,
+    router_loss_at,
     run_behind,
     shape_at,
     vocabulary_at,
@@ -108,7 +110,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     merged = _merge([file, positions, flags.fields])
     take_models(merged)
     refuse_other_forms(merged)
+    _refuse_other_family(merged)
     merged = {**_shape(merged), **merged}
+    notes = [*notes, *_take_router_loss(merged)]
     # positions say how many machines there are, so only a flag may overrule them
     nnodes = (flags.fields if texts else merged).get("nnodes")
     if "LOCAL_RANK" in environ and merged.get("min_nodes"):
@@ -218,6 +222,25 @@ def _check_family(config: RunConfig, asked: str | None) -> None:
             f"got {asked}, expected auto or {found}, which has these traits and this window of attention",
             field="model_type",
         )
+
+
+def _refuse_other_family(merged: Mapping[str, Any]) -> None:
+    """Refuse a family whose layers are not those of the size: its weights have no place in them."""
+    size, asked = merged.get("model_size", "auto"), merged.get("model_type")
+    own = PRESETS.get(size, {}).get("model_type")
+    if asked is not None and own is not None and own_traits(asked) != own_traits(own):
+        given = f"{where('model_size')} {size}"
+        raise ConfigError(f"got {asked} beside {given}, expected auto or {own}", field="model_type")
+
+
+def _take_router_loss(merged: dict[str, Any]) -> list[str]:
+    """Take the factor of the loss of the experts' load that the loaded model's config.json asks for."""
+    load, kind = merged.get("load"), merged.get("moe_router_load_balancing_type")
+    if load is None or kind == "none" or "moe_aux_loss_coeff" in merged or not has_hf_config(load):
+        return []
+    factor, why = router_loss_at(load)
+    merged |= {"moe_aux_loss_coeff": factor} if factor else {}
+    return [f"{where('moe_aux_loss_coeff')} {why}"] if factor else []
 
 
 def _take_tokenizer(merged: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.families import SHAPE_FIELDS, ConfigReader, ModelConfig, read_config
+from patch.families import SHAPE_FIELDS, ConfigReader, ModelConfig, expert_layers, read_config
 from patch.families.adapters import AdapterConfig, read_adapter
 from patch.preflight.checkpoint_places import begun_root, record_home, store_errors, was_begun
 from patch.storage.names import ADAPTER_CONFIG_NAME, CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
@@ -108,6 +108,28 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
         raise ConfigError(f"{folder}: {found}")
     return read_config(ConfigReader(file, _read_json(file)))
+
+
+def router_loss_at(folder: str | Path) -> tuple[float, str]:
+    """The factor of each layer's loss of the experts' load that `folder`/config.json asks for, and why; or 0.
+
+    transformers has one loss of all layers together, which counts each of a token's choices. With this factor
+    the losses of the layers add up to its size; of one layer they are equal.
+
+    Raises:
+        ConfigError: see `read_hf_config`.
+    """
+    model = ModelConfig(**read_hf_config(folder), seq_length=1)
+    file, layers = Path(folder) / "config.json", len(expert_layers(model))
+    config = ConfigReader(file, _read_json(file)).by_table(str(model.model_type))
+    if not (layers and config.boolean("output_router_logits", False)):
+        return 0.0, ""
+    theirs = config.number("router_aux_loss_coef")
+    factor = theirs * model.moe_router_topk / layers
+    return factor, (
+        f"{factor:g}, because output_router_logits is true in {file}: router_aux_loss_coef {theirs:g} x "
+        f"{model.moe_router_topk} choices / {layers} layers"
+    )
 
 
 def adapter_at(folder: str | Path, model: ModelConfig) -> AdapterConfig:

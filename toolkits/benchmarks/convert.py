@@ -77,7 +77,7 @@ def _write_model(folder: Path, layers: int) -> None:
     from safetensors.torch import save_file
 
     from patch.convert.hf_config_files import model_of
-    from patch.convert.weight_table import hf_tensors
+    from patch.families.adapters import hf_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_SHAPE | {"num_hidden_layers": layers}))

@@ -57,7 +57,7 @@ def _write_base(folder: Path, run: RunConfig, tokenizer: Any) -> None:
     from safetensors.torch import save_file
 
     from patch.convert.hf_config_files import write_descriptions
-    from patch.convert.weight_table import hf_tensors
+    from patch.families.adapters import hf_tensors
 
     folder.mkdir()
     torch.manual_seed(run.training.seed)

@@ -332,7 +332,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (_stored(lambda t: t.pop(Q_A)), f"has no tensor {Q_A}"),
     "a path": (_stored(lambda t: t.update({"../../x": t[Q_A].clone()})), r"holds ../../x .*no place for"),
     "integers": (_stored(lambda t: t.update({Q_A: t[Q_A].int()})), "stored as I32"),
-    "not finite": (_stored(lambda t: t[Q_A].fill_(float("inf"))), "q_proj.weight with its adapter"),
+    "not finite": (_stored(lambda t: t[Q_A].fill_(float("inf"))), f"{Q_A} in .*NaN or infinite"),
 }  # fmt: skip
 
 
@@ -344,8 +344,9 @@ def test_hostile_folder_is_refused_at_once_and_leaves_nothing(
     adapter = shutil.copytree(root / "llama-2-70B adapter", tmp_path / "adapter")
     spoil(adapter)
     begin = time.perf_counter()
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message) as error:
         merge_adapter(root / "llama-2-70B", adapter, tmp_path / "out")
+    assert error.value.field in (None, "lora_load")
     assert time.perf_counter() - begin < SECONDS and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 

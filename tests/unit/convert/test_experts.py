@@ -17,9 +17,9 @@ from training_runs import build_stages
 
 from patch.checkpoint import save_checkpoint
 from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline
-from patch.convert.hf_reader import check_headers
 from patch.convert.live_weights import export_hf, import_hf, iter_hf_weights
 from patch.model import sharded_weights
+from patch.preflight.weight_files import WeightHeaders, check_headers
 from toolkits.inspect_checkpoint import main
 
 
@@ -102,7 +102,7 @@ def test_expert_that_is_there_twice_or_too_many_is_refused(tmp_path, spoil, mess
     family_model("mixtral", tmp_path, max_shard_size="60KB")
     spoil(tmp_path)
     with pytest.raises(ConversionError, match=message):
-        check_headers(tmp_path, family_run(tmp_path).model)
+        check_headers(WeightHeaders(tmp_path), family_run(tmp_path).model)
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

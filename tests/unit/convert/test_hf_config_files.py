@@ -9,10 +9,11 @@ import warnings
 import hf_families
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_runs import hf_llama, small_run
 from transformers import AutoConfig, LlamaConfig
 
-from patch.convert import hf_to_mcore
+from patch.convert import hf_to_mcore, mcore_to_hf
 from patch.convert.hf_config_files import (
     copy_descriptions,
     generation_description,
@@ -130,6 +131,23 @@ def test_source_stays_byte_for_byte_and_else_only_the_changed_keys_change(
     assert {key for key in before if before[key] != after[key]} | dtypes == {"rms_norm_eps"} | dtypes
     assert after["rms_norm_eps"] == 1e-6 and {after[key] for key in dtypes} == {"float16"}
     assert list(after)[: len(before)] == list(before)
+
+
+@pytest.mark.parametrize(
+    ("named", "flag", "expected"),
+    [("bfloat16", None, "bfloat16"), ("float16", None, "float16"), (None, None, "float32"),
+     ("float32", torch.bfloat16, "bfloat16")],
+)  # fmt: skip
+def test_type_of_mixed_weights_is_the_one_named_or_rounds_none(tmp_path, named, flag, expected):
+    """The embedding is the first tensor; norms are in float32."""
+    hf_llama(small_run(), tmp_path / "hf")
+    weights, path = load_file(tmp_path / "hf/model.safetensors"), tmp_path / "hf/config.json"
+    mixed = {name: each if "norm" in name else each.bfloat16() for name, each in weights.items()}
+    save_file(mixed, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    _write_json(path.parent, "config.json", {**json.loads(path.read_text()), "dtype": named})
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", flag)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == expected
 
 
 YARN = {"rope_scaling_type": "yarn", "rope_original_max_position": 64}

@@ -1,6 +1,7 @@
 """Folders that cannot be read, or do not fit, are refused by tensor, file and shapes."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_runs import hf_llama, small_run
 
-from patch.convert import hf_reader
+from patch.convert import hf_reader, hf_to_mcore
 from patch.convert.hf_reader import HFFolder
-from patch.convert.weight_table import OUTPUT, hf_tensors
 from patch.errors import ConversionError
+from patch.families.adapters import hf_tensors
+from patch.families.weights import OUTPUT
 
 QKV = "model.layers.3.self_attn.k_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -104,6 +106,13 @@ def test_folder_that_does_not_fit_is_refused_by_tensor_file_and_shapes(folder, m
     spoil(folder)
     with pytest.raises(ConversionError, match=said.replace("{file}", name)):
         _check(folder, small_run(**changes))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_value_that_is_not_finite_is_named_with_its_file(folder, tmp_path, value):
+    path = _change(folder, GATE, lambda tensors: tensors[GATE][-1, 3].fill_(value))
+    with pytest.raises(ConversionError, match=f"{GATE} in {path} has values that are NaN or infinite"):
+        hf_to_mcore(folder, tmp_path / "mcore")
 
 
 def test_stored_rope_frequencies_are_ignored(folder):

@@ -292,7 +292,7 @@ def _peak_mib(rank: int, world_size: int, folder: Path) -> float:
 def _write_model(folder: Path, num_layers: int) -> None:
     """One file of 12 MiB a layer."""
     from patch.convert.hf_config_files import model_of
-    from patch.convert.weight_table import hf_tensors
+    from patch.families.adapters import hf_tensors
 
     folder.mkdir()
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 500}

@@ -1,0 +1,289 @@
+"""Names, shapes and types of the weights in a Hugging Face folder, by headers of its files; without torch.
+
+The launcher asks for them before a process is started; `patch/convert` reads the values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from patch.config.schema import ModelConfig, RunConfig
+from patch.errors import ConversionError, about, nearest
+from patch.families import StackedPart, stacked_part
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
+from patch.families.weights import OUTPUT, HFTensor
+from patch.preflight.checkpoint_places import begun_root
+from patch.preflight.hub_names import weights_here
+from patch.storage.names import (
+    ADAPTER_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+from patch.storage.text_files import read_small
+
+TYPES = ("F32", "BF16", "F16")
+"""Types that can be read, in safetensors' spelling."""
+_MODEL_CURE = ("model_size auto takes the shape from config.json", "model_size")
+_ADAPTER_CURE = ("give the model that it is an adapter of", "lora_load")
+"""What cures tensors that do not fit, and the field that does."""
+_DERIVED = "rotary_emb.inv_freq"
+"""Old folders store these RoPE frequencies; they follow from config.json."""
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class TensorHeader(NamedTuple):
+    """What a file says of a tensor."""
+
+    path: Path
+    stored_name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """In safetensors' spelling."""
+    stacked: StackedPart | None = None
+    """Where it is, if not under its own name."""
+
+
+class WeightHeaders:
+    """The tensors of a Hugging Face folder by name, as the headers of its safetensors files describe them.
+
+    Args:
+        folder: the folder.
+        adapter: it is one of PEFT.
+    Raises:
+        ConversionError: the folder holds neither safetensors nor .bin files, or one is missing or broken.
+    """
+
+    def __init__(self, folder: Path, *, adapter: bool = False) -> None:
+        self.folder = folder
+        self._cure, self._field = _ADAPTER_CURE if adapter else _MODEL_CURE
+        self.tensors: list[HFTensor] = []
+        """The tensors that a model needs; set by `check` when it has found them all."""
+        self._headers: dict[str, TensorHeader] = {}
+        for path in [_adapter_file(folder)] if adapter else _weight_files(folder):
+            found = self._read(path)
+            if twice := found.keys() & self._headers.keys():
+                name = min(twice)
+                raise ConversionError(
+                    f"{path} holds {name}, and so does {self._headers[name].path.name}; expected each tensor "
+                    "in one file"
+                )
+            self._headers |= found
+
+    def _read(self, path: Path) -> dict[str, TensorHeader]:
+        """The headers of a file; torch alone can read those of a .bin file."""
+        with reading(path):
+            file = safe_open(str(path), framework="np")
+            slices = {name: file.get_slice(name) for name in file.keys()}
+        return {
+            name: TensorHeader(path, name, tuple(lazy.get_shape()), lazy.get_dtype())
+            for name, lazy in slices.items()
+        }
+
+    def file_of(self, name: str) -> Path:
+        """The file that contains a tensor."""
+        return self._headers[name].path
+
+    def check(self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset()) -> None:
+        """Compare names, shapes and types with what a model needs; reads headers only.
+
+        Args:
+            expected: the tensors of the model.
+            unused: tensors that are allowed but not needed.
+        Raises:
+            ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable type.
+        """
+        names = whole_names(self._headers, expected[0].name)
+        self._headers = {names[name]: header for name, header in self._headers.items()}
+        used: set[str] = set()
+        for tensor in expected:
+            if (stacked := stacked_part(tensor.name)) and tensor.name not in self._headers:
+                used |= self._take(tensor, stacked)
+            self._check_tensor(tensor)
+        known = {tensor.name for tensor in expected} | unused | used
+        extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
+        if extra:
+            header = self._headers[extra[0]]
+            raise ConversionError(
+                f"{header.path} holds {extra[0]} (shape {header.shape}), which this "
+                f"model has no place for ({len(extra)} such tensors); expected a model of the "
+                f"configured family and layers: {self._cure}",
+                field=self._field,
+            )
+        self.tensors = expected
+
+    def _take(self, tensor: HFTensor, stacked: StackedPart) -> set[str]:
+        """Find a tensor where transformers 5 has it in memory; the names that were used."""
+        header = self._headers.get(stacked.name)
+        if header is None:
+            return set()
+        shape = header.shape
+        if stacked.expert is not None:
+            is_both = stacked.name.endswith("gate_up_proj")
+            rows = shape[1] // (1 + is_both) if len(shape) == 3 and stacked.expert < shape[0] else 0
+            shape = (rows, *shape[2:])
+        self._headers[tensor.name] = header._replace(shape=shape, stacked=stacked)
+        return {stacked.name}
+
+    def _check_tensor(self, tensor: HFTensor) -> None:
+        if tensor.name not in self._headers:
+            files = sorted({header.path.name for header in self._headers.values()})
+            raise ConversionError(
+                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape}; its "
+                f"{len(self._headers)} tensors in {', '.join(files)} were "
+                f"searched{nearest(tensor.name, sorted(self._headers))}"
+            )
+        header = self._headers[tensor.name]
+        if header.shape != tensor.shape:
+            raise ConversionError(
+                f"{tensor.name} in {header.path} has shape {header.shape}, the model expects "
+                f"{tensor.shape}: {self._cure}",
+                field=self._field,
+            )
+        if header.dtype not in TYPES:
+            raise ConversionError(
+                f"{tensor.name} in {header.path} is stored as {header.dtype}, expected one "
+                f"of {', '.join(TYPES)}: use the folder of the model that is not quantised"
+            )
+
+
+def check_start(config: RunConfig) -> None:
+    """Check by headers that the weights with which a run begins are there and fit.
+
+    Raises:
+        ConversionError: they do not; those of a model that is fetched first, or is in .bin files, are left
+            to the workers.
+    """
+    with about("load"):
+        folder = weights_here(config)
+        if folder is not None and _weight_files(folder)[0].suffix == ".safetensors":
+            check_headers(WeightHeaders(folder), config.model)
+    if (load := config.adapter.lora_load) is not None and begun_root(config) is None:
+        with about("lora_load"):
+            check_adapter(WeightHeaders(Path(load), adapter=True), config.model, config.adapter)
+
+
+def check_headers(source: WeightHeaders, model: ModelConfig) -> None:
+    """Check that a folder has the tensors of a model.
+
+    Raises:
+        ConversionError: it does not fit the model.
+    """
+    tied = not model.untie_embeddings_and_output_weights
+    source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
+
+
+def check_adapter(source: WeightHeaders, model: ModelConfig, adapter: AdapterConfig) -> None:
+    """Check that a folder of PEFT has all tensors of a model's adapters.
+
+    Raises:
+        ConversionError: it does not fit them.
+    """
+    source.check([HFTensor(PEFT_PREFIX + name, shape) for name, shape in hf_tensors(model, adapter)])
+
+
+def whole_names(stored: Collection[str], embedding: str) -> dict[str, str]:
+    """Stored name -> name in the whole model, for files that may be of one without its output layer.
+
+    Args:
+        stored: all names in the files; BigScience's have `word_embeddings.weight`.
+        embedding: the embedding's in the whole model: `transformer.word_embeddings.weight`.
+    """
+    prefix, _, bare = embedding.partition(".")
+    is_bare = embedding not in stored and bare in stored
+    return {name: f"{prefix}.{name}" if is_bare and name != OUTPUT else name for name in stored}
+
+
+@contextmanager
+def reading(path: Path, kind: str = "safetensors") -> Iterator[None]:
+    """Errors of a file's reader are ConversionErrors about this file."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+        if isinstance(error, ConversionError):
+            raise
+        if _is_pointer(path):
+            raise ConversionError(f"{path} is a pointer of git-lfs: run git lfs pull") from error
+        raise ConversionError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as {kind}: {error}; expected a whole file: "
+            "copy or download it again"
+        ) from error
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:  # it cannot be read at all
+        return False
+
+
+def _adapter_file(folder: Path) -> Path:
+    """The file of an adapter; PEFT has one, and none of another kind is opened."""
+    file = folder / ADAPTER_WEIGHTS_NAME
+    if not file.is_file():
+        found = ", ".join(sorted(path.name for path in islice(folder.glob("adapter_model*"), 9))) or "nothing"
+        raise ConversionError(
+            f"{folder} has {found} of an adapter's weights, expected {ADAPTER_WEIGHTS_NAME}: save it anew "
+            "with PEFT, which writes safetensors"
+        )
+    return file
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files with the weights; a single file is preferred over an index, as in transformers."""
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return _indexed_files(folder, index)
+    raise ConversionError(
+        f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, nor {WEIGHTS_NAME} or "
+        f"{WEIGHTS_INDEX_NAME}"
+    )
+
+
+def _indexed_files(folder: Path, index: str) -> list[Path]:
+    file_names = read_index(folder / index)
+    for name, file in file_names.items():
+        if not (folder / file).is_file():
+            count = list(file_names.values()).count(file)
+            raise ConversionError(
+                f"{folder / file} is missing; {index} places {name} and {count - 1} other tensors in it: "
+                "copy or download it again"
+            )
+    return [folder / file for file in sorted(set(file_names.values()))]
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; without this the last of several values of a name would count."""
+    counts = Counter(name for name, _ in pairs)
+    for name, number in counts.items():
+        if number > 1:
+            raise ValueError(f"it names {name} twice")
+    return dict(pairs)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file name of each tensor, from an index in transformers' format.
+
+    Raises:
+        ConversionError: the index cannot be read, names a tensor twice, or a file outside of its folder.
+    """
+    try:
+        file_names: dict[str, str] = json.loads(read_small(path), object_pairs_hook=_once)["weight_map"]
+        outside = [file for file in file_names.values() if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConversionError(f"{path} is no index of weights: {error!r}") from error
+    if outside:
+        raise ConversionError(f"{path} names a file outside of its folder: {outside[0]}")
+    return file_names
