@@ -22,22 +22,23 @@ def _merge(options: argparse.Namespace) -> None:
 
     with quick_start():
         from patch.convert import merge_adapter
-        from patch.convert.offline import tokenizer_of
+        from patch.convert.offline import base_folder, merge_run
     from patch.errors import ConversionError
     from patch.preflight.stored_shape import run_behind
-    from patch.storage.hub import fetch_model, hub_name
     from patch.storage.names import ADAPTER_FOLDER
+    from patch.storage.places import any_path
 
-    run, adapter, base = run_behind(options.adapter), options.adapter, options.base
+    adapter, how = any_path(options.adapter), {"overwrite": options.overwrite}
+    run = run_behind(options.adapter)
     if run is not None:
-        adapter, base = options.adapter / ADAPTER_FOLDER, base or run.checkpoint.load
-    if base is None:
+        merge_run(adapter, run, options.save, options.base, **how)
+        return
+    if adapter.name == ADAPTER_FOLDER:
+        run = run_behind(str(adapter.parent))
+    if run is None and options.base is None:
         raise ConversionError(f"{adapter} is no folder of a run that names its base: give it (--base)")
-    name = hub_name(str(base), "model")
-    base = base if name is None else fetch_model(name, weights=True, error=ConversionError)
-    otherwise = f"give {adapter} as --adapter beside --base, whose chat template stays then"
-    template = tokenizer_of(run, otherwise).chat_template if run is not None else None
-    merge_adapter(base, adapter, options.save, overwrite=options.overwrite, chat_template=template)
+    with base_folder(run, options.base) as base:
+        merge_adapter(base, str(adapter), options.save, run=run, **how)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -45,12 +46,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--base", type=local, metavar="HF_DIR",
         help="the model that the adapter is of: a folder, or a name of the hub (org/name, safetensors); of a "
-        "run's folder its own",
+        "run its own",
     )  # fmt: skip
     parser.add_argument(
-        "--adapter", type=local, required=True, metavar="DIR",
-        help="a folder of PEFT (adapter_config.json, adapter_model.safetensors), or of a run, whose adapter/ "
-        "and chat template are taken",
+        "--adapter", required=True, metavar="DIR",
+        help="a folder of PEFT (adapter_config.json, adapter_model.safetensors); or a LoRA run's folder, URL "
+        "or checkpoint, which becomes what --export-hf writes",
     )  # fmt: skip
     parser.add_argument("--save", type=local, required=True, metavar="HF_DIR", help="the folder to write")
     parser.add_argument(

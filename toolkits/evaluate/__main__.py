@@ -14,7 +14,10 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 if __name__ == "__main__":  # a worker, which has no other way to the packages
@@ -25,10 +28,13 @@ from patch.distributed.worker_process import Reply, announce_end, begin, claim_e
 begin()  # before anything that takes time or starts threads
 
 from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
+from patch.config.fields import FIELDS, scalar_of  # noqa: E402
+from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
+from patch.families import differences  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
-from patch.storage.names import ADAPTER_FOLDER  # noqa: E402
+from patch.storage.places import any_path  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
 
@@ -49,8 +55,8 @@ def main(argv: list[str]) -> int:
         if own[:1] == [RESOLVED]:
             return _evaluate(read_run(Path(own[1])), own[2])
         options = _parse(own)
-        with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
-            return _start(options, run, Path(folder))
+        with tempfile.TemporaryDirectory(prefix="evaluate-") as folder, _weights(options.model) as weights:
+            return _start(options, [*weights, *run], Path(folder))
     except PatchError as error:
         if claim_error_report():
             print(f"ERROR {user_message(error)}", file=sys.stderr)
@@ -70,7 +76,7 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     from patch.preflight.validate import FILE_RULES
 
     machine = MachineFacts.probe()
-    own = [*_weights(options.model), "--eval-tasks", options.tasks, *_ONE_STEP.split()]
+    own = ["--eval-tasks", options.tasks, *_ONE_STEP.split()]
     own += ["--output-path", str(folder), "--eval-tasks-limit", str(options.limit)]
     own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
     invocation = parse_args([*own, *flags], os.environ, machine)
@@ -91,17 +97,30 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
 
 
-def _weights(model: str) -> list[str]:
-    """The flags that load a model, a run with its chat template, a LoRA run as its base and adapter/."""
-    from patch.preflight.stored_shape import run_behind
+@contextmanager
+def _weights(model: str) -> Iterator[list[str]]:
+    """The flags that load a model: of a run with its chat template, of a LoRA run a checkpoint and the base.
 
-    run, adapter = run_behind(model), Path(model) / ADAPTER_FOLDER
-    if run is None:
-        return ["--load", model]
-    chat = [f"--chat-template={run.data.chat_template}"] if run.data.chat_template else []
-    if run.checkpoint.load is None or not (run.adapter.lora_rank and adapter.is_dir()):
-        return ["--load", model, *chat]
-    return ["--load", run.checkpoint.load, "--lora-load", str(adapter), *chat]
+    Beside the base stands what the export has of the run: tokenizer, shape and 4 bits.
+    """
+    from patch.preflight.stored_shape import run_behind, shape_at
+
+    run = run_behind(model)
+    if run is None or not run.adapter.lora_rank or run.checkpoint.load is None:
+        chat = run.data.chat_template if run is not None else None
+        yield ["--load", model, *([f"--chat-template={chat}"] if chat else [])]
+        return
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.convert.offline import adapter_folder
+    load, base = run.checkpoint.load, shape_at(run.checkpoint.load)
+    changed = {field for field, *_ in differences(run.model, base.fields)} if base is not None else set()
+    values = {FIELDS[name]: scalar_of(run, name) for name in (*sorted(changed), "quantize_base")}
+    flags = [word for field, value in values.items() for word in flag_words(field, value)]
+    with adapter_folder(any_path(model), run) as adapter:
+        own = {"--load": load, "--lora-load": adapter, "--tokenizer-name-or-path": adapter}
+        yield [*chain.from_iterable((flag, str(value)) for flag, value in own.items()), *flags]
 
 
 def _evaluate(config: RunConfig, result: str) -> int:
@@ -116,8 +135,8 @@ def _evaluate(config: RunConfig, result: str) -> int:
         return 0
     for name, score in scores.items():
         if not name.endswith("_stderr"):
-            error = scores.get(f"{name}_stderr")
-            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}" + (f" +- {error:.4f}" if error else ""))
+            error = f" +- {scores[each]:.4f}" if (each := f"{name}_stderr") in scores else ""
+            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}{error}")
     if result:
         Path(result).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return 0
