@@ -22,23 +22,8 @@ def _merge(options: argparse.Namespace) -> None:
 
     with quick_start():
         from patch.convert import merge_adapter
-        from patch.convert.offline import base_folder, merge_run
-    from patch.errors import ConversionError
-    from patch.preflight.stored_shape import run_behind
-    from patch.storage.names import ADAPTER_FOLDER
-    from patch.storage.places import any_path
 
-    adapter, how = any_path(options.adapter), {"overwrite": options.overwrite}
-    run = run_behind(options.adapter)
-    if run is not None:
-        merge_run(adapter, run, options.save, options.base, **how)
-        return
-    if adapter.name == ADAPTER_FOLDER:
-        run = run_behind(str(adapter.parent))
-    if run is None and options.base is None:
-        raise ConversionError(f"{adapter} is no folder of a run that names its base: give it (--base)")
-    with base_folder(run, options.base) as base:
-        merge_adapter(base, str(adapter), options.save, run=run, **how)
+    merge_adapter(options.base, options.adapter, options.save, overwrite=options.overwrite)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

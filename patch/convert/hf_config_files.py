@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from patch.config.schema import ModelConfig
-from patch.errors import ConfigError, ConversionError
+from patch.config.schema import ModelConfig, RunConfig
+from patch.errors import ConfigError, ConversionError, DataError
 from patch.families import SHAPE_FIELDS, Family, family_of, no_class
 from patch.preflight.stored_shape import read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, STEP_FILE, TRACKER
@@ -58,6 +58,27 @@ def copy_descriptions(source: Path, target: Path) -> None:
         (target / _CHAT_TEMPLATES).mkdir()
         for path in (source / _CHAT_TEMPLATES).iterdir():
             copy_of(source, f"{_CHAT_TEMPLATES}/{path.name}", target / _CHAT_TEMPLATES / path.name)
+
+
+def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
+    """The tokenizer the run was trained with.
+
+    Args:
+        run: the run.
+        otherwise: what the user can do without it.
+    Raises:
+        ConversionError: it cannot be read.
+    """
+    from patch.data.chat_templates import ensure_chat_template
+    from patch.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        if run.data.dataset_type == "raw":
+            ensure_chat_template(tokenizer, run.data.chat_template)
+    except DataError as error:
+        raise ConversionError(f"the run's own {error}; or {otherwise}") from error
+    return tokenizer
 
 
 def write_descriptions(
@@ -136,10 +157,7 @@ def write_index(folder: Path, layout: dict[str, str], total_size: int, hf_source
 
 def read_step(folder: Path) -> int | None:
     """The step that a folder says it is of; None if it says none."""
-    try:
-        step = _read_json(folder / STEP_FILE).get(_STEP)
-    except ConversionError:
-        return None
+    step = _read_json(folder / STEP_FILE).get(_STEP) if (folder / STEP_FILE).is_file() else None
     return step if isinstance(step, int) else None
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -20,15 +21,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
+from patch.convert.hf_config_files import write_tokenizer
 from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters, write_received
 from patch.convert.mappings import HFBlock, HFTensor, TPShard
-from patch.convert.merge import open_adapter, write_beside_adapter
+from patch.convert.merge import open_adapter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.convert.weight_table import hf_tensors
 from patch.distributed.collectives import all_or_none
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, loads_whole
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, loads_whole, write_adapter
 from patch.logger import get_logger
-from patch.storage.names import ADAPTER_WEIGHTS_NAME
+from patch.storage.hub import snapshot_name
+from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
@@ -112,8 +115,12 @@ def export_adapter(
                 )  # fmt: skip
         with all_or_none():
             if is_first:
+                name = snapshot_name(base or "")
+                described = write_adapter(model, adapter, name.repo if name else base)
+                text = json.dumps(described | ({"revision": name.revision} if name else {}), indent=2)
                 with writing(partial_folder(folder)):
-                    write_beside_adapter(partial_folder(folder), model, adapter, base, tokenizer, step)
+                    (partial_folder(folder) / ADAPTER_CONFIG_NAME).write_text(f"{text}\n")
+                    write_tokenizer(partial_folder(folder), tokenizer, step)
                 publish(folder, "PEFT adapter", step)
     if is_first and not loads_whole(model, adapter):
         _logger.warning(

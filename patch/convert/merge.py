@@ -1,4 +1,4 @@
-"""A folder of PEFT: written, read and checked, and merged into the weights that it is beside.
+"""Adapters of a folder of PEFT or of a run's checkpoint: read, checked, and merged into their base's weights.
 
 A merged weight is W + scale * (B A), computed in fp32 and rounded once: in fp32 PEFT's `merge_and_unload` to
 the bit; of weights in bf16 PEFT rounds the product too.
@@ -6,37 +6,51 @@ the bit; of weights in bf16 PEFT rounds the product too.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from patch.checkpoint.folder import weights_folder
 from patch.config.schema import ModelConfig, RunConfig
 from patch.convert.hf_config_files import (
     model_of,
     read_step,
     stated_dtype,
+    tokenizer_of,
     write_descriptions,
-    write_tokenizer,
 )
 from patch.convert.hf_layout import write_like
 from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import HFBlock, HFTensor
+from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import hf_tensors, weights_table
 from patch.errors import ConfigError, ConversionError
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows, write_adapter
-from patch.preflight.stored_shape import adapter_at
-from patch.storage.hub import snapshot_name
-from patch.storage.names import ADAPTER_CONFIG_NAME, TOKENIZER_FILES
-from patch.storage.places import StrPath, local_path
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows
+from patch.preflight.stored_shape import adapter_at, is_hf_folder, run_behind
+from patch.storage.hub import fetch_model, hub_name
+from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_FOLDER, TOKENIZER_FILES, iteration_of
+from patch.storage.places import AnyPath, StrPath, any_path, local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FactorOf = Callable[[str], torch.Tensor | None]
+
+
+class _Adapters(NamedTuple):
+    """Adapters to merge, and what is kept with them."""
+
+    config: AdapterConfig
+    factors: dict[str, torch.Tensor]
+    """A and B by PEFT's names without `base_model.model.`."""
+    dtype: torch.dtype
+    """The type of the run that has trained them."""
+    tokenizer: PreTrainedTokenizerBase | None
+    step: int | None
 
 
 def adapter_of(folder: StrPath, model: ModelConfig) -> AdapterConfig:
@@ -85,81 +99,85 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
     return weight
 
 
-def write_beside_adapter(
-    folder: Path,
-    model: ModelConfig,
-    adapter: AdapterConfig,
-    base: str | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    step: int | None,
-) -> None:
-    """Write all of a folder of PEFT but the weights: what they are, the tokenizer, the step.
-
-    Args:
-        folder: an existing folder to write to.
-        model: the model that has the adapters.
-        adapter: what they are.
-        base: the folder or the hub's name of the model beside which they were trained.
-        tokenizer: the tokenizer of the run; None: the base's is meant.
-        step: the finished steps of the run.
-    """
-    name = snapshot_name(base) if base is not None else None
-    described = write_adapter(model, adapter, base if name is None else name.repo)
-    described |= {} if name is None else {"revision": name.revision}
-    (folder / ADAPTER_CONFIG_NAME).write_text(f"{json.dumps(described, indent=2)}\n")
-    write_tokenizer(folder, tokenizer, step)
-
-
 def merge_adapter(
-    base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool = False, run: RunConfig | None = None
+    base: StrPath | None, adapter: StrPath, target: StrPath, *, overwrite: bool = False
 ) -> None:
-    """Write a Hugging Face folder with an adapter merged into its weights.
+    """Write a Hugging Face folder with adapters merged into its weights; on failure the target stays.
 
-    Tensor by tensor; on failure the target stays as it was. A tokenizer beside the adapter replaces the
-    base's.
+    Of adapters that a run has trained this is what --export-hf writes: the run's shape, type, tokenizer and,
+    of weights in 4 bits, the values that the run has seen. Of other folders of PEFT shape and types are the
+    base's, and so is the tokenizer unless there is one beside the adapters.
 
     Args:
-        base: the Hugging Face folder that the adapter is of.
-        adapter: a folder of PEFT.
+        base: the model that the adapters are of, a Hugging Face folder or a name of the hub; None: the run's.
+        adapter: a folder of PEFT; or a run's folder or URL, or a checkpoint in it.
         target: a folder that does not exist or is empty.
         overwrite: replace a Hugging Face model at `target`.
-        run: the run that has trained the adapter: the result has the run's shape and type, and of weights in
-            4 bits the values that the run has seen. None: shape and types are the base's.
     Raises:
+        CheckpointError: the checkpoint is damaged.
         ConversionError: a folder cannot be read or written, or they do not fit each other.
     """
-    base, adapter, target = (local_path(each).resolve() for each in (base, adapter, target))
-    model = model_of(base) if run is None else run.model
-    config = adapter_of(adapter, model)
-    source, factors = open_checked(base, model, None, ""), open_adapter(adapter, model, config)
-    known = {tensor.name for tensor in factors.tensors}
-
-    def factor_of(name: str) -> torch.Tensor | None:
-        return factors[PEFT_PREFIX + name][:] if PEFT_PREFIX + name in known else None
-
-    dtype, in_4_bits = None, set[str]()
-    if run is not None:
-        dtype = factors.dtype_of(factors.tensors[0].name)
-        rows = [weights_table(model)[row.name] for row in base_rows(model) if run.adapter.quantize_base]
-        in_4_bits = {each.name for row in rows for copy in row.copies for each in row.at(*copy).hf}
+    place, target = any_path(os.fspath(adapter)), local_path(target).resolve()
+    is_peft = (place / ADAPTER_CONFIG_NAME).is_file()
+    run = run_behind(str(place.parent if is_peft and place.name == ADAPTER_FOLDER else place))
+    folder = _base_folder(base or (None if run is None else run.checkpoint.load))
+    model = model_of(folder) if run is None else run.model
+    found = _of_peft(local_path(adapter), model) if is_peft or run is None else _of_run(place, run)
+    source, dtype = open_checked(folder, model, None, ""), None if run is None else found.dtype
+    is_packed = _names_in_4_bits(model) if run is not None and run.adapter.quantize_base else set()
 
     def values_of(name: str) -> torch.Tensor:
         weight = source[name][:].to(dtype or source.dtype_of(name))
-        if name in in_4_bits:
+        if name in is_packed:
             from patch.model.four_bit_product import dequantize, quantize  # with all of megatron-core's model
 
             weight = dequantize(quantize(weight), weight.dtype)
-        return merged(name, weight, factor_of, config.scale)
+        return merged(name, weight, found.factors.get, found.config.scale)
 
     dtypes = {tensor: dtype or source.dtype_of(tensor.name) for tensor in hf_tensors(model)}
-    blocks, step = (HFBlock(name, 0, 0, values_of(name)) for name, _ in dtypes), read_step(adapter)
+    blocks = (HFBlock(name, 0, 0, values_of(name)) for name, _ in dtypes)
+    read = [each for each in (folder, place) if isinstance(each, Path)]
+    with staging(target, read, overwrite=overwrite) as partial:
+        write_like(folder, partial, dtypes, blocks, f"{folder.name} with {place.name}")
+        with writing(partial):
+            stated = stated_dtype(dtypes.values(), folder)
+            write_descriptions(partial, model, folder, found.tokenizer, stated, found.step)
+        publish(target, "Hugging Face folder", found.step)
+
+
+def _base_folder(base: StrPath | None) -> Path:
+    if base is None:
+        raise ConversionError("no run names the base of the adapters, expected its folder: give it (--base)")
+    name = hub_name(os.fspath(base), "model")
+    folder = local_path(base) if name is None else fetch_model(name, weights=True, error=ConversionError)
+    if not is_hf_folder(folder):
+        raise ConversionError(f"got {folder}, expected the base as a Hugging Face folder: give it (--base)")
+    return folder.resolve()
+
+
+def _of_peft(folder: Path, model: ModelConfig) -> _Adapters:
+    config = adapter_of(folder, model)
+    files = open_adapter(folder, model, config)
+    factors = {name.removeprefix(PEFT_PREFIX): files[name][:] for name, _ in files.tensors}
     tokenizer = None
-    if any((adapter / name).is_file() for name in TOKENIZER_FILES):
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
         from patch.data.tokenizer import load_tokenizer  # takes seconds, and most folders of PEFT have none
 
-        tokenizer = load_tokenizer(adapter)
-    with staging(target, [base, adapter], overwrite=overwrite) as partial:
-        write_like(base, partial, dtypes, blocks, f"{base.name} with {adapter.name}")
-        with writing(partial):
-            write_descriptions(partial, model, base, tokenizer, stated_dtype(dtypes.values(), base), step)
-        publish(target, "Hugging Face folder", step)
+        tokenizer = load_tokenizer(folder)
+    return _Adapters(config, factors, files.dtype_of(files.tensors[0].name), tokenizer, read_step(folder))
+
+
+def _of_run(place: AnyPath, run: RunConfig) -> _Adapters:
+    if not run.adapter.lora_rank:
+        raise ConversionError(f"{place} has no adapters: llama-patch convert mcore2hf exports such a run")
+    tokenizer = tokenizer_of(run, f"give {place}/{ADAPTER_FOLDER} as --adapter beside --base")
+    checkpoint = weights_folder(place)
+    stored = StoredWeights(checkpoint, run.model, "", run.adapter)
+    (dtype,) = {*stored.dtypes.values()}
+    return _Adapters(run.adapter, stored.tensors(), dtype, tokenizer, iteration_of(checkpoint))
+
+
+def _names_in_4_bits(model: ModelConfig) -> set[str]:
+    """The Hugging Face tensors that --quantize-base keeps in 4 bits."""
+    rows = [weights_table(model)[row.name] for row in base_rows(model)]
+    return {tensor.name for row in rows for copy in row.copies for tensor in row.at(*copy).hf}

@@ -11,43 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import cycle, product
 from operator import itemgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from patch.checkpoint.data_files import PieceWriter
-from patch.checkpoint.folder import unverified_weights, weights_folder
+from patch.checkpoint.folder import unverified_weights
 from patch.checkpoint.stored import Piece
-from patch.config.schema import ModelConfig, RunConfig
-from patch.convert.hf_config_files import copy_descriptions, model_of, stated_dtype, write_descriptions
+from patch.config.schema import ModelConfig
+from patch.convert.hf_config_files import (
+    copy_descriptions,
+    model_of,
+    stated_dtype,
+    tokenizer_of,
+    write_descriptions,
+)
 from patch.convert.hf_layout import remember_layout, write_like
 from patch.convert.hf_reader import HFFolder, open_checked
-from patch.convert.mappings import HFTensor, TPShard, WeightMapping
-from patch.convert.merge import merge_adapter, write_beside_adapter
-from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.mappings import TPShard, WeightMapping
+from patch.convert.merge import merge_adapter
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import Place, checkpoint_place, hf_tensors, weights_table
 from patch.device import same_device
-from patch.errors import ConversionError, DataError
-from patch.families.adapters import PEFT_PREFIX
-from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind
+from patch.errors import ConversionError
+from patch.preflight.stored_shape import has_hf_config, run_behind
 from patch.progress import progress
-from patch.storage.hub import fetch_model, hub_name
-from patch.storage.names import (
-    ADAPTER_WEIGHTS_NAME,
-    RELEASE,
-    TRACKER,
-    is_complete,
-    is_released,
-    iteration_of,
-)
+from patch.storage.names import RELEASE, TRACKER, is_complete, is_released, iteration_of
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 from patch.storage.remote import RemotePath
 
@@ -185,10 +179,8 @@ class _Description(NamedTuple):
     model: ModelConfig
     folder: Path | None
     """A folder with config.json and usually the tokenizer; None: there is none."""
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase | None
     """The tokenizer of the run that trained the model; None: copy the tokenizer files of the folder."""
-    run: RunConfig | None = None
-    """The run, if it has trained adapters: the checkpoint has these alone."""
 
 
 def mcore_to_hf(
@@ -217,8 +209,8 @@ def mcore_to_hf(
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, None if hf_config is None else local_path(hf_config))
-    if described.run is not None:
-        merge_run(source, described.run, target, hf_config, overwrite=overwrite)
+    if described is None:
+        merge_adapter(None, str(source), target, overwrite=overwrite)
         return
     folder, verify = unverified_weights(source)
     sources = [path for path in (source, described.folder) if isinstance(path, Path)]
@@ -231,7 +223,7 @@ def mcore_to_hf(
                 dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
                 with writing(partial):
                     write_like(described.folder, partial, dtypes, weights.blocks(), title)
-                    model, origin, tokenizer, _ = described
+                    model, origin, tokenizer = described
                     stated = stated_dtype(stored.values(), origin)
                     write_descriptions(partial, model, origin, tokenizer, stated, iteration_of(folder))
                 verified.result()
@@ -241,17 +233,20 @@ def mcore_to_hf(
             raise
 
 
-def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
-    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
+def _describe(source: AnyPath, hf_config: Path | None) -> _Description | None:
+    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them.
+
+    None if that run has trained adapters.
+    """
     folder, home = hf_config, source
     if isinstance(source, Path):
         home = source.parent if is_complete(source) and not has_hf_config(source) else source
         folder = hf_config or (home if isinstance(home, Path) and has_hf_config(home) else None)
+    if folder is not None:
+        return _Description(model_of(folder), folder, None)
     run = run_behind(str(home))
     if run is not None and run.adapter.lora_rank:
-        return _Description(run.model, folder, run=run)
-    if folder is not None:
-        return _Description(model_of(folder), folder)
+        return None
     if run is None:
         raise ConversionError(
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
@@ -261,92 +256,3 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
     origin = Path(load) if load is not None and has_hf_config(load) else None
     otherwise = "give the Hugging Face folder it began with as --hf-config"
     return _Description(run.model, origin, tokenizer_of(run, otherwise))
-
-
-def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
-    """The tokenizer the run was trained with.
-
-    Args:
-        run: the run.
-        otherwise: what the user can do without it.
-    Raises:
-        ConversionError: it cannot be read.
-    """
-    from patch.data.chat_templates import ensure_chat_template
-    from patch.data.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(run.tokenizer_folder)
-        if run.data.dataset_type == "raw":
-            ensure_chat_template(tokenizer, run.data.chat_template)
-    except DataError as error:
-        raise ConversionError(f"the run's own {error}; or {otherwise}") from error
-    return tokenizer
-
-
-def merge_run(
-    source: AnyPath, run: RunConfig, target: StrPath, base: StrPath | None = None, *, overwrite: bool = False
-) -> None:
-    """Write what --export-hf writes of a checkpoint of adapters; on failure the target stays as it was.
-
-    Args:
-        source: see `mcore_to_hf`.
-        run: the run that has saved it, see `run_behind`.
-        target: a folder that does not exist or is empty.
-        base: the model that the adapters are of; None: the run's own.
-        overwrite: replace a Hugging Face model at `target`.
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConversionError: a folder cannot be read or written, or they do not fit each other.
-    """
-    with adapter_folder(source, run) as adapter, base_folder(run, base) as folder:
-        merge_adapter(folder, adapter, target, overwrite=overwrite, run=run)
-
-
-@contextmanager
-def adapter_folder(source: AnyPath, run: RunConfig) -> Iterator[Path]:
-    """The folder of PEFT that a run has at a checkpoint of its, for as long as the context lasts.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConversionError: it has no adapters of this run, or the run's tokenizer cannot be read.
-    """
-    if not run.adapter.lora_rank:
-        raise ConversionError(f"{source} is no LoRA run's, expected one: llama-patch convert exports others")
-    tokenizer = tokenizer_of(run, f"give {source}/adapter as --adapter beside --base")
-    checkpoint = weights_folder(source)
-    stored = StoredWeights(checkpoint, run.model, "", run.adapter)
-    kinds, tensors = stored.dtypes, hf_tensors(run.model, run.adapter)
-    dtypes = {HFTensor(PEFT_PREFIX + name, shape): kinds[name] for name, shape in tensors}
-    with TemporaryDirectory(prefix="adapter-") as made:
-        folder = Path(made)
-        with SafetensorsWriter(folder, dtypes, {name: ADAPTER_WEIGHTS_NAME for name, _ in dtypes}) as files:
-            for block in stored.blocks():
-                files.write(block._replace(name=PEFT_PREFIX + block.name))
-            files.check_complete()
-        step = iteration_of(checkpoint)
-        write_beside_adapter(folder, run.model, run.adapter, run.checkpoint.load, tokenizer, step)
-        yield folder
-
-
-@contextmanager
-def base_folder(run: RunConfig | None, base: StrPath | None = None) -> Iterator[Path]:
-    """The Hugging Face folder of the model that adapters are of; if that is a checkpoint, a temporary one.
-
-    Args:
-        run: the run that has trained them.
-        base: in the place of the run's own: a folder, or a name of the hub.
-    Raises:
-        CheckpointError, ConversionError: it cannot be had.
-    """
-    path = str(base or (run and run.checkpoint.load) or "")
-    if (name := hub_name(path, "model")) is not None:
-        path = str(fetch_model(name, weights=True, error=ConversionError))
-    if not path or not any_path(path).is_dir():
-        lack = f"{path}: no such folder" if path else "the run began with random weights"
-        raise ConversionError(f"{lack}, expected the model that the adapters are of: give its folder")
-    with TemporaryDirectory(prefix="base-") as made:
-        is_ours = not is_hf_folder(path)
-        if is_ours:
-            mcore_to_hf(any_path(path), Path(made) / "base")
-        yield Path(made) / "base" if is_ours else Path(path)

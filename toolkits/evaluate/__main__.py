@@ -14,11 +14,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # a worker, which has no other way to the packages
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,7 +32,6 @@ from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.families import differences  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
-from patch.storage.places import any_path  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
 
@@ -55,8 +52,8 @@ def main(argv: list[str]) -> int:
         if own[:1] == [RESOLVED]:
             return _evaluate(read_run(Path(own[1])), own[2])
         options = _parse(own)
-        with tempfile.TemporaryDirectory(prefix="evaluate-") as folder, _weights(options.model) as weights:
-            return _start(options, [*weights, *run], Path(folder))
+        with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
+            return _start(options, run, Path(folder))
     except PatchError as error:
         if claim_error_report():
             print(f"ERROR {user_message(error)}", file=sys.stderr)
@@ -76,7 +73,7 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     from patch.preflight.validate import FILE_RULES
 
     machine = MachineFacts.probe()
-    own = ["--eval-tasks", options.tasks, *_ONE_STEP.split()]
+    own = [*_weights(options.model), "--eval-tasks", options.tasks, *_ONE_STEP.split()]
     own += ["--output-path", str(folder), "--eval-tasks-limit", str(options.limit)]
     own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
     invocation = parse_args([*own, *flags], os.environ, machine)
@@ -97,30 +94,22 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
 
 
-@contextmanager
-def _weights(model: str) -> Iterator[list[str]]:
-    """The flags that load a model: of a run with its chat template, of a LoRA run a checkpoint and the base.
-
-    Beside the base stands what the export has of the run: tokenizer, shape and 4 bits.
-    """
+def _weights(model: str) -> list[str]:
+    """The flags that load a model; of a run with its tokenizer, of a LoRA run its base and its shape too."""
     from patch.preflight.stored_shape import run_behind, shape_at
 
     run = run_behind(model)
-    if run is None or not run.adapter.lora_rank or run.checkpoint.load is None:
-        chat = run.data.chat_template if run is not None else None
-        yield ["--load", model, *([f"--chat-template={chat}"] if chat else [])]
-        return
-    from patch.compat import quick_start
-
-    with quick_start():
-        from patch.convert.offline import adapter_folder
-    load, base = run.checkpoint.load, shape_at(run.checkpoint.load)
-    changed = {field for field, *_ in differences(run.model, base.fields)} if base is not None else set()
-    values = {FIELDS[name]: scalar_of(run, name) for name in (*sorted(changed), "quantize_base")}
-    flags = [word for field, value in values.items() for word in flag_words(field, value)]
-    with adapter_folder(any_path(model), run) as adapter:
-        own = {"--load": load, "--lora-load": adapter, "--tokenizer-name-or-path": adapter}
-        yield [*chain.from_iterable((flag, str(value)) for flag, value in own.items()), *flags]
+    if run is None:
+        return ["--load", model]
+    tokenizer, chat, load = run.tokenizer_folder, run.data.chat_template, run.checkpoint.load
+    own: dict[str, Any] = {"tokenizer_name_or_path": tokenizer, "chat_template": chat, "load": model}
+    if run.adapter.lora_rank:
+        own |= {"load": load, "lora_load": model}
+        base = shape_at(load)
+        changed = differences(run.model, base.fields if base else {})
+        own |= {field: scalar_of(run, field) for field, *_ in changed}
+    given = {name: value for name, value in own.items() if value is not None}
+    return [word for name, value in given.items() for word in flag_words(FIELDS[name], value)]
 
 
 def _evaluate(config: RunConfig, result: str) -> int:
