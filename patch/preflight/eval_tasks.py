@@ -189,11 +189,10 @@ def _check_keys(values: Any, kind: str, file: Path) -> None:
         if key not in known:
             what = f"{key!r} in a {kind}" if kind == "task" else f"{key!r} in {kind}"
             raise _refusal(file, f"{what}{nearest(str(key), sorted(known))}", "keys that run no code")
-        if (value := values[key]) is not None and not isinstance(value, _TYPES.get(key, object)):
+        value, names = values[key], values[key] if key in ("tag", "include") else ()
+        is_wrong = value is not None and not isinstance(value, _TYPES.get(key, object))
+        if is_wrong or not all(isinstance(name, str) for name in names or ()):
             raise _refusal(file, f"{shown(value)} at {key}", "the type that lm-eval's guide says")
-        names = value if key in ("tag", "include") and isinstance(value, list) else ()
-        if not all(isinstance(name, str) for name in names):
-            raise _refusal(file, f"{shown(value)} at {key}", "names")
 
 
 def _whole_paths(files: Any, task: Path, root: Path) -> Any:

@@ -17,6 +17,7 @@ from patch.convert.hf_config_files import (
     copy_descriptions,
     generation_description,
     model_description,
+    stated_dtype,
     transformers_family,
     write_config,
     write_descriptions,
@@ -130,6 +131,16 @@ def test_source_stays_byte_for_byte_and_else_only_the_changed_keys_change(
     assert {key for key in before if before[key] != after[key]} | dtypes == {"rms_norm_eps"} | dtypes
     assert after["rms_norm_eps"] == 1e-6 and {after[key] for key in dtypes} == {"float16"}
     assert list(after)[: len(before)] == list(before)
+
+
+@pytest.mark.parametrize(
+    ("stated", "types", "expected"),
+    [("bfloat16", "bf", "bfloat16"), (None, "bf", "float32"), (1, "bh", "float32")],
+)
+def test_type_of_a_mixed_folder_is_the_sources_else_one_that_holds_all(tmp_path, stated, types, expected):
+    known = {"b": torch.bfloat16, "f": torch.float32, "h": torch.float16}
+    _write_json(tmp_path, "config.json", {"dtype": stated})
+    assert stated_dtype([known[each] for each in types], tmp_path) == getattr(torch, expected)
 
 
 YARN = {"rope_scaling_type": "yarn", "rope_original_max_position": 64}
