@@ -22,22 +22,8 @@ def _merge(options: argparse.Namespace) -> None:
 
     with quick_start():
         from patch.convert import merge_adapter
-        from patch.convert.offline import tokenizer_of
-    from patch.errors import ConversionError
-    from patch.preflight.stored_shape import run_behind
-    from patch.storage.hub import fetch_model, hub_name
-    from patch.storage.names import ADAPTER_FOLDER
 
-    run, adapter, base = run_behind(options.adapter), options.adapter, options.base
-    if run is not None:
-        adapter, base = options.adapter / ADAPTER_FOLDER, base or run.checkpoint.load
-    if base is None:
-        raise ConversionError(f"{adapter} is no folder of a run that names its base: give it (--base)")
-    name = hub_name(str(base), "model")
-    base = base if name is None else fetch_model(name, weights=True, error=ConversionError)
-    otherwise = f"give {adapter} as --adapter beside --base, whose chat template stays then"
-    template = tokenizer_of(run, otherwise).chat_template if run is not None else None
-    merge_adapter(base, adapter, options.save, overwrite=options.overwrite, chat_template=template)
+    merge_adapter(options.base, options.adapter, options.save, overwrite=options.overwrite)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -45,12 +31,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--base", type=local, metavar="HF_DIR",
         help="the model that the adapter is of: a folder, or a name of the hub (org/name, safetensors); of a "
-        "run's folder its own",
+        "run its own",
     )  # fmt: skip
     parser.add_argument(
-        "--adapter", type=local, required=True, metavar="DIR",
-        help="a folder of PEFT (adapter_config.json, adapter_model.safetensors), or of a run, whose adapter/ "
-        "and chat template are taken",
+        "--adapter", required=True, metavar="DIR",
+        help="a folder of PEFT (adapter_config.json, adapter_model.safetensors); or a LoRA run's folder, URL "
+        "or checkpoint, which becomes what --export-hf writes",
     )  # fmt: skip
     parser.add_argument("--save", type=local, required=True, metavar="HF_DIR", help="the folder to write")
     parser.add_argument(

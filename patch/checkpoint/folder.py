@@ -33,6 +33,7 @@ from patch.storage.names import (
     is_released,
     iteration_in,
     iteration_name,
+    iteration_of,
     lacking_files,
     newest_of,
     read_tracker,
@@ -127,6 +128,8 @@ def unverified_weights(load: AnyPath) -> tuple[AnyPath, Callable[[], None]]:
     """
     with fail_together(f"{load} cannot be read", CheckpointError):
         found, cure = from_rank_0(lambda: _find_weights(load))
+    if (iteration := iteration_of(found)) is not None:
+        _logger.info("weights are those of iteration %d in %s", iteration, found.parent)
 
     def verify() -> None:
         if cure is not None and (complaint := damage(found)):
@@ -137,6 +140,7 @@ def unverified_weights(load: AnyPath) -> tuple[AnyPath, Callable[[], None]]:
 
 def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
     """The folder of the checkpoint, and the cure if it is damaged; None: it has no checksums."""
+    load = load.resolve() if isinstance(load, Path) else load  # a link to the best one has another name
     if is_marked(load):
         return load, _RELEASE_CURE if load.name == RELEASE else _FOLDER_CURE
     if is_complete(load) or any(load.glob("mp_rank_*")):
@@ -156,7 +160,6 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             f"folder with .metadata{hint_of_store(load)}"
         )
-    _logger.info("weights are those of iteration %d in %s", found[0], root)
     # Who only reads weights is never given an older checkpoint, since users expect the newest.
     cure = (
         "the newest checkpoint is not what was saved; to take an older one, name its own folder "

@@ -1,7 +1,8 @@
-"""Writes the files beside the weights: config.json, generation_config.json and the tokenizer.
+"""Writes the files beside the weights: config.json, generation_config.json, the tokenizer, the step.
 
-Where a source folder is given, its files are kept byte for byte. A file whose contents have changed is
-written anew: the other keys keep their values and their order.
+Every export takes them from `write_descriptions`, so that all exports of a checkpoint have the same. Where a
+source folder is given, its files are kept byte for byte. A file whose contents have changed is written anew:
+the other keys keep their values and their order.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from patch.config.schema import ModelConfig
-from patch.errors import ConfigError, ConversionError
+from patch.config.schema import ModelConfig, RunConfig
+from patch.errors import ConfigError, ConversionError, DataError
 from patch.families import SHAPE_FIELDS, Family, family_of, no_class
 from patch.preflight.stored_shape import read_hf_config
-from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, TRACKER
+from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, STEP_FILE, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
 from patch.storage.text_files import read_json
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _CHAT_TEMPLATES = "additional_chat_templates"
+_STEP = "global_step"
 
 
 def model_of(folder: StrPath) -> ModelConfig:
@@ -45,11 +47,11 @@ def model_of(folder: StrPath) -> ModelConfig:
 
 
 def copy_descriptions(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer and chat templates, but not the index of the weights."""
+    """Copy configuration, tokenizer and chat templates, but neither the index of the weights nor a step."""
     for path in source.iterdir():
         # Mistral's own library reads a tokenizer.model.v3.
         is_description = path.suffix in _DESCRIPTIONS or path.name.startswith("tokenizer.")
-        is_other = path.name.endswith(".index.json") or path.name == TRACKER
+        is_other = path.name.endswith(".index.json") or path.name in (TRACKER, STEP_FILE)
         if path.is_file() and is_description and not is_other:
             copy_of(source, path.name, target / path.name)
     if (source / _CHAT_TEMPLATES).is_dir():
@@ -58,27 +60,70 @@ def copy_descriptions(source: Path, target: Path) -> None:
             copy_of(source, f"{_CHAT_TEMPLATES}/{path.name}", target / _CHAT_TEMPLATES / path.name)
 
 
+def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
+    """The tokenizer the run was trained with.
+
+    Args:
+        run: the run.
+        otherwise: what the user can do without it.
+    Raises:
+        ConversionError: it cannot be read.
+    """
+    from patch.data.chat_templates import ensure_chat_template
+    from patch.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        if run.data.dataset_type == "raw":
+            ensure_chat_template(tokenizer, run.data.chat_template)
+    except DataError as error:
+        raise ConversionError(f"the run's own {error}; or {otherwise}") from error
+    return tokenizer
+
+
 def write_descriptions(
     folder: Path,
     model: ModelConfig,
     hf_source: Path | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     dtype: torch.dtype,
+    step: int | None = None,
 ) -> None:
-    """Write config.json, generation_config.json and the tokenizer with its chat template.
+    """Write config.json, generation_config.json, the tokenizer with its chat template, and the step.
 
     Args:
         folder: an existing folder to write to.
         model: the shape of the exported model.
         hf_source: the folder whose files are kept where nothing has changed; None: all files are new.
-        tokenizer: the tokenizer to save.
-        dtype: the type of the weights.
+        tokenizer: the tokenizer to save; None: the source's files are copied.
+        dtype: the type of the weights, see `stated_dtype`.
+        step: the finished steps of the run that has trained the model, if there was one.
     Raises:
         ConversionError: a file of the source cannot be read.
     """
+    if tokenizer is None:
+        assert hf_source is not None, "a model without a source has a tokenizer of its own"
+        copy_descriptions(hf_source, folder)
+    else:
+        _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
     write_config(folder, model, hf_source, dtype, tokenizer)
-    _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
-    _write_tokenizer(folder, tokenizer)
+    write_tokenizer(folder, tokenizer, step)
+
+
+def stated_dtype(
+    dtypes: Iterable[torch.dtype], hf_source: Path | None, *, is_source: bool = False
+) -> torch.dtype:
+    """The type in config.json: that of the source, else the narrowest that rounds no weight.
+
+    Args:
+        dtypes: the types of the weights.
+        hf_source: the folder whose config.json is the start; None: there is none.
+        is_source: the weights are those of `hf_source`, whose type counts also if no weight has it.
+    """
+    stated, found = {} if hf_source is None else _read_json(hf_source / "config.json"), {*dtypes}
+    known = {f"torch.{kind}": getattr(torch, kind) for kind in ("float32", "bfloat16", "float16")}
+    own = known.get(f"torch.{stated.get('torch_dtype') or stated.get('dtype')}")
+    return own if own and (is_source or own in found) else reduce(torch.promote_types, found)
 
 
 def write_config(
@@ -119,12 +164,22 @@ def write_index(folder: Path, layout: dict[str, str], total_size: int, hf_source
     _write_json(folder, SAFE_WEIGHTS_INDEX_NAME, hf_source, contents)
 
 
-def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the tokenizer under a class name that transformers 4 and 5 both know.
+def read_step(folder: Path) -> int | None:
+    """The step that a folder says it is of; None if it says none."""
+    step = _read_json(folder / STEP_FILE).get(_STEP) if (folder / STEP_FILE).is_file() else None
+    return step if isinstance(step, int) else None
+
+
+def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None, step: int | None) -> None:
+    """Save the tokenizer under a class name that transformers 4 and 5 both know, and the step beside it.
 
     transformers 5 writes `TokenizersBackend`, which version 4 and programs built on it cannot load. It also
     writes how the tokenizer was loaded here; those keys are removed.
     """
+    if step is not None:
+        _write_json(folder, STEP_FILE, None, {_STEP: step})
+    if tokenizer is None:
+        return
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     described = _read_json(path)
@@ -172,22 +227,6 @@ def model_description(
     if "dtype" in described:
         described["dtype"] = described["torch_dtype"]
     return described
-
-
-def described_dtype(
-    folder: Path | None, weights: Iterable[torch.dtype], *, are_its_own: bool
-) -> torch.dtype:
-    """The type that config.json names: that of the folder's, else the narrowest that rounds no weight.
-
-    Args:
-        folder: the folder whose config.json is the start; None: there is none.
-        weights: the types of the weights.
-        are_its_own: the weights are those of `folder`, whose type counts also if none of them has it.
-    """
-    named, kinds = {} if folder is None else _read_json(folder / "config.json"), set(weights)
-    name = named.get("dtype") or named.get("torch_dtype")
-    own = {str(kind): kind for kind in (torch.float32, torch.bfloat16, torch.float16)}.get(f"torch.{name}")
-    return own if own and (are_its_own or own in kinds) else reduce(torch.promote_types, kinds)
 
 
 def transformers_family(model: ModelConfig, model_type: str | None = None) -> Family:

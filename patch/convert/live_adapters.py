@@ -2,6 +2,8 @@
 
     FOLDER/adapter_config.json          what they are, and the name of their base
     FOLDER/adapter_model.safetensors    A and B of every target, in the adapters' type
+    FOLDER/tokenizer.json ...           the run's tokenizer with its chat template
+    FOLDER/trainer_state.json           the step
 
 `PeftModel.from_pretrained` loads it. Experts have the names of transformers 4, each its own A and B.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
+from patch.convert.hf_config_files import write_tokenizer
 from patch.convert.live_weights import ExpertRanks, iter_hf_weights, mapped_parameters, write_received
 from patch.convert.mappings import HFBlock, HFTensor, TPShard
 from patch.convert.merge import open_adapter
@@ -25,8 +29,12 @@ from patch.convert.target_folder import partial_folder, publish, staging, writin
 from patch.distributed.collectives import all_or_none
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors, loads_whole, write_adapter
 from patch.logger import get_logger
+from patch.storage.hub import snapshot_name
 from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from patch.storage.places import StrPath, local_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _logger = get_logger(__name__)
 
@@ -65,6 +73,8 @@ def export_adapter(
     groups: ProcessGroupCollection,
     *,
     base: str | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    step: int | None = None,
 ) -> None:
     """Write the adapters as a folder that PEFT loads; a collective over the whole job.
 
@@ -78,6 +88,8 @@ def export_adapter(
         adapter: the adapters that the stages have.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
         base: the folder or the hub's name of the model beside which they were trained.
+        tokenizer: saved beside the adapters; None: the base's is meant.
+        step: the finished steps of the run.
     Raises:
         ConversionError: on every rank, if rank 0 cannot write or `folder` contains something else than a
             folder of PEFT.
@@ -102,11 +114,13 @@ def export_adapter(
                 )  # fmt: skip
         with all_or_none():
             if is_first:
-                described = json.dumps(write_adapter(model, adapter, base), indent=2)
+                name = snapshot_name(base or "")
+                described = write_adapter(model, adapter, name.repo if name else base)
+                text = json.dumps(described | ({"revision": name.revision} if name else {}), indent=2)
                 with writing(partial_folder(folder)):
-                    (partial_folder(folder) / ADAPTER_CONFIG_NAME).write_text(f"{described}\n")
-                publish(folder)
-    _logger.info("PEFT adapter written: %s", folder)
+                    (partial_folder(folder) / ADAPTER_CONFIG_NAME).write_text(f"{text}\n")
+                    write_tokenizer(partial_folder(folder), tokenizer, step)
+                publish(folder, "PEFT adapter", step)
     if is_first and not loads_whole(model, adapter):
         _logger.warning(
             "PEFT on transformers 5 loads only a part of %s, as this model has MLPs beside its experts: use "

@@ -31,14 +31,12 @@ from patch.convert.weight_table import Table, adapter_table, parameter_table, ta
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.logger import get_logger
 from patch.model.four_bit_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_logger = get_logger(__name__)
 Receivers = Literal["all", "first", "stage"]
 """Which ranks receive the tensors of `iter_hf_weights`."""
 _STAGE: Any = {"receivers": "stage", "device": torch.device("cpu")}
@@ -363,6 +361,7 @@ def export_hf(
     file_bytes: int = FILE_BYTES,
     adapter: AdapterConfig | None = None,
     visit: Visit | None = None,
+    step: int | None = None,
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
@@ -376,6 +375,7 @@ def export_hf(
         hf_source: of the weights' origin, whose config files are kept where they say the same.
         tokenizer: saved beside the weights. file_bytes: of the largest safetensors file.
         adapter: of the stages, merged into the weights. visit: called, on all ranks, before one is read.
+        step: the finished steps of the run.
     Raises:
         ConversionError: on every rank, if one cannot write, or `folder` has anything else than such a model.
     """
@@ -409,9 +409,8 @@ def export_hf(
                     if len(set(layout.values())) > 1:
                         write_index(partial, layout, total_bytes, None)
                     dtype = next(stages[0].parameters()).dtype
-                    write_descriptions(partial, model, hf_source, tokenizer, dtype)
-                publish(folder)
-    _logger.info("Hugging Face folder written: %s", folder)
+                    write_descriptions(partial, model, hf_source, tokenizer, dtype, step)
+                publish(folder, "Hugging Face folder", step)
 
 
 def _lay_out(

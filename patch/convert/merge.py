@@ -1,4 +1,4 @@
-"""A folder of PEFT: read and checked, and merged into the weights that it is beside.
+"""Adapters of a folder of PEFT or of a run's checkpoint: read, checked, and merged into their base's weights.
 
 A merged weight is W + scale * (B A), computed in fp32 and rounded once: in fp32 PEFT's `merge_and_unload` to
 the bit; of weights in bf16 PEFT rounds the product too.
@@ -6,26 +6,52 @@ the bit; of weights in bf16 PEFT rounds the product too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from patch.config.schema import ModelConfig
-from patch.convert.hf_config_files import copy_descriptions, model_of
+from patch.checkpoint.folder import weights_folder
+from patch.config.schema import ModelConfig, RunConfig
+from patch.convert.hf_config_files import (
+    model_of,
+    read_step,
+    stated_dtype,
+    tokenizer_of,
+    write_descriptions,
+)
 from patch.convert.hf_layout import write_like
 from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import HFBlock
+from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
+from patch.convert.weight_table import weights_table
 from patch.errors import ConfigError, ConversionError
-from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
-from patch.logger import get_logger
-from patch.preflight.stored_shape import adapter_at
+from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows, hf_tensors
+from patch.preflight.stored_shape import adapter_at, is_hf_folder, run_behind
 from patch.preflight.weight_files import check_adapter
-from patch.storage.places import StrPath, local_path
+from patch.storage.hub import fetch_model, hub_name
+from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_FOLDER, TOKENIZER_FILES, iteration_of
+from patch.storage.places import AnyPath, StrPath, any_path, local_path
 
-_logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FactorOf = Callable[[str], torch.Tensor | None]
+
+
+class _Adapters(NamedTuple):
+    """Adapters to merge, and what is kept with them."""
+
+    config: AdapterConfig
+    factors: dict[str, torch.Tensor]
+    """A and B by PEFT's names without `base_model.model.`."""
+    dtype: torch.dtype
+    """The type of the run that has trained them."""
+    tokenizer: PreTrainedTokenizerBase | None
+    step: int | None
 
 
 def adapter_of(folder: StrPath, model: ModelConfig) -> AdapterConfig:
@@ -75,40 +101,84 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
 
 
 def merge_adapter(
-    base: StrPath, adapter: StrPath, target: StrPath, *, overwrite: bool = False,
-    chat_template: str | None = None,
-) -> None:  # fmt: skip
-    """Write a Hugging Face folder with an adapter merged into its weights; each keeps its type.
+    base: StrPath | None, adapter: StrPath, target: StrPath, *, overwrite: bool = False
+) -> None:
+    """Write a Hugging Face folder with adapters merged into its weights; on failure the target stays.
 
-    Tensor by tensor; on failure the target stays as it was.
+    Of adapters that a run has trained this is what --export-hf writes: the run's shape, type, tokenizer and,
+    of weights in 4 bits, the values that the run has seen. Of other folders of PEFT shape and types are the
+    base's, and so is the tokenizer unless there is one beside the adapters.
 
     Args:
-        base: the Hugging Face folder that the adapter is of.
-        adapter: a folder of PEFT.
+        base: the model that the adapters are of, a Hugging Face folder or a name of the hub; None: the run's.
+        adapter: a folder of PEFT; or a run's folder or URL, or a checkpoint in it.
         target: a folder that does not exist or is empty.
         overwrite: replace a Hugging Face model at `target`.
-        chat_template: written in the place of the base's; None: that stays.
     Raises:
+        CheckpointError: the checkpoint is damaged.
         ConversionError: a folder cannot be read or written, or they do not fit each other.
     """
-    base, adapter, target = (local_path(each).resolve() for each in (base, adapter, target))
-    model = model_of(base)
-    config = adapter_of(adapter, model)
-    source, factors = open_checked(base, model, None, ""), open_adapter(adapter, model, config)
-    known = {tensor.name for tensor in factors.tensors}
+    place, target = any_path(os.fspath(adapter)), local_path(target).resolve()
+    is_peft = (place / ADAPTER_CONFIG_NAME).is_file()
+    run = run_behind(str(place.parent if is_peft and place.name == ADAPTER_FOLDER else place))
+    folder = _base_folder(base or (None if run is None else run.checkpoint.load))
+    model = model_of(folder) if run is None else run.model
+    found = _of_peft(local_path(adapter), model) if is_peft or run is None else _of_run(place, run)
+    source, dtype = open_checked(folder, model, None, ""), None if run is None else found.dtype
+    is_packed = _names_in_4_bits(model) if run is not None and run.adapter.quantize_base else set()
 
-    def factor_of(name: str) -> torch.Tensor | None:
-        return factors[PEFT_PREFIX + name][:] if PEFT_PREFIX + name in known else None
+    def values_of(name: str) -> torch.Tensor:
+        weight = source[name][:].to(dtype or source.dtype_of(name))
+        if name in is_packed:
+            from patch.model.four_bit_product import dequantize, quantize  # with all of megatron-core's model
 
-    dtypes = {tensor: source.dtype_of(tensor.name) for tensor in hf_tensors(model)}
-    blocks = (
-        HFBlock(name, 0, 0, merged(name, source[name][:], factor_of, config.scale)) for name, _ in dtypes
-    )
-    with staging(target, [base, adapter], overwrite=overwrite) as partial:
-        write_like(base, partial, dtypes, blocks, f"{base.name} with {adapter.name}")
+            weight = dequantize(quantize(weight), weight.dtype)
+        return merged(name, weight, found.factors.get, found.config.scale)
+
+    dtypes = {tensor: dtype or source.dtype_of(tensor.name) for tensor in hf_tensors(model)}
+    blocks = (HFBlock(name, 0, 0, values_of(name)) for name, _ in dtypes)
+    read = [each for each in (folder, place) if isinstance(each, Path)]
+    with staging(target, read, overwrite=overwrite) as partial:
+        write_like(folder, partial, dtypes, blocks, f"{folder.name} with {place.name}")
         with writing(partial):
-            copy_descriptions(base, partial)
-            if isinstance(chat_template, str):  # several ones by name are the base's
-                (partial / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
-        publish(target)
-    _logger.info("Hugging Face folder written: %s", target)
+            stated = stated_dtype(dtypes.values(), folder)
+            write_descriptions(partial, model, folder, found.tokenizer, stated, found.step)
+        publish(target, "Hugging Face folder", found.step)
+
+
+def _base_folder(base: StrPath | None) -> Path:
+    if base is None:
+        raise ConversionError("no run names the base of the adapters, expected its folder: give it (--base)")
+    name = hub_name(os.fspath(base), "model")
+    folder = local_path(base) if name is None else fetch_model(name, weights=True, error=ConversionError)
+    if not is_hf_folder(folder):
+        raise ConversionError(f"got {folder}, expected the base as a Hugging Face folder: give it (--base)")
+    return folder.resolve()
+
+
+def _of_peft(folder: Path, model: ModelConfig) -> _Adapters:
+    config = adapter_of(folder, model)
+    files = open_adapter(folder, model, config)
+    factors = {name.removeprefix(PEFT_PREFIX): files[name][:] for name, _ in files.tensors}
+    tokenizer = None
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        from patch.data.tokenizer import load_tokenizer  # takes seconds, and most folders of PEFT have none
+
+        tokenizer = load_tokenizer(folder)
+    return _Adapters(config, factors, files.dtype_of(files.tensors[0].name), tokenizer, read_step(folder))
+
+
+def _of_run(place: AnyPath, run: RunConfig) -> _Adapters:
+    if not run.adapter.lora_rank:
+        raise ConversionError(f"{place} has no adapters: llama-patch convert mcore2hf exports such a run")
+    tokenizer = tokenizer_of(run, f"give {place}/{ADAPTER_FOLDER} as --adapter beside --base")
+    checkpoint = weights_folder(place)
+    stored = StoredWeights(checkpoint, run.model, "", run.adapter)
+    (dtype,) = {*stored.dtypes.values()}
+    return _Adapters(run.adapter, stored.tensors(), dtype, tokenizer, iteration_of(checkpoint))
+
+
+def _names_in_4_bits(model: ModelConfig) -> set[str]:
+    """The Hugging Face tensors that --quantize-base keeps in 4 bits."""
+    rows = [weights_table(model)[row.name] for row in base_rows(model)]
+    return {tensor.name for row in rows for copy in row.copies for tensor in row.at(*copy).hf}

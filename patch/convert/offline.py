@@ -22,34 +22,34 @@ import torch
 from patch.checkpoint.data_files import PieceWriter
 from patch.checkpoint.folder import unverified_weights
 from patch.checkpoint.stored import Piece
-from patch.config.schema import ModelConfig, RunConfig
+from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import (
     copy_descriptions,
-    described_dtype,
     model_of,
+    stated_dtype,
+    tokenizer_of,
     write_config,
     write_descriptions,
 )
 from patch.convert.hf_layout import remember_layout, write_like
 from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.mappings import TPShard, WeightMapping
+from patch.convert.merge import merge_adapter
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import Place, checkpoint_place, weights_table
 from patch.device import same_device
-from patch.errors import ConversionError, DataError
+from patch.errors import ConversionError
 from patch.families.adapters import hf_tensors
-from patch.logger import get_logger
 from patch.preflight.stored_shape import has_hf_config, run_behind
 from patch.progress import progress
-from patch.storage.names import RELEASE, TRACKER, is_complete, is_released
+from patch.storage.names import RELEASE, TRACKER, is_complete, is_released, iteration_of
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 from patch.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_logger = get_logger(__name__)
 _Item = TypeVar("_Item")
 WINDOW_BYTES = 16 * 2**20
 """Largest piece, unless one row is larger; it bounds the memory that a conversion needs."""
@@ -87,8 +87,7 @@ def hf_to_mcore(
                 write_config(partial, model, source, dtype)
             remember_layout(folder, partial)
             (partial / TRACKER).write_text(f"{RELEASE}\n")
-        publish(target)
-    _logger.info("checkpoint written: %s", target)
+        publish(target, "checkpoint")
 
 
 def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
@@ -214,6 +213,9 @@ def mcore_to_hf(
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, None if hf_config is None else local_path(hf_config))
+    if described is None:
+        merge_adapter(None, str(source), target, overwrite=overwrite)
+        return
     folder, verify = unverified_weights(source)
     sources = [path for path in (source, described.folder) if isinstance(path, Path)]
     with ThreadPoolExecutor(1, initializer=same_device()) as pool:
@@ -225,19 +227,22 @@ def mcore_to_hf(
                 dtypes = {tensor: stored[tensor.name] for tensor in hf_tensors(described.model)}
                 with writing(partial):
                     write_like(described.folder, partial, dtypes, weights.blocks(), title)
-                    are_its_own = hf_config is None and described.tokenizer is None
-                    dtype = described_dtype(described.folder, dtypes.values(), are_its_own=are_its_own)
-                    _write_descriptions(partial, described, dtype)
+                    model, origin, tokenizer = described
+                    is_source = hf_config is None and tokenizer is None
+                    stated = stated_dtype(stored.values(), origin, is_source=is_source)
+                    write_descriptions(partial, model, origin, tokenizer, stated, iteration_of(folder))
                 verified.result()
-                publish(target)
+                publish(target, "Hugging Face folder", iteration_of(folder))
         except Exception:
             verified.result()  # a damaged source is the reason of other errors
             raise
-    _logger.info("Hugging Face folder written: %s", target)
 
 
-def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
-    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
+def _describe(source: AnyPath, hf_config: Path | None) -> _Description | None:
+    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them.
+
+    None if that run has trained adapters.
+    """
     folder, home = hf_config, source
     if isinstance(source, Path):
         home = source.parent if is_complete(source) and not has_hf_config(source) else source
@@ -245,6 +250,8 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
     if folder is not None:
         return _Description(model_of(folder), folder, None)
     run = run_behind(str(home))
+    if run is not None and run.adapter.lora_rank:
+        return None
     if run is None:
         raise ConversionError(
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
@@ -254,34 +261,3 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
     origin = Path(load) if load is not None and has_hf_config(load) else None
     otherwise = "give the Hugging Face folder it began with as --hf-config"
     return _Description(run.model, origin, tokenizer_of(run, otherwise))
-
-
-def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
-    """The tokenizer the run was trained with.
-
-    Args:
-        run: the run.
-        otherwise: what the user can do without it.
-    Raises:
-        ConversionError: it cannot be read.
-    """
-    from patch.data.chat_templates import ensure_chat_template
-    from patch.data.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(run.tokenizer_folder)
-        if run.data.dataset_type == "raw":
-            ensure_chat_template(tokenizer, run.data.chat_template)
-    except DataError as error:
-        raise ConversionError(f"the run's own {error}; or {otherwise}") from error
-    return tokenizer
-
-
-def _write_descriptions(partial: Path, described: _Description, dtype: torch.dtype) -> None:
-    model, folder, tokenizer = described
-    if tokenizer is None:
-        assert folder is not None
-        copy_descriptions(folder, partial)
-        write_config(partial, model, folder, dtype)
-    else:
-        write_descriptions(partial, model, folder, tokenizer, dtype)

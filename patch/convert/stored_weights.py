@@ -246,7 +246,7 @@ def _prefix(reader: TorchDistReader) -> str:
     ]
     if not embeddings:
         of_adapters = any(INSIDE in key for key in reader.tensors)
-        cure = "; these are adapters: llama-patch merge takes adapter/ of their run" if of_adapters else ""
+        cure = "; these are adapters of a run: llama-patch merge takes them" if of_adapters else ""
         raise ConversionError(
             f"{reader.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights{cure}"
         )

@@ -10,10 +10,12 @@ from typing import Literal
 from safetensors import SafetensorError
 
 from patch.errors import ConversionError
+from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder
 from patch.storage.lock import check_held, hold_target
 from patch.storage.names import ADAPTER_CONFIG_NAME, RELEASE
 
+_logger = get_logger(__name__)
 Kind = Literal["Hugging Face model", "converted checkpoint", "PEFT adapter"]
 _MARKS: dict[Kind, str] = {
     "Hugging Face model": "config.json",
@@ -111,12 +113,16 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def publish(target: Path) -> None:
-    """Rename the finished folder to `target`; on failure the previous target is restored.
+def publish(target: Path, what: str, step: int | None = None) -> None:
+    """Rename the finished folder to `target`, and log it; on failure the previous target is restored.
 
     All bytes are on the disk before the folder is renamed, so `target` is complete even after a power
     failure.
 
+    Args:
+        target: the folder that `staging` was given.
+        what: what it is, for the log.
+        step: the step that it is of.
     Raises:
         ConversionError: it cannot be renamed, or another process has taken the lock over.
     """
@@ -125,3 +131,4 @@ def publish(target: Path) -> None:
         _staged(target).publish()
     except OSError as error:
         raise ConversionError(f"cannot put the finished export in place at {target}: {error}") from error
+    _logger.info("%s written: %s%s", what, target, "" if step is None else f" (step {step})")

@@ -53,8 +53,8 @@ class AdapterConfig:
     )
     lora_rslora: bool = flag("multiply by alpha / sqrt(rank) in place of alpha / rank (rsLoRA)", False)
     lora_load: str | None = flag(
-        "start from the adapters in this folder of PEFT, which also gives rank, alpha and targets; none: new "
-        "ones",
+        "start from the adapters in this folder of PEFT, or of a run, which also gives rank, alpha and "
+        "targets; none: new ones",
         none="none",
     )
     quantize_base: Literal["nf4"] | None = flag(

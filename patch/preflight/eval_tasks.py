@@ -10,6 +10,7 @@ own tasks read it too (`ceval-valid`, `cmmlu`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from patch.config.positions import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.errors import ConfigError, nearest
-from patch.storage.text_files import parse_yaml, read_text
+from patch.errors import ConfigError, nearest, shown
+from patch.storage.text_files import parse_yaml, read_small
 
 _FIELD = "eval_tasks_path"
 _FORMATS = ("json", "csv", "parquet", "text")
@@ -39,6 +40,13 @@ _KEYS = {
     ),
 }
 """What a task, its data and each of its metrics may say."""
+_TEXTS = (str, list)
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "task": _TEXTS, "group": str, "tag": _TEXTS, "include": _TEXTS, "metric_list": list, "metric": str,
+    "dataset_path": str, "dataset_name": str, "dataset_kwargs": dict, "data_files": (str, list, dict),
+    "training_split": str, "validation_split": str, "test_split": str, "fewshot_split": str,
+}  # fmt: skip
+"""The types of what is read here; lm-eval judges the other values when it makes the task."""
 _METRICS = (
     "acc", "acc_norm", "acc_bytes", "acc_mutual_info", "brier_score", "exact_match", "f1", "mcc", "bleu",
     "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "chrf", "ter",
@@ -114,17 +122,17 @@ def _of_lm_eval(name: str) -> dict[Path, dict[str, Any]]:
 
 def _read_from_folder(task: dict[str, Any], folder: Path, file: Path) -> None:
     """Have a task read the files of its data set from the folder, in one of the forms of the hub's files."""
-    path, name = task["dataset_path"], task.pop("dataset_name", None) or ""
+    path, name = escape(task["dataset_path"]), escape(task.pop("dataset_name", None) or "")
     files = dict[str, list[str]]()
-    for split in {value for key, value in task.items() if key.endswith("_split") and value}:
+    for split in {escape(value) for key, value in task.items() if key.endswith("_split") and value}:
         of_name = (f"{path}/{split}/{name}.*", f"{path}/{split}/{name}_{split}.*") if name else ()
         forms = (*of_name, f"{path}/{name}/{split}[-.]*")
-        found = [each.resolve() for form in forms for each in sorted(folder.glob(form.lstrip("/")))]
-        found = [each for each in found if each.suffix in _READERS and each.is_relative_to(folder.resolve())]
+        found = [each for form in forms for each in sorted(folder.glob(form.lstrip("/"))) if "\0" not in form]
+        found = [each.resolve() for each in found if each.suffix in _READERS and _inside(each, folder)]
         if not found:
             expected = f"one of {', '.join(_FORMATS)}, or files there: {' or '.join(forms)}"
             raise _refusal(file, f"dataset_path {path} without {split} in {folder / path}", expected)
-        files[str(split)] = [*map(str, found)]
+        files[split] = [*map(str, found)]
         task["dataset_path"] = _READERS[found[0].suffix]
     task["dataset_kwargs"] = (task.get("dataset_kwargs") or {}) | {"data_files": files}
 
@@ -139,18 +147,18 @@ def _names(tasks: Iterable[Mapping[str, Any]]) -> set[str]:
 
 def _read(file: Path, root: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     """A file's keys, over those of the files that it includes."""
-    if not file.resolve().is_relative_to(root):
+    if not _inside(file, root):
         raise _refusal(file, "a file outside of the folder", "files in it only")
     if file in before:
         raise _refusal(file, "a file that includes itself", "an end of its includes")
     try:
-        own = parse_yaml(read_text(file))
+        own = parse_yaml(read_small(file).decode())
     except (OSError, ValueError) as error:
         cure = "YAML without tags (--eval-tasks-allow-code: !function runs)"
         raise _refusal(file, str(error), cure) from error
     if not isinstance(own, dict):
         raise _refusal(file, type(own).__name__, "keys with values")
-    _check(own, file)
+    _check(own, file, root)
     includes = own.pop("include", None) or []
     merged: dict[str, Any] = {}
     for name in [includes] if isinstance(includes, str) else includes:
@@ -158,13 +166,13 @@ def _read(file: Path, root: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     return merged | own
 
 
-def _check(task: dict[str, Any], file: Path) -> None:
-    """Refuse what could run code or ask for the network; data files become whole paths."""
+def _check(task: dict[str, Any], file: Path, root: Path) -> None:
+    """Refuse what could run code, ask for the network or be read wrongly; data files become whole paths."""
     _check_keys(task, "task", file)
     options = task.get("dataset_kwargs") or {}
     _check_keys(options, "dataset_kwargs", file)
     if "data_files" in options:
-        options["data_files"] = _whole_paths(options["data_files"], file)
+        options["data_files"] = _whole_paths(options["data_files"], file, root)
     for metric in task.get("metric_list") or ():
         _check_keys(metric, "metric_list", file)
         if metric.get("metric") not in _METRICS:
@@ -172,7 +180,7 @@ def _check(task: dict[str, Any], file: Path) -> None:
     members = task.get("task")
     for member in members if isinstance(members, list) else ():
         if not isinstance(member, str):
-            _check(member, file)
+            _check(member, file, root)
 
 
 def _check_keys(values: Any, kind: str, file: Path) -> None:
@@ -181,18 +189,30 @@ def _check_keys(values: Any, kind: str, file: Path) -> None:
         if key not in known:
             what = f"{key!r} in a {kind}" if kind == "task" else f"{key!r} in {kind}"
             raise _refusal(file, f"{what}{nearest(str(key), sorted(known))}", "keys that run no code")
+        value, names = values[key], values[key] if key in ("tag", "include") else ()
+        is_wrong = value is not None and not isinstance(value, _TYPES.get(key, object))
+        if is_wrong or not all(isinstance(name, str) for name in names or ()):
+            raise _refusal(file, f"{shown(value)} at {key}", "the type that lm-eval's guide says")
 
 
-def _whole_paths(files: Any, task: Path) -> Any:
+def _whole_paths(files: Any, task: Path, root: Path) -> Any:
     """Data files, which may be a name, several, or some for each split: those beside the task."""
     if isinstance(files, dict):
-        return {str(split): _whole_paths(own, task) for split, own in files.items()}
+        return {str(split): _whole_paths(own, task, root) for split, own in files.items()}
     if isinstance(files, list):
-        return [_whole_paths(file, task) for file in files]
+        return [_whole_paths(file, task, root) for file in files]
     path = task.parent / str(files)
-    if "::" in str(files) or not path.is_file():
-        raise _refusal(task, f"data_files {files}", f"a file on this machine: {path} is none")
+    if "::" in str(files) or not path.is_file() or not _inside(path, root):
+        raise _refusal(task, f"data_files {shown(str(files)).strip(chr(39))}", f"a file in {root}")
     return str(path.resolve())
+
+
+def _inside(file: Path, folder: Path) -> bool:
+    """Whether a file is in the folder, also by its links."""
+    try:
+        return file.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a name with NUL
+        return False
 
 
 def _refusal(file: Path, got: str, expected: str) -> ConfigError:

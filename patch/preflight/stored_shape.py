@@ -133,12 +133,14 @@ def router_loss_at(folder: str | Path) -> tuple[float, str]:
 
 
 def adapter_at(folder: str | Path, model: ModelConfig) -> AdapterConfig:
-    """The adapters of a model that a folder of PEFT describes.
+    """The adapters of a model that a folder of PEFT describes, or those of a run that has saved them there.
 
     Raises:
         ConfigError: there is no adapter_config.json, or what it describes is not supported.
     """
     file = Path(folder) / ADAPTER_CONFIG_NAME
+    if not file.is_file() and (run := run_behind(folder)) is not None and run.adapter.lora_rank:
+        return run.adapter
     return read_adapter(ConfigReader(file, _read_json(file)), model)
 
 

@@ -83,6 +83,8 @@ SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safeten
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """The files of weights of Hugging Face and PEFT, as in transformers.utils, whose import takes 0.4 s."""
+STEP_FILE = "trainer_state.json"
+"""{"global_step": 100}: the step of a model or an adapter; the name and the key of transformers' Trainer."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""
@@ -103,6 +105,12 @@ _CACHE = re.compile(r"cache-.*\.arrow")
 def iteration_name(iteration: int) -> str:
     """The name of one checkpoint's folder: iter_0000100."""
     return f"{_ITERATION_PREFIX}{iteration:07d}"
+
+
+def iteration_of(folder: AnyPath) -> int | None:
+    """The step of one checkpoint's folder, by its name; None for a folder of another name."""
+    match = re.fullmatch(rf"{_ITERATION_PREFIX}(\d{{1,18}})", folder.name)
+    return int(match[1]) if match else None
 
 
 @overload
@@ -200,11 +208,8 @@ def complete_iterations(root: AnyPath) -> list[int]:
 
 def all_iterations(root: AnyPath) -> list[int]:
     """The iterations of all folders in `root` with the name of a checkpoint, in no particular order."""
-    return [
-        int(name.removeprefix(_ITERATION_PREFIX))
-        for name in subfolders(root)
-        if re.fullmatch(rf"{_ITERATION_PREFIX}\d{{1,18}}", name)
-    ]
+    found = (iteration_of(root / name) for name in subfolders(root))
+    return [iteration for iteration in found if iteration is not None]
 
 
 def row_files(files: Iterable[Path]) -> list[Path]:

@@ -42,6 +42,8 @@ _NICENESS = 5
 """The process may run on the core of a training thread."""
 _MOST_PARAMETERS = 100
 """mlflow takes so many in one request."""
+_UNTAKEN = re.compile(r"[^\w. /-]", re.ASCII)
+"""What mlflow does not take in a name, and ":", which marks it."""
 _CREDENTIALS = re.compile(r"(\w+://)(?:[^/\s]*@)?([^\s?]*)(?:\?\S*)?")
 
 
@@ -89,6 +91,11 @@ def _trackio(library: Any, run: Target) -> Service:
     return _like_wandb(library, run, name=f"{run.name}-{run.id[:8]}", project=project)
 
 
+def _written(character: re.Match[str]) -> str:
+    """A character that mlflow does not take, as ":2c:". So different names stay different."""
+    return f":{ord(character[0]):x}:"
+
+
 def _mlflow(library: Any, run: Target) -> Service:
     opened = library.start_run(run_id=None if run.is_new else run.id, run_name=run.name)
     items = list(run.config.items()) if run.is_new else []  # parameters cannot change there
@@ -96,7 +103,7 @@ def _mlflow(library: Any, run: Target) -> Service:
         library.log_params(dict(items[first : first + _MOST_PARAMETERS]))
 
     def log(values: dict[str, float], step: int) -> None:
-        named = {re.sub(r"[^\w. :/-]", "_", name, flags=re.ASCII): value for name, value in values.items()}
+        named = {_UNTAKEN.sub(_written, name): value for name, value in values.items()}
         library.log_metrics(named, step=step)
 
     return Service(opened.info.run_id, None, log, library.end_run)

@@ -261,6 +261,8 @@ def load_weights(
     stages: list[LlamaModel],
     config: RunConfig,
     optimizer: OverlappedDistributedOptimizer | None = None,
+    *,
+    adapters: bool = False,
 ) -> None:
     """Load only the weights of a checkpoint.
 
@@ -269,8 +271,9 @@ def load_weights(
         stages: this rank's pipeline stages.
         config: the run.
         optimizer: may keep shards of them, and describes them then.
+        adapters: load those of the adapters, in place of the others.
     """
-    weights = sharded_weights(stages, adapters=False)
+    weights = sharded_weights(stages, adapters=adapters)
     state = {"model": weights if optimizer is None else optimizer.sharded_weights(weights)}
     load_only_weights(
         weights_folder(load),

@@ -114,7 +114,7 @@ class CheckpointSaver:
             checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
         )
         if run.config.adapter.lora_rank:
-            _write_adapters(run)
+            write_adapters(run, iteration)
         run.optimizer.placement.record_memory("save")
         if copies is None:
             self._finish()
@@ -165,10 +165,15 @@ class CheckpointSaver:
         self._on_save(pending.iteration)
 
 
-def _write_adapters(run: Run) -> None:
-    """Replace the run's folder of PEFT by the adapters of now, of the checkpoint that begins; a collective.
+def write_adapters(run: Run, iteration: int) -> None:
+    """Replace the run's folder of PEFT by the adapters of now; a collective.
 
-    Before that checkpoint is complete: whoever goes on from it never finds an older folder.
+    A save does so before its checkpoint is complete, and a resume at once, because the run may have gone back
+    to an older checkpoint. So a run never goes on beside the folder of another step.
+
+    Args:
+        run: this rank's parts of the run.
+        iteration: finished steps.
     """
     load = run.config.checkpoint.load
     with run.optimizer.full_weights(frozen=False):
@@ -179,6 +184,8 @@ def _write_adapters(run: Run) -> None:
             run.config.adapter,
             run.groups,
             base=load if load is not None and is_hf_folder(load) else None,
+            tokenizer=run.tokenizer,
+            step=iteration,
         )
 
 

@@ -39,6 +39,7 @@ from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
 from patch.preflight.stored_shape import is_hf_folder
+from patch.storage.names import ADAPTER_CONFIG_NAME
 from patch.storage.places import AnyPath, any_path
 from patch.training import OBJECTIVES
 from patch.training.guards.phases import PhaseClock
@@ -247,8 +248,12 @@ def load_start(run: Run, *, is_begun: bool = False) -> None:
         with optimizer.described_weights():
             load_weights(folder, stages, run.config, optimizer)
     if adapter.lora_load and not is_begun:
-        with optimizer.full_weights(frozen=False):
-            import_adapter(stages, adapter.lora_load, model, adapter, run.groups)
+        if (Path(adapter.lora_load) / ADAPTER_CONFIG_NAME).is_file():
+            with optimizer.full_weights(frozen=False):
+                import_adapter(stages, adapter.lora_load, model, adapter, run.groups)
+        else:
+            with optimizer.described_weights():
+                load_weights(any_path(adapter.lora_load), stages, run.config, optimizer, adapters=True)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 

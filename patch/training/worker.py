@@ -46,6 +46,7 @@ from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTimeForecast, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog
 from patch.training.reporting import Reporter
+from patch.training.saving import write_adapters
 from patch.training.setup import Run, build_run
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.tasks.suite import TaskScores
@@ -104,6 +105,8 @@ def _train(config: RunConfig) -> int:
             written = config if config.training.train_epochs is None else this_run.config
             from_rank_0(lambda: _write_records(written))
         config = this_run.config
+        if this_run.start_iteration and config.adapter.lora_rank:
+            write_adapters(this_run, this_run.start_iteration)
         scores = [TaskScores(this_run)] if config.data.eval_tasks is not None else []
         with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run, *(score.measure for score in scores))
@@ -219,4 +222,5 @@ def _export(this_run: Run) -> None:
             tokenizer=this_run.tokenizer,
             adapter=config.adapter if config.adapter.lora_rank else None,
             visit=visit,
+            step=max(this_run.start_iteration, config.training.train_iters),
         )

@@ -81,8 +81,29 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert result.returncode == 4 and "adapters of weights with checksum" in result.stderr, result.stderr
     result = call(arguments(office, unbroken.with_name("x"), PRETRAIN_CHECKPOINT_PATH=unbroken))
     assert result.returncode == 2 and "checkpoints of adapters of" in result.stderr, result.stderr
-    assert convert(["mcore2hf", "--load", str(unbroken), "--save", str(unbroken.with_name("y"))]) != 0
-    assert "these are adapters: llama-patch merge" in capfd.readouterr().err
+
+
+def test_exits_of_a_checkpoint_agree_also_of_an_older_one(
+    office: Office, unbroken: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def files(folder: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    run = shutil.copytree(unbroken, tmp_path / "run", symlinks=True)
+    for place in (run, run / "checkpoint" / "iter_0000003"):
+        target = tmp_path / f"of {place.name}"
+        assert convert(["mcore2hf", "--load", str(place), "--save", str(target)]) == 0
+        converted = files(target)
+        assert merge(["--adapter", str(place), "--save", str(target), "--overwrite"]) == 0
+        assert files(target) == converted
+        assert f"written: {target} (step {6 if place == run else 3})" in capfd.readouterr().err
+    assert files(run / "hf") == files(tmp_path / "of run")
+    (run / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("3\n")
+    result = call(arguments(office, run, TRAIN_TOKENS_OR_ITERS=3))
+    assert result.returncode == 0 and "hf (step 3)" in result.stderr, result.stderr
+    adapter = ["--base", str(office.model), "--adapter", str(run / "adapter")]
+    assert merge([*adapter, "--save", str(tmp_path / "merged")]) == 0
+    assert files(run / "hf") == converted == files(tmp_path / "merged")
 
 
 def test_export_of_a_base_in_4_bits_has_the_loss_of_the_run(office: Office, tmp_path: Path) -> None:
@@ -95,13 +116,14 @@ def test_export_of_a_base_in_4_bits_has_the_loss_of_the_run(office: Office, tmp_
     )
 
 
-def test_run_that_starts_from_a_folder_of_peft_and_learns_nothing_writes_it_again(
-    office: Office, unbroken: Path, tmp_path: Path
+@pytest.mark.parametrize("place", ["adapter", "checkpoint/last"])
+def test_run_that_starts_from_adapters_and_learns_nothing_writes_them_again(
+    office: Office, unbroken: Path, tmp_path: Path, place: str
 ) -> None:
     steps = {"TRAIN_TOKENS_OR_ITERS": 1, "WARMUP_TOKENS_OR_ITERS": 0, "LR": "1e-30", "MIN_LR": "0"}
     other = command(**{**office.positions(tmp_path / "other"), **steps, "PP": 2})
-    begin = shutil.copytree(unbroken / "adapter", tmp_path / "begin")
-    other.append(f"--lora-load={begin}")
+    begin = shutil.copytree(unbroken, tmp_path / "begin", symlinks=True)
+    other.append(f"--lora-load={begin / place}")
     result = call_workers(2, other)
     assert result.returncode == 0, result.stderr
     for name in ("adapter_model.safetensors", "adapter_config.json"):

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # a worker, which has no other way to the packages
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,10 +26,12 @@ from patch.distributed.worker_process import Reply, announce_end, begin, claim_e
 begin()  # before anything that takes time or starts threads
 
 from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
+from patch.config.fields import FIELDS, scalar_of  # noqa: E402
+from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
+from patch.families import differences  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
-from patch.storage.names import ADAPTER_FOLDER  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
 
@@ -92,16 +95,21 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
 
 
 def _weights(model: str) -> list[str]:
-    """The flags that load a model, a run with its chat template, a LoRA run as its base and adapter/."""
-    from patch.preflight.stored_shape import run_behind
+    """The flags that load a model; of a run with its tokenizer, of a LoRA run its base and its shape too."""
+    from patch.preflight.stored_shape import run_behind, shape_at
 
-    run, adapter = run_behind(model), Path(model) / ADAPTER_FOLDER
+    run = run_behind(model)
     if run is None:
         return ["--load", model]
-    chat = [f"--chat-template={run.data.chat_template}"] if run.data.chat_template else []
-    if run.checkpoint.load is None or not (run.adapter.lora_rank and adapter.is_dir()):
-        return ["--load", model, *chat]
-    return ["--load", run.checkpoint.load, "--lora-load", str(adapter), *chat]
+    tokenizer, chat, load = run.tokenizer_folder, run.data.chat_template, run.checkpoint.load
+    own: dict[str, Any] = {"tokenizer_name_or_path": tokenizer, "chat_template": chat, "load": model}
+    if run.adapter.lora_rank:
+        own |= {"load": load, "lora_load": model}
+        base = shape_at(load)
+        changed = differences(run.model, base.fields if base else {})
+        own |= {field: scalar_of(run, field) for field, *_ in changed}
+    given = {name: value for name, value in own.items() if value is not None}
+    return [word for name, value in given.items() for word in flag_words(FIELDS[name], value)]
 
 
 def _evaluate(config: RunConfig, result: str) -> int:
@@ -116,8 +124,8 @@ def _evaluate(config: RunConfig, result: str) -> int:
         return 0
     for name, score in scores.items():
         if not name.endswith("_stderr"):
-            error = scores.get(f"{name}_stderr")
-            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}" + (f" +- {error:.4f}" if error else ""))
+            error = f" +- {scores[each]:.4f}" if (each := f"{name}_stderr") in scores else ""
+            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}{error}")
     if result:
         Path(result).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -118,8 +118,10 @@ class Tasks:
 
 
 def _score(task: str, metric: str) -> str:
-    """TASK/METRIC of lm-eval's `METRIC,FILTER`; the filter `none` has no name."""
-    return f"{task}/{metric.removesuffix(',none').replace('_stderr,none', '_stderr')}"
+    """TASK/METRIC of lm-eval's `METRIC,FILTER`, errors with `_stderr` at the end; `none` has no name."""
+    name, _, kind = metric.removesuffix(",none").partition(",")
+    score = name.removesuffix("_stderr")
+    return f"{task}/{score}{kind and f',{kind}'}{name.removeprefix(score)}"
 
 
 def _manager(data: DataConfig) -> TaskManager:

@@ -187,7 +187,8 @@ def _live(rank: int, world_size: int, root: Path, tokenizer: Any) -> list[str]:
         import_adapter(stages, root / f"{name} adapter", model, adapter, groups)
         target = root / f"{layout} adapter"
         said = messages_from("WARNING", "patch.convert")
-        export_adapter(stages, target, model, adapter, groups, base="org/base")
+        snapshot = f"/cache/models--org--base/snapshots/{'1' * 40}"
+        export_adapter(stages, target, model, adapter, groups, base=snapshot)
         assert bool(said) == (layout in PARTLY_LOADED and rank == 0)
         how = {"hf_source": root / name, "tokenizer": tokenizer, "adapter": adapter}
         export_hf(stages, root / f"{layout} merged", model, groups, **how)

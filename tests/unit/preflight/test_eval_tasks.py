@@ -1,5 +1,6 @@
 """A folder of tasks is read as lm-eval reads it, and what would run code or ask the network is refused."""
 
+import os
 import re
 from pathlib import Path
 
@@ -35,8 +36,22 @@ BAD = {
     "its metric, by a key": ("metric_list: [{metric: acc, hf_evaluate: true}]", "'hf_evaluate' in metric_l"),
     "a member": ("task: [{task: x, process_docs: y}]", "'process_docs' in a task"),
     "a file outside": ("include: ../outside.yaml", "a file outside of the folder"),
+    "a row outside": ("dataset_kwargs: {data_files: ../outside.yaml}", "data_files ../outside.yaml"),
+    "a row elsewhere": ("dataset_kwargs: {data_files: /etc/passwd}", "data_files /etc/passwd"),
+    "a row with NUL": ('dataset_kwargs: {data_files: "a\\0b"}', "data_files a\\x00b, expected a file in"),
+    "a pipe of rows": ("dataset_kwargs: {data_files: pipe}", "data_files pipe, expected a file in"),
+    "a pipe": ("include: pipe", "expected YAML"),
+    "NUL": ('include: "a\\0b"', "a file outside of the folder"),
+    "a pattern": ("dataset_path: a**", "dataset_path a[*][*] without test"),
+    "NUL in a set": ('dataset_path: "a\\0b"', "without test"),
     "itself": ("include: bad.yaml", "a file that includes itself"),
 }
+
+WRONG = [
+    "include: 3", "include: [3]", "tag: [[1]]", "tag: 3", "group: [1]", "metric_list: 3", "test_split: [a]",
+    "metric_list: [{metric: [1]}]", "dataset_path: [a]", "dataset_name: {a: b}", "dataset_kwargs: 3",
+]  # fmt: skip
+BAD |= {line: (line, ", expected the type that lm-eval's guide says") for line in WRONG}
 
 
 @pytest.fixture
@@ -44,6 +59,7 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "rows.json").write_text("{}")
+    os.mkfifo(folder / "pipe")
     (folder / "_hidden").write_text("doc_to_text: !function utils.text\n")
     (tmp_path / "outside.yaml").write_text("task: outside\n")
     return folder

@@ -6,6 +6,7 @@ their own offline modes, whose files are read here; MLflow with its server, too.
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -23,7 +25,7 @@ import pytest
 from launches import free_port
 
 from patch.training import reporting
-from patch.training.forwarder import without_credentials
+from patch.training.forwarder import _OPEN, Target, without_credentials
 from patch.training.metrics import MetricsLog
 from patch.training.reporting import Reporter
 
@@ -122,6 +124,18 @@ def test_library_that_fails_is_a_warning(
     lines = [json.loads(line) for line in (output / "log/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 39 + 19
     assert f"wandb: {ENDS[fault]}; training is not affected, and the same command sends the rest" in logged
+
+
+def test_names_that_mlflow_does_not_take_stay_different() -> None:
+    names, taken = ["a(b)", "a,b", "a_b", "a:b", "a:2c:b", "a/b-c.d e", "\u6570"], list[dict[str, float]]()
+    library = SimpleNamespace(
+        start_run=lambda **_: SimpleNamespace(info=SimpleNamespace(run_id="1")),
+        end_run=None,
+        log_metrics=lambda values, step: taken.append(values),
+    )
+    _OPEN["mlflow"](library, Target("run", {}, "1", False)).log(dict.fromkeys(names, 1.0), step=1)
+    assert len(taken[0]) == len(names) and {"a_b", "a/b-c.d e"} <= taken[0].keys()
+    assert all(re.fullmatch(r"[/\w.\- :]+", key, re.ASCII) for key in taken[0])
 
 
 def test_urls_lose_what_is_secret() -> None:

@@ -73,6 +73,7 @@ metric_list: [{metric: acc}, {metric: brier_score}]""",
 output_type: generate_until
 generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
 gen_prefix: "it is"
+filter_list: [{name: strict, filter: [{function: take_first}]}]
 metric_list: [{metric: exact_match}]
 tag: further""",
     "text": """doc_to_text: ""
@@ -245,7 +246,8 @@ def compare_scores(ours: dict[str, float], theirs: dict[str, dict[str, Any]]) ->
     for task, values in theirs.items():
         for metric, value in values.items():
             if isinstance(value, float) and "," in metric:
-                found = ours[f"tasks/{task}/{metric.replace(',none', '')}"]
+                name, is_error = metric.replace(",none", "").replace("_stderr", ""), "_stderr" in metric
+                found = ours[f"tasks/{task}/{name}{'_stderr' if is_error else ''}"]
                 assert found == pytest.approx(value, rel=BOUND), (task, metric)
 
 
