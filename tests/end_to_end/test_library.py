@@ -229,6 +229,7 @@ import json, os, runpy, sys
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 import warnings
+import patch  # it filters megatron-core's warnings about Apex
 import torch.distributed.checkpoint, torch.distributed.fsdp, torch.nn.parallel, torch.optim, torch.utils.data
 from transformers import LlamaForCausalLM  # with accelerate, which filters a warning for itself
 import megatron.core.dist_checkpointing.strategies.torch
