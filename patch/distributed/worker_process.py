@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +122,18 @@ def announce_end(reply: Reply) -> int:
     except OSError:  # a full disk must neither hide an error nor fail a run that is done
         return reply.exit_code
     return 0 if is_launched() and not reply.is_failure else reply.exit_code
+
+
+def nccl_mark(error_file: Path) -> Path:
+    """The file that says that the worker of this error file has groups of NCCL, whose watchdog may end it."""
+    return error_file.with_suffix(".nccl")
+
+
+def note_nccl() -> None:
+    """Tell the launcher that this worker has groups of NCCL."""
+    if (file := _error_file()) is not None:
+        with suppress(OSError):  # it only changes a message
+            nccl_mark(file).touch()
 
 
 def failure(error: BaseException) -> Reply:

@@ -117,6 +117,6 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error).replace("\n", "\n  ")) from error
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error

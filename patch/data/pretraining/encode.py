@@ -64,7 +64,7 @@ class Encoder:
 
     Args:
         tokenizer: encodes the texts.
-        eod: the id after each document that is not empty; None: none.
+        eod: the id at the end of each document that is not empty; None: none is added.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
@@ -96,7 +96,7 @@ class Encoder:
         for document in documents:
             filled = [ids for ids in islice(encoded, len(document)) if ids]
             with_special += any(np.isin(ids, self._special).any() for ids in filled)
-            if filled:
+            if filled and filled[-1][-1:] != self._eod:
                 filled[-1] = filled[-1] + self._eod
             lengths.append([len(ids) for ids in filled])
             parts += filled

@@ -1,7 +1,8 @@
 """Preprocesses a pre-training set: writes the texts of rows as megatron-core's .bin and .idx.
 
 The files have the bytes that Megatron-LM's tools/preprocess_data.py writes with the same tokenizer. So an
-empty text is a document without a sequence, and a list of texts is one document of several sequences.
+empty text is a document without a sequence, and a list of texts is one document of several sequences. One
+difference: a document that ends with the end-of-text token gets no second one.
 """
 
 from __future__ import annotations

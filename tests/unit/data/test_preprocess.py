@@ -32,14 +32,17 @@ ROWS = [
     {"text": ["one sentence.", "", " and another"], "title": ""},
     {"text": [], "title": ["", ""]},
     {"text": "\u4f60\u597d <|eot_id|> spelled out", "title": "\U0001f600"},
-    {"text": "the lazy dog " * 50, "title": "\n\n"},
+    {"text": "the lazy dog " * 50 + "<|end_of_text|>", "title": "\n\n"},
 ]
 
 
 def upstream_bytes(
     folder: Path, rows: list[dict], key: str, tokenizer_folder: Path, append_eod: bool
 ) -> list[bytes]:
-    """The .bin and .idx of upstream's builder and tokenizer, filled as Megatron-LM's tool fills them."""
+    """The .bin and .idx of upstream's builder and tokenizer, filled as Megatron-LM's tool fills them.
+
+    A document that ends with the end token gets no second one.
+    """
     tokenizer = MegatronTokenizer.from_pretrained(
         str(tokenizer_folder), metadata_path={"library": "huggingface"}
     )
@@ -50,7 +53,7 @@ def upstream_bytes(
             if found := tokenizer.tokenize(sentence):
                 ids += found
                 lengths.append(len(found))
-        if ids and append_eod:
+        if ids and append_eod and ids[-1] != tokenizer.eod:
             ids.append(tokenizer.eod)
             lengths[-1] += 1
         builder.add_document(ids, lengths)
@@ -91,14 +94,14 @@ def test_every_key_has_the_bytes_of_megatron_lm(
     )
     for key, prefix in outputs.items():
         assert set_bytes(prefix) == upstream_bytes(tmp_path, rows, key, tiny_folder, append_eod)
-    empty, with_special = {"text": 800, "title": 800}, {"text": 400, "title": 0}
+    empty, with_special = {"text": 800, "title": 800}, {"text": 800, "title": 0}
     for key, prefix in outputs.items():
         tokens = len(np.fromfile(f"{prefix}.bin", np.uint16))
         assert written[key] == WrittenSet(2400, empty[key], tokens, with_special[key])
     suffixes = [path.suffix for path in (tmp_path / "new").iterdir()]
     assert sorted(suffixes) == sorted([".bin", ".idx", ".json"] * 2)
     assert any("text: 2400 documents, 800 of them empty" in message for message in logged)
-    assert [m for m in logged if "spell out special" in m][0].startswith(f"{outputs['text']}: 400 documents")
+    assert [m for m in logged if "spell out special" in m][0].startswith(f"{outputs['text']}: 800 documents")
 
 
 def test_reader_knows_how_much_is_read(tmp_path: Path) -> None:

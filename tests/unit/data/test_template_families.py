@@ -226,6 +226,12 @@ def test_text_alone_is_learned_from_bos_to_eos(family: str, expected: list[list[
     got = learned(family, Text("hello world", "row"))
     assert [[run.replace("\u2581he ll o", "\u2581hello") for run in runs] for runs in got] == expected
     assert learned(family, Text(" \n", "row")) == []
+    tokenizer = tokenizer_of(family)
+    render, begin, end = ChatRenderer(tokenizer).render, expected[0][0].split(" > ")[0], tokenizer.eos_token
+    for prompt in (None, "hello"):  # a text that spells out the two tokens gets no second ones
+        bare = Text("hello world", "row", prompt)
+        own = Text(f"{begin if prompt is None else ''}hello world{end}", "row", prompt and f"{begin}hello")
+        assert render(own) == render(bare)
 
 
 def test_text_needs_a_token_that_ends_it() -> None:
