@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.schema import DataConfig
-from patch.errors import ConfigError, DataError, nearest
+from patch.errors import ConfigError, DataError, nearest, shown
 from patch.numbers import to_float
 from patch.storage.hub import shadowed_by
 from patch.storage.names import DATA_SUFFIXES, check_saved, row_files
-from patch.storage.text_files import read_json
+from patch.storage.text_files import parse_json, read_json
 
 _TABLE = "dataset_info.json"
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
@@ -376,3 +376,19 @@ def parse_columns(text: str | None) -> dict[str, str]:
             )
         columns[ours] = theirs
     return columns
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """The variables of the chat template: the names and values of a JSON object.
+
+    Raises:
+        ConfigError: it is no JSON object of names.
+    """
+    try:
+        values = {} if text is None else parse_json(text.encode())
+        if isinstance(values, dict) and all(map(str.isidentifier, values)):
+            return values
+    except ValueError:
+        pass
+    expected = "expected a JSON object of names, such as '{\"enable_thinking\": false}'"
+    raise ConfigError(f"got {shown(text)}, {expected}", field="chat_template_kwargs")

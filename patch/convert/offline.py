@@ -265,7 +265,7 @@ def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = load_tokenizer(run.tokenizer_folder)
         if run.data.dataset_type == "raw":
-            ensure_chat_template(tokenizer, run.data.chat_template)
+            ensure_chat_template(tokenizer, run.data.chat_template, run.data.chat_template_kwargs)
     except DataError as error:
         raise ConversionError(f"the run's own {error}; or {otherwise}") from error
     return tokenizer

@@ -8,11 +8,34 @@ The names exported here do not need megatron-core. Pre-training sets do, so they
 package: `pretraining.dataset.load_training` reads sets, `pretraining.preprocess.write_indexed` writes them.
 """
 
-from patch.data.datasets import DataSets, build_datasets
-from patch.data.order import BatchReader
-from patch.data.samples import Batch, Sample, SampleSource, collate
-from patch.data.sft.source import load_sft
-from patch.data.tokenizer import load_tokenizer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from patch.data.datasets import DataSets, build_datasets
+    from patch.data.order import BatchReader
+    from patch.data.samples import Batch, Sample, SampleSource, collate
+    from patch.data.sft.source import load_sft
+    from patch.data.tokenizer import load_tokenizer
+
+_MODULES = {
+    "datasets": ("DataSets", "build_datasets"),
+    "order": ("BatchReader",),
+    "samples": ("Batch", "Sample", "SampleSource", "collate"),
+    "sft.source": ("load_sft",),
+    "tokenizer": ("load_tokenizer",),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """An exported name; its module is imported now, because rows are read and recognised without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
 
 __all__ = [
     "Batch",

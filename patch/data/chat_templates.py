@@ -10,11 +10,12 @@ Tools are written where a convention exists that servers of models read: for `ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.choices import BuiltInTemplate
+from patch.config.data_spec import parse_template_kwargs
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -124,7 +125,9 @@ _TOKENS = {
 assert set(BUILT_IN) == set(get_args(BuiltInTemplate))
 
 
-def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None = None) -> None:
+def ensure_chat_template(
+    tokenizer: PreTrainedTokenizerBase, chosen: str | None = None, kwargs: str | None = None
+) -> None:
     """Give the tokenizer the chosen chat template, which is exported with it.
 
     If none is chosen, it keeps its own. A LLaMA-3 tokenizer without one gets the built-in `llama3`; any other
@@ -133,11 +136,30 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None 
     Args:
         tokenizer: is changed.
         chosen: the name of a built-in template, or the path of a Jinja file.
+        kwargs: variables that the template begins by setting, if its caller has not, as JSON.
 
     Raises:
+        ConfigError: `kwargs` is no JSON object of names.
         DataError: the tokenizer lacks a special token of the chosen built-in template, or the file cannot be
             read.
     """
+    _choose(tokenizer, chosen)
+    begin = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!a} %}}{{%- endif %}}"
+        for name, value in parse_template_kwargs(kwargs).items()
+    )
+    text: Any = tokenizer.chat_template
+    if isinstance(text, dict):
+        tokenizer.chat_template = {name: _with(begin, own) for name, own in text.items()}
+    elif text is not None:
+        tokenizer.chat_template = _with(begin, text)
+
+
+def _with(begin: str, template: str) -> str:
+    return template if template.startswith(begin) else begin + template
+
+
+def _choose(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> None:
     if chosen is None:
         if tokenizer.chat_template is None and not _missing("llama3", tokenizer):
             tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE

@@ -98,7 +98,8 @@ def _weights(model: str) -> list[str]:
     run, adapter = run_behind(model), Path(model) / ADAPTER_FOLDER
     if run is None:
         return ["--load", model]
-    chat = [f"--chat-template={run.data.chat_template}"] if run.data.chat_template else []
+    own = {"--chat-template": run.data.chat_template, "--chat-template-kwargs": run.data.chat_template_kwargs}
+    chat = [f"{flag}={value}" for flag, value in own.items() if value]
     if run.checkpoint.load is None or not (run.adapter.lora_rank and adapter.is_dir()):
         return ["--load", model, *chat]
     return ["--load", run.checkpoint.load, "--lora-load", str(adapter), *chat]

@@ -190,7 +190,7 @@ class Preview:
             for part in self.parts:
                 yield from self._indexed(part).rows(numbers)
             return
-        ensure_chat_template(self.tokenizer, self.data.chat_template)
+        ensure_chat_template(self.tokenizer, self.data.chat_template, self.data.chat_template_kwargs)
         # Rows are shown without the token cache, and a few of them need one process.
         options = replace(self._options(Path()), cache_dir=None, num_workers=1)
         length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)

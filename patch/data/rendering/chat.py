@@ -94,7 +94,8 @@ class ChatRenderer:
         end = turns[-1] + 1
         messages = [_normal(message) for message in row.messages[:end]]
         marked = MarkedChat(self._marked(messages), self._marked(row.tools or None), row.where)
-        return samples_of(self._template, marked, turns)
+        samples = samples_of(self._template, marked, turns)
+        return [*map(_joined, samples)] if row.is_answer else samples
 
     @property
     def headers(self) -> tuple[str, str]:
@@ -154,6 +155,12 @@ def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:
     ids = [] if backend is None else backend.encode("").ids
     is_written = tokenizer.bos_token is not None and ids[:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if is_written else ""
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """The spans of a sample, in which one learned span reaches from the first such span to the end."""
+    begin = next(index for index, span in enumerate(spans) if span.learned)
+    return [*spans[:begin], spans[begin]._replace(text="".join(span.text for span in spans[begin:]))]
 
 
 def _normal(message: Message) -> Message:

@@ -170,7 +170,15 @@ ABORT = "os.kill(os.getpid(), signal.SIGABRT)"
         ((WAITING, f"worker_process.note_nccl(); {ABORT}"), 5, "--distributed-timeout-minutes"),
     ],
     ids=[
-        "crash", "cause", "lost by cause", "lost by crash", "lost elsewhere", "stopped", "kernel", "abort", "NCCL"
+        "crash",
+        "cause",
+        "lost by cause",
+        "lost by crash",
+        "lost elsewhere",
+        "stopped",
+        "kernel",
+        "abort",
+        "NCCL",
     ],
 )
 def test_exit_code_is_that_of_the_first_known_cause(

@@ -58,6 +58,14 @@ FORMS = {
         {key: says("user", q) + says("assistant", x) for key, x in (("chosen", a), ("rejected", b))}
         for q, a, b in SAID
     ],
+    "turns": [
+        {"prompt": BEFORE + says("user", q)}
+        | {
+            key: says("assistant", x) + says("user", "hello") + says("assistant", "yes")
+            for key, x in (("chosen", a), ("rejected", b))
+        }
+        for q, a, b in SAID
+    ],
     "texts": [{"prompt": q, "chosen": a, "rejected": f"{b}<|end_of_text|>"} for q, a, b in SAID],
     "transcripts": [
         {key: f"\n\nHuman: {q}\n\nAssistant: {x}" for key, x in (("chosen", a), ("rejected", b))}
@@ -107,7 +115,7 @@ for form, (rows, changes) in json.load(open(f"{folder}/request.json")).items():
     trainer = Noting(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
     if lora:
         trainer.model.save_pretrained(f"{folder}/adapter")
-    if form != "transcripts":
+    if form not in ("transcripts", "turns"):
         trainer.train()
     found[form] = {"steps": steps[:num_steps], "rows": list(trainer.train_dataset)}
 json.dump(found, open(f"{folder}/answer.json", "w"))
