@@ -32,6 +32,7 @@ from patch.storage.names import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
+from patch.storage.places import open_to_read
 from patch.storage.text_files import read_small
 
 _logger = get_logger(__name__)
@@ -277,7 +278,7 @@ def _open(path: Path) -> Any:
 
 def _is_pointer(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             return file.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError:  # it cannot be read at all
         return False

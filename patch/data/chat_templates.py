@@ -9,6 +9,7 @@ Tools are written where a convention exists that servers of models read: for `ch
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from patch.config.data_spec import parse_template_kwargs
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
-from patch.storage.text_files import read_json
+from patch.storage.text_files import read_json, read_small
 
 _logger = get_logger(__name__)
 
@@ -186,12 +187,11 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
         if text == built_in:
             return f"the built-in chat template {name}"
     folder = Path(tokenizer.name_or_path)
-    file = folder / "chat_template.jinja"
-    if file.is_file() and file.read_text(errors="replace") == text:
-        return f"the chat template in {file}"
-    file = folder / "tokenizer_config.json"
-    if file.is_file() and read_json(file).get("chat_template") == text:
-        return f"the chat template in {file}"
+    with suppress(OSError, ValueError, AttributeError):
+        if (file := folder / "chat_template.jinja").is_file() and read_small(file).decode() == text:
+            return f"the chat template in {file}"
+        if read_json(file := folder / "tokenizer_config.json").get("chat_template") == text:
+            return f"the chat template in {file}"
     return "the chat template"
 
 
@@ -206,12 +206,7 @@ def _missing(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def _read(file: Path) -> str:
     """The text of a template's file."""
     try:
-        if file.stat().st_size > _LARGEST_FILE or not file.is_file():
-            raise DataError(
-                f"got {file}, which is no file or larger than {_LARGEST_FILE} bytes, expected a Jinja file",
-                field="chat_template",
-            )
-        return file.read_text()
+        return read_small(file, _LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(BUILT_IN)
         raise DataError(

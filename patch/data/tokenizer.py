@@ -48,7 +48,8 @@ def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
 
 
     if (size := vocabulary_size(tokenizer)) > _LARGEST_ID:
-        raise DataError(f"tokenizer: {folder} has an id {size - 1}, expected at most {_LARGEST_ID}", field=field)
+        got = f"{folder} has an id {size - 1}"
+        raise DataError(f"tokenizer: {got}, expected at most {_LARGEST_ID}", field=field)
     backend_of(tokenizer)
     return tokenizer
 

@@ -181,7 +181,7 @@ class FileHashes:
         if (remembered := self.remembered(path)) is not None:
             return remembered
         state = _state(path)
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         is_old = time.time_ns() - max(state["changed_ns"], state["inode_changed_ns"]) > _COARSE_NS
         if is_old and _state(path) == state:

@@ -22,6 +22,7 @@ from patch.errors import DataError
 from patch.logger import get_logger
 from patch.progress import LineTimer, ProgressBar, is_terminal
 from patch.storage.names import TABLES
+from patch.storage.places import open_to_read
 
 _logger = get_logger(__name__)
 
@@ -102,7 +103,7 @@ def _without_wrapper(rows: _Places) -> _Places:
 
 
 def _places_and_values(path: Path) -> _Places:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         head = file.read(8)
         if (magic := _known(head, KINDS)) is not None:
             yield from arrow_rows(path, magic)

@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -159,8 +160,10 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
     [
         ("ids.bin", "flip"), ("ends.bin", "remove"), ("ends.bin", "foreign"),
         ("report.json", "cut"), ("report.json", "remove"), ("report.json", "foreign"),
+        ("ids.bin", "pipe"), ("report.json", "pipe"), ("learned.bin", "endless"), ("learned.bin", "short"),
     ],
 )  # fmt: skip
+@pytest.mark.timeout(60)
 def test_damaged_entry_is_named_and_made_again(
     rows: Path, plain: SftSource, tmp_path: Path, logged: list[str], file: str, harm: str
 ) -> None:
@@ -170,6 +173,15 @@ def test_damaged_entry_is_named_and_made_again(
     content = path.read_bytes()
     if harm == "remove":
         path.unlink()
+    elif harm == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif harm == "endless":
+        os.truncate(path, 1 << 40)
+    elif harm == "short":  # with the right digest
+        path.write_bytes(content[:3])
+        report = (entry / "report.json").read_text()
+        (entry / "report.json").write_text(report.replace(sha256(content).hexdigest(), sha256(content[:3]).hexdigest()))
     elif harm == "foreign":
         load(write_rows(tmp_path / "others.jsonl", 50), tmp_path)
         (other,) = set(entries(tmp_path)) - {entry}
