@@ -200,7 +200,7 @@ class Preview:
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):
                     remarks = _remarks(row, options, length)
-                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs)
+                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs, has_label=True)
 
 
 def _hover(token: ShownToken) -> str:

@@ -1,10 +1,11 @@
-"""Reads the rows of a table, a few at a time: a CSV or TSV text, a parquet file, an Arrow file or stream."""
+"""Reads the rows of a table, a few at a time: CSV, TSV, parquet, Arrow; and the documents of plain text."""
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,13 @@ KINDS = {_PARQUET: "parquet", _ARROW_FILE: "Arrow", _ARROW_STREAM: "Arrow"}
 _ROWS_AT_ONCE = 128
 """Few, because compression hides how long the rows are."""
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+@dataclass
+class Reached:
+    """How much of a file was read for the rows so far, as a share; 1 if that is not known."""
+
+    share: float = 1.0
 
 
 def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str, str]]]:
@@ -64,7 +72,35 @@ def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str
         ) from error
 
 
-def _lines(path: Path, stream: BufferedReader) -> Iterator[str]:
+def text_rows(
+    path: Path, stream: BufferedReader, splits_text: bool
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Place and text of each document: the whole file, or each run of lines between blank ones.
+
+    Args:
+        path: the file, for messages.
+        stream: its text in UTF-8.
+        splits_text: whether blank lines divide documents.
+
+    Raises:
+        DataError: the text is not UTF-8, or a document is over 256 MiB.
+    """
+    lines: list[str] = []
+    begin, size = 1, 0
+    for number, line in enumerate(chain(_lines(path, stream, "text"), [""]), start=1):
+        if line.strip() or (line and not splits_text):
+            lines.append(line)
+            size += len(line)
+            if size > LONGEST_ROW:
+                raise DataError(f"{path}: line {begin}: a document has more than {LONGEST_ROW} characters")
+            continue
+        if lines or not splits_text:
+            text = "".join(lines)
+            yield f"line {begin}", {"text": text.rstrip("\r\n") if splits_text else text}
+        lines, begin, size = [], number + 1, 0
+
+
+def _lines(path: Path, stream: BufferedReader, kind: str = "CSV") -> Iterator[str]:
     number = 0
     while data := stream.readline(LONGEST_ROW):
         number += 1
@@ -72,10 +108,10 @@ def _lines(path: Path, stream: BufferedReader) -> Iterator[str]:
             yield data.decode()
         except UnicodeDecodeError as error:
             got = data[error.start : error.end]
-            raise DataError(f"{path}: line {number}: malformed CSV: got {got!r}, {NOT_UTF8}") from error
+            raise DataError(f"{path}: line {number}: malformed {kind}: got {got!r}, {NOT_UTF8}") from error
 
 
-def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+def arrow_rows(path: Path, magic: bytes, reached: Reached) -> Iterator[tuple[str, dict[str, Any]]]:
     """Place and value of each row; memory holds few rows, of parquet also one page of each column.
 
     A null in a struct is an absent key: all rows have the same keys. Dates, decimals and binary columns
@@ -84,6 +120,7 @@ def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]
     Args:
         path: the file.
         magic: its first bytes, of `KINDS`.
+        reached: is kept up to date where a file says how many rows it has.
 
     Raises:
         DataError: the file is damaged or ends early, or two columns have one name.
@@ -91,7 +128,7 @@ def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]
     """
     number = 0
     try:
-        for batch in _parquet_batches(path) if magic == _PARQUET else _arrow_batches(path, magic):
+        for batch in _parquet_batches(path, reached) if magic == _PARQUET else _arrow_batches(path, magic):
             _check_names(path, batch.schema.names)
             for row in batch.to_pylist():
                 number += 1
@@ -107,12 +144,14 @@ def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]
         ) from error
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path, reached: Reached) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile  # only parquet files need it
 
     # Threads would be in the way of forked workers; the buffer replaces reading whole columns.
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-        yield from file.iter_batches(_ROWS_AT_ONCE, use_threads=False)
+        for number, batch in enumerate(file.iter_batches(_ROWS_AT_ONCE, use_threads=False), start=1):
+            reached.share = min(1.0, number * _ROWS_AT_ONCE / file.metadata.num_rows)
+            yield batch
 
 
 def _arrow_batches(path: Path, magic: bytes) -> Iterator[Any]:

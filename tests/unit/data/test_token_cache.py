@@ -143,8 +143,8 @@ def test_changed_file_is_read_again_even_if_its_size_and_time_stay(tmp_path: Pat
 def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch) -> None:
     path, cache = write_rows(tmp_path / "rows.jsonl"), tmp_path / "cache"
 
-    def read_and_append(file):
-        yield from build_read(file)
+    def read_and_append(file, **options):
+        yield from build_read(file, **options)
         with file.open("a") as stream:
             stream.write('{"instruction": "late", "output": "late"}\n')
 
@@ -271,11 +271,11 @@ def test_one_process_reads_the_rows_and_those_who_wait_end_as_it_does(tmp_path: 
         file.write('{"instruction": "no answer"}\n' * is_bad)
 
     def load_slowly() -> None:
-        def read(file):
+        def read(file, **options):
             with log.open("a") as stream:
                 stream.write(f"{os.getpid()}\n")
             time.sleep(0.5)
-            yield from read_rows(file)
+            yield from read_rows(file, **options)
 
         read_rows, sets.read_rows = sets.read_rows, read
         load(path, cache)
