@@ -54,8 +54,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders or quoted globs of rows (JSON, JSONL, CSV, parquet, Arrow, gz, zst), or of plain "
-        "text (.txt): a document each",
+        help="files, folders or quoted globs of rows (JSON, JSONL, CSV, parquet, Arrow, gz, zst), or text "
+        "(.txt): documents",
     )
     parser.add_argument(
         "--tokenizer-name-or-path", required=True, help="folder of a Hugging Face tokenizer, or org/name"

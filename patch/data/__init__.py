@@ -20,31 +20,21 @@ if TYPE_CHECKING:
     from patch.data.sft.source import load_sft
     from patch.data.tokenizer import load_tokenizer
 
-_MODULES = {
-    "datasets": ("DataSets", "build_datasets"),
-    "order": ("BatchReader",),
-    "samples": ("Batch", "Sample", "SampleSource", "collate"),
-    "sft.source": ("load_sft",),
-    "tokenizer": ("load_tokenizer",),
+_HOMES = {
+    **dict.fromkeys(("DataSets", "build_datasets"), "datasets"),
+    **dict.fromkeys(("Batch", "Sample", "SampleSource", "collate"), "samples"),
+    **{"BatchReader": "order", "load_sft": "sft.source", "load_tokenizer": "tokenizer"},
 }
-_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """An exported name; its module is imported now, because rows are read and recognised without torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
-    "Batch",
-    "BatchReader",
-    "DataSets",
-    "Sample",
-    "SampleSource",
-    "build_datasets",
-    "collate",
-    "load_sft",
+    "Batch", "BatchReader", "DataSets", "Sample", "SampleSource", "build_datasets", "collate", "load_sft",
     "load_tokenizer",
-]
+]  # fmt: skip

@@ -150,14 +150,10 @@ def ensure_chat_template(
         for name, value in parse_template_kwargs(kwargs).items()
     )
     text: Any = tokenizer.chat_template
-    if isinstance(text, dict):
-        tokenizer.chat_template = {name: _with(begin, own) for name, own in text.items()}
-    elif text is not None:
-        tokenizer.chat_template = _with(begin, text)
-
-
-def _with(begin: str, template: str) -> str:
-    return template if template.startswith(begin) else begin + template
+    if begin and isinstance(text, dict):
+        tokenizer.chat_template = {name: begin + own for name, own in text.items()}
+    elif isinstance(text, str) and not text.startswith(begin):
+        tokenizer.chat_template = begin + text
 
 
 def _choose(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Looks at the first rows of a run's sets before any process starts; it needs neither torch nor a tokenizer."""
+"""Looks at the first rows of a run's sets before any process starts; needs neither torch nor a tokenizer."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
         raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}", field=field) from error
 
-
     if (size := vocabulary_size(tokenizer)) > _LARGEST_ID:
         got = f"{folder} has an id {size - 1}"
         raise DataError(f"tokenizer: {got}, expected at most {_LARGEST_ID}", field=field)

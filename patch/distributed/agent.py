@@ -39,9 +39,9 @@ from patch.distributed.worker_process import (
     CORES,
     END_S,
     LOST_RANK_CODE,
+    NCCL_MARK,
     TIME_LIMIT_CODE,
     Reply,
-    nccl_mark,
     read_reply,
     stop_signals,
 )
@@ -331,11 +331,10 @@ class Agent(LocalElasticAgent):
         """The workers that have ended with another code than 0."""
         codes = {local_rank: process.poll() for local_rank, process in self._processes().items()}
         files = self._files.error_files
-        return [
-            _Ended(local, code, read_reply(files[local]), nccl_mark(Path(files[local])).exists())
-            for local, code in codes.items()
-            if code
-        ]
+        replies = {
+            local: (read_reply(file), os.path.exists(file + NCCL_MARK)) for local, file in files.items()
+        }
+        return [_Ended(local, code, *replies[local]) for local, code in codes.items() if code]
 
     def _are_there(self) -> bool:
         """Whether any worker has not ended."""

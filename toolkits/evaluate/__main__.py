@@ -26,7 +26,7 @@ begin()  # before anything that takes time or starts threads
 
 from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
-from patch.errors import PatchError  # noqa: E402
+from patch.errors import PatchError, printable  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
 from patch.storage.names import ADAPTER_FOLDER  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
@@ -117,8 +117,8 @@ def _evaluate(config: RunConfig, result: str) -> int:
         return 0
     for name, score in scores.items():
         if not name.endswith("_stderr"):
-            error = scores.get(f"{name}_stderr")
-            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}" + (f" +- {error:.4f}" if error else ""))
+            error, shown = scores.get(f"{name}_stderr"), printable(name.removeprefix("tasks/"))
+            print(f"{shown:<40} {score:.4f}" + (f" +- {error:.4f}" if error else ""))
     if result:
         Path(result).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return 0

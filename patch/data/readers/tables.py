@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ _ROWS_AT_ONCE = 128
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+_Rows = Iterator[tuple[str, dict[str, str]]]
+
+
 @dataclass
 class Reached:
     """How much of a file was read for the rows so far, as a share; 1 if that is not known."""
@@ -33,7 +36,7 @@ class Reached:
     share: float = 1.0
 
 
-def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str, str]]]:
+def csv_rows(path: Path, stream: BufferedReader) -> _Rows:
     """Place and value of each row; memory holds one row. Every cell is a text.
 
     What separates the cells is the comma, tabulator or semicolon that the first line has most of. A cell in
@@ -72,10 +75,8 @@ def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str
         ) from error
 
 
-def text_rows(
-    path: Path, stream: BufferedReader, splits_text: bool
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Place and text of each document: the whole file, or each run of lines between blank ones.
+def text_rows(path: Path, stream: BufferedReader, splits_text: bool) -> _Rows:
+    """Place and text of each document, which memory holds: the whole file, or lines between blank ones.
 
     Args:
         path: the file, for messages.
@@ -83,21 +84,14 @@ def text_rows(
         splits_text: whether blank lines divide documents.
 
     Raises:
-        DataError: the text is not UTF-8, or a document is over 256 MiB.
+        DataError: the text is not UTF-8.
     """
-    lines: list[str] = []
-    begin, size = 1, 0
-    for number, line in enumerate(chain(_lines(path, stream, "text"), [""]), start=1):
-        if line.strip() or (line and not splits_text):
-            lines.append(line)
-            size += len(line)
-            if size > LONGEST_ROW:
-                raise DataError(f"{path}: line {begin}: a document has more than {LONGEST_ROW} characters")
-            continue
-        if lines or not splits_text:
-            text = "".join(lines)
-            yield f"line {begin}", {"text": text.rstrip("\r\n") if splits_text else text}
-        lines, begin, size = [], number + 1, 0
+    lines = enumerate(_lines(path, stream, "text"), start=1)
+    for is_text, document in groupby(lines, lambda line: not splits_text or not line[1].isspace()):
+        if is_text:
+            numbers, texts = zip(*document, strict=True)
+            text = "".join(texts)
+            yield f"line {numbers[0]}", {"text": text.rstrip("\r\n") if splits_text else text}
 
 
 def _lines(path: Path, stream: BufferedReader, kind: str = "CSV") -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import random
 import os
+import random
 import signal
 import sys
 import time
@@ -112,7 +112,8 @@ def test_reader_knows_how_much_is_read(tmp_path: Path, kind: str) -> None:
     """Also of a file whose rows are much longer than itself: compressed, or with a dictionary."""
     for name in ("one", "two"):
         pick = random.Random(name)
-        lines = "".join(json.dumps({"text": f"{pick.getrandbits(1200):x} " * 5}) + "\n" for _ in range(12_000))
+        rows = ({"text": f"{pick.getrandbits(1200):x} " * 5} for _ in range(12_000))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name).write_bytes(gzip.compress(lines.encode()) if kind == "gzip" else lines.encode())
         if kind == "parquet":
             pq.write_table(pa.table({"text": ["the lazy dog " * 50] * 12_000}), tmp_path / name)

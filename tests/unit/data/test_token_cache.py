@@ -180,8 +180,8 @@ def test_damaged_entry_is_named_and_made_again(
         os.truncate(path, 1 << 40)
     elif harm == "short":  # with the right digest
         path.write_bytes(content[:3])
-        report = (entry / "report.json").read_text()
-        (entry / "report.json").write_text(report.replace(sha256(content).hexdigest(), sha256(content[:3]).hexdigest()))
+        was, now = (sha256(each).hexdigest() for each in (content, content[:3]))
+        (entry / "report.json").write_text((entry / "report.json").read_text().replace(was, now))
     elif harm == "foreign":
         load(write_rows(tmp_path / "others.jsonl", 50), tmp_path)
         (other,) = set(entries(tmp_path)) - {entry}

@@ -325,9 +325,7 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
 @pytest.mark.timeout(60)
 def test_files_of_the_reference_are_looked_at_before_they_are_read(folder: Path, tmp_path: Path) -> None:
     preference = Preference(config_of(folder, "messages", cache_dir=str(tmp_path)))
-    pairs = load_sft(
-        folder / "messages.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True)
-    )
+    pairs = load_sft(folder / "messages.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
     source = PairSource(pairs, LENGTH, is_packed=False)
     file = tmp_path / "references" / "key"
     file.parent.mkdir()
