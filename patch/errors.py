@@ -25,7 +25,7 @@ class PatchError(Exception):
     """Whether --max-restarts starts the run again: not if it would fail again."""
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
-        super().__init__(without_secrets(message))
+        super().__init__(printable(without_secrets(message)))
         self.field = field
 
 
@@ -81,6 +81,15 @@ _SECRETS = re.compile(
 def without_secrets(text: str) -> str:
     """A text without the passwords and queries of its URLs; a key may have slashes."""
     return _SECRETS.sub(lambda found: f"{found[1]}...@" if found[1] else f"{found[2]}...", text)
+
+
+def printable(text: str) -> str:
+    """A text that no control character of a file can act in: each is written as its escape, such as \\x1b.
+
+    A line feed stays where the next line is indented, so a text of a file cannot begin a line of the log.
+    """
+    lines = re.split(r"\n(?=  )", text)
+    return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
 
 
 @contextmanager

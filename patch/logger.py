@@ -8,8 +8,19 @@ import logging
 import os
 import sys
 
+from patch.errors import printable
+
 _ROOT = "patch"
 _EVERY_RANK = f"{_ROOT}.every_rank"
+
+
+class _Printable(logging.Formatter):
+    """Writes what a message has from a file so that it cannot act on a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The line of a record, without its traceback."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
 
 
 def get_logger(name: str, *, every_rank: bool = False) -> logging.Logger:
@@ -33,7 +44,7 @@ def configure_logging(rank: int | None = None) -> None:
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     handler = logging.StreamHandler(sys.stderr)
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(prefix + "%(levelname)s %(message)s"))
+    handler.setFormatter(_Printable(prefix + "%(levelname)s %(message)s"))
     root = logging.getLogger(_ROOT)
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if rank == 0 else logging.ERROR)

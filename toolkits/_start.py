@@ -83,6 +83,10 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     check_choice(config.training.objective, list(OBJECTIVES), "--objective")
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
+    if config.data.dataset_type == "raw" and config.training.objective in ("default", "sft", "dpo"):
+        from patch.data.first_rows import check_first_rows  # only rows need it
+
+        check_first_rows(config.data, pairs=config.training.objective == "dpo")
     config, chosen = resolve_run(config, machine)
     check_offload_room(config, disk_bytes(config, machine) * config.parallel.nproc_per_node * 3 // 2)
     notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]

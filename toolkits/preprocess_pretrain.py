@@ -34,10 +34,11 @@ def main(argv: list[str]) -> int:
         if (name := hub_name(folder, "model")) is not None:
             folder = str(fetch_tokenizer(name, error=DataError))
         tokenizer = load_tokenizer(folder)
-        files = [file for path in options.input for file in files_of(path)]
+        files = [file for path in options.input for file in files_of(path, with_text=True)]
         written = write_indexed(
-            files, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers
-        )
+            files, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers,
+            splits_text=options.split_at_blank_lines,
+        )  # fmt: skip
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
@@ -53,7 +54,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders or quoted globs of rows (JSON, JSONL, CSV, parquet, Arrow, gz, zst): documents",
+        help="files, folders or quoted globs of rows (JSON, JSONL, CSV, parquet, Arrow, gz, zst), or text "
+        "(.txt): documents",
     )
     parser.add_argument(
         "--tokenizer-name-or-path", required=True, help="folder of a Hugging Face tokenizer, or org/name"
@@ -75,6 +77,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="end each document with the tokenizer's eos token",
+    )
+    parser.add_argument(
+        "--split-at-blank-lines", action="store_true", help="a .txt file has a document between blank lines"
     )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=members, default=cores, help="processes (default: all cores)")

@@ -28,6 +28,7 @@ _DATA_FLAGS = (
     "columns",
     "alpaca_input_join",
     "chat_template",
+    "chat_template_kwargs",
     "train_on",
     "allow_special_tokens",
     "long_samples",

@@ -111,7 +111,7 @@ def _idle_data(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]
     is_shorter = config.data.max_padding_length != config.model.seq_length
     of_tokens = " on .bin/.idx"
     yield is_indexed and is_shorter, ("max_padding_length",), f"{of_tokens}: sequences are SEQ_LEN long"
-    yield is_indexed, ("columns", "alpaca_input_join"), of_tokens
+    yield is_indexed, ("columns", "alpaca_input_join", "chat_template_kwargs"), of_tokens
     yield is_indexed, ("packing",), f"{of_tokens}: the set is packed, or not, as it was made"
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from fractions import Fraction
 
-from patch.config.data_spec import parse_columns, split_shares
+from patch.config.data_spec import parse_columns, parse_template_kwargs, split_shares
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
@@ -24,8 +24,9 @@ _SHORTEST_PAIR = 4
 
 
 def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
-    """The map of columns can be read, and its names are known."""
+    """The map of columns and the variables of the chat template can be read, and columns are known."""
     parse_columns(config.data.columns)
+    parse_template_kwargs(config.data.chat_template_kwargs)
 
 
 def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:

@@ -39,6 +39,9 @@ class DataConfig:
     chat_template: str | None = flag(
         "chatml, llama3, alpaca, plain, or a .jinja file; none: the tokenizer's own", none="none"
     )
+    chat_template_kwargs: str | None = flag(
+        "variables of the chat template as JSON, such as '{\"enable_thinking\": false}'; none", none="none"
+    )
     train_on: TrainOn = flag("turns of the assistant that are learned", "all")
     allow_special_tokens: bool = flag(
         "special tokens that a row's text spells out are encoded as such, not as text", False

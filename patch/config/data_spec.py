@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.schema import DataConfig
-from patch.errors import ConfigError, DataError, nearest
+from patch.errors import ConfigError, DataError, nearest, shown
 from patch.numbers import to_float
 from patch.storage.hub import shadowed_by
 from patch.storage.names import DATA_SUFFIXES, check_saved, row_files
-from patch.storage.text_files import read_json
+from patch.storage.text_files import parse_json, read_json
 
 _TABLE = "dataset_info.json"
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
@@ -188,7 +188,7 @@ def format_data(parts: Iterable[DataPart]) -> str:
     )
 
 
-def files_of(path: str, field: str | None = None) -> list[Path]:
+def files_of(path: str, field: str | None = None, *, with_text: bool = False) -> list[Path]:
     """The files of one set of rows: a file itself, or the files of a folder or a glob, sorted by path.
 
     From a folder, `row_files` are taken, but none whose name or folder begins with a dot or an underscore.
@@ -196,6 +196,7 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     Args:
         path: the `path` of a `DataPart`.
         field: the field of the configuration that holds it, for messages.
+        with_text: files of plain text (.txt) count where a folder has no others.
 
     Raises:
         DataError: there is no such file, the folder or glob has no data files, or the folder holds several
@@ -203,7 +204,7 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     """
     refuse_table(Path(path), field)
     if os.path.isdir(path):
-        return _files_in(path, field)
+        return _files_in(path, field, with_text)
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
             hint = nearest_set(path) or _nearest_file(path) or _shadow(path)
@@ -278,12 +279,12 @@ def _words(text: str, field: str | None) -> list[str]:
         ) from None
 
 
-def _files_in(folder: str, field: str | None) -> list[Path]:
+def _files_in(folder: str, field: str | None, with_text: bool) -> list[Path]:
     there = list(_walk(folder, field))
     for file in there:
         refuse_table(file, field)
     check_saved(there, field)
-    files = row_files(there)
+    files = row_files(there, with_text=with_text)
     if not files:
         found = f"it has {', '.join(sorted(file.name for file in there)[:5])}" if there else "it is empty"
         raise DataError(
@@ -376,3 +377,19 @@ def parse_columns(text: str | None) -> dict[str, str]:
             )
         columns[ours] = theirs
     return columns
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """The variables of the chat template: the names and values of a JSON object.
+
+    Raises:
+        ConfigError: it is no JSON object of names.
+    """
+    try:
+        values = {} if text is None else parse_json(text.encode())
+        if isinstance(values, dict) and all(map(str.isidentifier, values)):
+            return values
+    except ValueError:
+        pass
+    expected = "expected a JSON object of names, such as '{\"enable_thinking\": false}'"
+    raise ConfigError(f"got {shown(text)}, {expected}", field="chat_template_kwargs")

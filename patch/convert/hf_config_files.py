@@ -22,7 +22,7 @@ from patch.families import SHAPE_FIELDS, Family, family_of, no_class
 from patch.preflight.stored_shape import read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, STEP_FILE, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
-from patch.storage.text_files import read_json
+from patch.storage.text_files import read_json, read_small
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = load_tokenizer(run.tokenizer_folder)
         if run.data.dataset_type == "raw":
-            ensure_chat_template(tokenizer, run.data.chat_template)
+            ensure_chat_template(tokenizer, run.data.chat_template, run.data.chat_template_kwargs)
     except DataError as error:
         raise ConversionError(f"the run's own {error}; or {otherwise}") from error
     return tokenizer
@@ -285,6 +285,6 @@ def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[
     """Write `contents`; the source's file is copied where it says the same."""
     source = hf_source / name if hf_source is not None else None
     if source is not None and source.is_file() and _read_json(source) == contents:
-        (folder / name).write_bytes(source.read_bytes())
+        (folder / name).write_bytes(read_small(source))
     else:
         (folder / name).write_text(json.dumps(contents, indent=2) + "\n")

@@ -8,20 +8,33 @@ The names exported here do not need megatron-core. Pre-training sets do, so they
 package: `pretraining.dataset.load_training` reads sets, `pretraining.preprocess.write_indexed` writes them.
 """
 
-from patch.data.datasets import DataSets, build_datasets
-from patch.data.order import BatchReader
-from patch.data.samples import Batch, Sample, SampleSource, collate
-from patch.data.sft.source import load_sft
-from patch.data.tokenizer import load_tokenizer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from patch.data.datasets import DataSets, build_datasets
+    from patch.data.order import BatchReader
+    from patch.data.samples import Batch, Sample, SampleSource, collate
+    from patch.data.sft.source import load_sft
+    from patch.data.tokenizer import load_tokenizer
+
+_HOMES = {
+    **dict.fromkeys(("DataSets", "build_datasets"), "datasets"),
+    **dict.fromkeys(("Batch", "Sample", "SampleSource", "collate"), "samples"),
+    **{"BatchReader": "order", "load_sft": "sft.source", "load_tokenizer": "tokenizer"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """An exported name; its module is imported now, because rows are read and recognised without torch."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
-    "Batch",
-    "BatchReader",
-    "DataSets",
-    "Sample",
-    "SampleSource",
-    "build_datasets",
-    "collate",
-    "load_sft",
+    "Batch", "BatchReader", "DataSets", "Sample", "SampleSource", "build_datasets", "collate", "load_sft",
     "load_tokenizer",
-]
+]  # fmt: skip

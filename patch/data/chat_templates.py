@@ -9,16 +9,18 @@ Tools are written where a convention exists that servers of models read: for `ch
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.choices import BuiltInTemplate
+from patch.config.data_spec import parse_template_kwargs
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
-from patch.storage.text_files import read_json
+from patch.storage.text_files import read_json, read_small
 
 _logger = get_logger(__name__)
 
@@ -124,7 +126,9 @@ _TOKENS = {
 assert set(BUILT_IN) == set(get_args(BuiltInTemplate))
 
 
-def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None = None) -> None:
+def ensure_chat_template(
+    tokenizer: PreTrainedTokenizerBase, chosen: str | None = None, kwargs: str | None = None
+) -> None:
     """Give the tokenizer the chosen chat template, which is exported with it.
 
     If none is chosen, it keeps its own. A LLaMA-3 tokenizer without one gets the built-in `llama3`; any other
@@ -133,11 +137,26 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None 
     Args:
         tokenizer: is changed.
         chosen: the name of a built-in template, or the path of a Jinja file.
+        kwargs: variables that the template begins by setting, if its caller has not, as JSON.
 
     Raises:
+        ConfigError: `kwargs` is no JSON object of names.
         DataError: the tokenizer lacks a special token of the chosen built-in template, or the file cannot be
             read.
     """
+    _choose(tokenizer, chosen)
+    begin = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!a} %}}{{%- endif %}}"
+        for name, value in parse_template_kwargs(kwargs).items()
+    )
+    text: Any = tokenizer.chat_template
+    if begin and isinstance(text, dict):
+        tokenizer.chat_template = {name: begin + own for name, own in text.items()}
+    elif isinstance(text, str) and not text.startswith(begin):
+        tokenizer.chat_template = begin + text
+
+
+def _choose(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> None:
     if chosen is None:
         if tokenizer.chat_template is None and not _missing("llama3", tokenizer):
             tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE
@@ -164,12 +183,11 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
         if text == built_in:
             return f"the built-in chat template {name}"
     folder = Path(tokenizer.name_or_path)
-    file = folder / "chat_template.jinja"
-    if file.is_file() and file.read_text(errors="replace") == text:
-        return f"the chat template in {file}"
-    file = folder / "tokenizer_config.json"
-    if file.is_file() and read_json(file).get("chat_template") == text:
-        return f"the chat template in {file}"
+    with suppress(OSError, ValueError, AttributeError):
+        if (file := folder / "chat_template.jinja").is_file() and read_small(file).decode() == text:
+            return f"the chat template in {file}"
+        if read_json(file := folder / "tokenizer_config.json").get("chat_template") == text:
+            return f"the chat template in {file}"
     return "the chat template"
 
 
@@ -184,12 +202,7 @@ def _missing(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def _read(file: Path) -> str:
     """The text of a template's file."""
     try:
-        if file.stat().st_size > _LARGEST_FILE or not file.is_file():
-            raise DataError(
-                f"got {file}, which is no file or larger than {_LARGEST_FILE} bytes, expected a Jinja file",
-                field="chat_template",
-            )
-        return file.read_text()
+        return read_small(file, _LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(BUILT_IN)
         raise DataError(

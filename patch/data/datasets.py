@@ -122,7 +122,7 @@ def _load_sft(
         return load_indexed_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
-    ensure_chat_template(tokenizer, data.chat_template)
+    ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
     return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
 
 

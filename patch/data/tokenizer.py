@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
 
 # LlamaConfig is not used: what loads it with a tokenizer is loaded here, under `quick_start` in a worker.
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase  # noqa: F401
@@ -16,6 +17,8 @@ from patch.storage.places import StrPath
 
 _logger = get_logger(__name__)
 
+_LARGEST_ID = 1 << 24
+"""Larger than any vocabulary's; some arrays have an entry for each id."""
 _LARGEST_FILE = 1 << 29
 """Bytes of the largest file that is accepted; the file of a tokenizer with 256,000 ids has 40 MB."""
 
@@ -27,7 +30,8 @@ def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
         folder: a local folder; None is refused with a message that asks for one.
     Raises:
         DataError: no folder is given; it does not exist, has no tokenizer, or has one that transformers
-            cannot load; or one of the files that would be read is a pipe, a device or larger than 512 MiB.
+            cannot load; one of the files that would be read is a pipe, a device or larger than 512 MiB; or an
+            id is above 16,777,216.
     """
     cure, field = "expected the folder of a Hugging Face tokenizer", "tokenizer_name_or_path"
     if folder is None:
@@ -39,17 +43,37 @@ def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
         raise DataError(f"tokenizer: {folder} has none of {', '.join(TOKENIZER_FILES)}; {cure}", field=field)
     _check_files(path)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except StrictDataclassError as error:
         why = " ".join(str(error).split())
         raise DataError(f"{path / 'config.json'}: {why}; expected a file that transformers reads") from error
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
         raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}", field=field) from error
 
+    if (size := vocabulary_size(tokenizer)) > _LARGEST_ID:
+        got = f"{folder} has an id {size - 1}"
+        raise DataError(f"tokenizer: {got}, expected at most {_LARGEST_ID}", field=field)
+    backend_of(tokenizer)
+    return tokenizer
+
+
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The fast tokenizer behind one of transformers, or None if there is none.
+
+    Padding and truncation that its tokenizer.json asks for are off from now on: they would change the ids of
+    a text, and a padding of 1e9 ids needs all memory.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return None
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
 
 def _check_files(folder: Path) -> None:
     """Refuse pipes, devices and huge files: transformers waits for a pipe, and reads files of any size."""
-    for file in folder.iterdir():
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if file.suffix not in (".json", ".jinja", ".model", ".txt") or file.is_dir() or not file.exists():
             continue
         if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
@@ -61,7 +85,7 @@ def _check_files(folder: Path) -> None:
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The largest id plus one. `len(tokenizer)` is smaller if there are gaps between ids."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -39,6 +39,7 @@ from patch.distributed.worker_process import (
     CORES,
     END_S,
     LOST_RANK_CODE,
+    NCCL_MARK,
     TIME_LIMIT_CODE,
     Reply,
     read_reply,
@@ -60,8 +61,9 @@ PATCH_ERROR_CODES = range(2, 6)
 # The usual reasons of signals that nobody of us has sent.
 _KILLERS: dict[int, str] = {
     signal.SIGKILL: "that the machine ran out of memory",
-    signal.SIGABRT: "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)",
+    signal.SIGABRT: "an error of a library, which its last lines on stderr name",
 }
+_WATCHDOG = "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)"
 
 
 class WorkerFiles(LogsSpecs):
@@ -120,6 +122,8 @@ class _Ended(NamedTuple):
     exit_code: int
     """Exit code of the process; negative: the signal that killed it."""
     reply: Reply | None
+    has_nccl: bool
+    """Whether it had groups of NCCL."""
 
     @property
     def code(self) -> int:
@@ -144,7 +148,7 @@ class _Ended(NamedTuple):
             return "another rank ended"
         if code >= 0:
             return f"exit code {code}"
-        reason = _KILLERS.get(-code)
+        reason = _WATCHDOG if self.has_nccl and -code == signal.SIGABRT else _KILLERS.get(-code)
         usual = f"; the usual reason is {reason}" if reason else ""
         return f"killed by {signal.Signals(-code).name}{usual}"
 
@@ -327,7 +331,10 @@ class Agent(LocalElasticAgent):
         """The workers that have ended with another code than 0."""
         codes = {local_rank: process.poll() for local_rank, process in self._processes().items()}
         files = self._files.error_files
-        return [_Ended(local, code, read_reply(files[local])) for local, code in codes.items() if code]
+        replies = {
+            local: (read_reply(file), os.path.exists(file + NCCL_MARK)) for local, file in files.items()
+        }
+        return [_Ended(local, code, *replies[local]) for local, code in codes.items() if code]
 
     def _are_there(self) -> bool:
         """Whether any worker has not ended."""

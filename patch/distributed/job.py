@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from patch.device import start_thread
+from patch.distributed.worker_process import note_nccl
 from patch.errors import TrainingError
 from patch.logger import get_logger
 
@@ -49,6 +50,8 @@ def join(backend: str, timeout: timedelta) -> None:
     store, rank, world_size = _connect(timeout)
     store = dist.PrefixStore(f"job{os.environ.get(ROUND, '')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if backend == "nccl":
+        note_nccl()
 
 
 def await_address(host: str) -> None:

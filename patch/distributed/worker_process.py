@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ TIME_LIMIT_CODE = 75
 same command after it; 0 would say that the run is done."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Each asks for a checkpoint and the end. SIGHUP is the end of a terminal, unless it is ignored (nohup)."""
+NCCL_MARK = ".nccl"
+"""Ending of a file beside the error file: the worker has groups of NCCL, whose watchdog may abort it."""
 LAUNCHER = "PATCH_LAUNCHER_PID"
 """The variable with the process id of the launcher."""
 CORES = "PATCH_WORKER_CORES"
@@ -121,6 +124,13 @@ def announce_end(reply: Reply) -> int:
     except OSError:  # a full disk must neither hide an error nor fail a run that is done
         return reply.exit_code
     return 0 if is_launched() and not reply.is_failure else reply.exit_code
+
+
+def note_nccl() -> None:
+    """Tell the launcher that this worker has groups of NCCL."""
+    if (file := _error_file()) is not None:
+        with suppress(OSError):  # it only changes a message
+            Path(f"{file}{NCCL_MARK}").touch()
 
 
 def failure(error: BaseException) -> Reply:

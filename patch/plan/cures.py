@@ -130,9 +130,9 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
     else:
         return
     found = "".join(f"\n    {cure}" for cure in cures(config, machine))
-    cure = f"it would fit with one of{found}\n" if found else f"{what_lacks(config, machine)} "
+    cure = f"it would fit with one of{found}\n  " if found else f"{what_lacks(config, machine)} "
     if lora := lora_line(config, machine):
-        cure = f"{cure.rstrip()}\n    {lora}\n"
+        cure = f"{cure.rstrip()}\n    {lora}\n  "
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 

@@ -14,16 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import IO, Any, get_args
 
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import parse_data, set_files
 from patch.config.schema import RunConfig
-from patch.errors import ConfigError
+from patch.errors import ConfigError, DataError
 from patch.storage.atomic import write_record
 from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
-from patch.storage.places import AnyPath
-from patch.storage.text_files import read_json
+from patch.storage.places import AnyPath, open_to_read
+from patch.storage.text_files import read_json, read_small
 
 _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
@@ -121,13 +121,13 @@ def _files_hash(config: RunConfig) -> str:
         share = "" if part.weight is None else f"{part.weight / total:.6g}"
         digest.update(f"{share} {len(files)}\n".encode())
         for name in files:
-            with open(name, "rb") as file:
+            with open_to_read(Path(name)) as file:
                 for piece in _samples(file):
                     digest.update(piece)
     return digest.hexdigest()
 
 
-def _samples(file: BinaryIO) -> Iterator[bytes]:
+def _samples(file: IO[bytes]) -> Iterator[bytes]:
     """The file's size, first and last MiB, and small pieces at equal distances between them.
 
     This is cheap for files of any size, but may miss a change in the middle that keeps the size.
@@ -146,9 +146,11 @@ def _tokenizer_hash(config: RunConfig) -> str | None:
     """Not of tokenizer_config.json, which is often written anew; what it changes is seen in the tokens."""
     files = [Path(config.tokenizer_folder or "") / name for name in TOKENIZER_FILES]
     there = [file for file in files if file.is_file()]
-    return (
-        _hash([(file.name, hashlib.sha256(file.read_bytes()).digest()) for file in there]) if there else None
-    )
+    try:
+        found = [(file.name, hashlib.sha256(read_small(file, 1 << 29)).digest()) for file in there]
+    except OSError as error:
+        raise DataError(f"tokenizer: {error}", field="tokenizer_name_or_path") from error
+    return _hash(found) if there else None
 
 
 def _chat_template(config: RunConfig) -> tuple[str, str]:
@@ -157,9 +159,9 @@ def _chat_template(config: RunConfig) -> tuple[str, str]:
     if chosen in get_args(BuiltInTemplate):
         return BUILT_IN, str(chosen)
     file = folder / "chat_template.jinja" if chosen is None else Path(chosen)
-    if file.is_file():
-        return TEXT, _hash(file.read_text(errors="replace"))
     with suppress(OSError, ValueError, AttributeError):  # what is damaged, the tokenizer's reader says
+        if file.is_file():
+            return TEXT, _hash(read_small(file).decode(errors="replace"))
         text = read_json(folder / "tokenizer_config.json").get("chat_template")
         if text is not None:
             return TEXT, _hash(text)

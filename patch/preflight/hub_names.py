@@ -37,6 +37,7 @@ from patch.storage.hub import (
 )
 from patch.storage.names import CONFIG_FILE
 from patch.storage.remote import is_url
+from patch.storage.text_files import read_small
 
 _SPLITS_OF = {"train_data_path": ("training",), "valid_data_path": ("validation", "test")}
 """The splits of a data set that a position means, the first of them that is there."""
@@ -142,7 +143,7 @@ def _pinned(name: HubName, output: str | None) -> HubName:
     file = Path(output or "") / CONFIG_FILE
     if name.revision is not None or output is None or not file.is_file():
         return name
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = read_small(file).decode(errors="replace")
     match = re.search(rf"{re.escape(name.folder_name)}/snapshots/([0-9a-f]{{40}})", text)
     return name if match is None else name._replace(revision=match[1])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.choices import PRECISIONS
-from patch.config.data_spec import parse_columns
+from patch.config.data_spec import parse_columns, parse_template_kwargs
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.flags import spellings
 from patch.config.positions import length_text, where
@@ -57,7 +57,7 @@ _FIXED: dict[str, _Reason] = {
     "sft": _TASK,
     **dict.fromkeys(["dataset_type", "split"], _DATA),
     **dict.fromkeys(["max_padding_length", "packing", "columns", "alpaca_input_join"], _SAMPLES),
-    **dict.fromkeys(["train_on", "allow_special_tokens", "long_samples"], _SAMPLES),
+    **dict.fromkeys(["chat_template_kwargs", "train_on", "allow_special_tokens", "long_samples"], _SAMPLES),
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _SAMPLES),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     **dict.fromkeys(["precision", "quantize_base", "exp_avg_dtype", "exp_avg_sq_dtype"], _TYPE),
@@ -67,6 +67,7 @@ _FIXED: dict[str, _Reason] = {
 offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
 _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "columns": lambda run: parse_columns(run.data.columns),
+    "chat_template_kwargs": lambda run: parse_template_kwargs(run.data.chat_template_kwargs),
     "lora_alpha": lambda run: run.adapter.alpha,
     "lora_target_modules": lambda run: adapters_of(run.model, run.adapter),
     "model_type": lambda run: own_traits(run.model.model_type),

@@ -29,6 +29,7 @@ from patch.storage.names import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
+from patch.storage.places import open_to_read
 from patch.storage.text_files import read_small
 
 TYPES = ("F32", "BF16", "F16")
@@ -221,7 +222,7 @@ def reading(path: Path, kind: str = "safetensors") -> Iterator[None]:
 
 def _is_pointer(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             return file.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError:  # it cannot be read at all
         return False

@@ -181,8 +181,8 @@ class FileHashes:
         if (remembered := self.remembered(path)) is not None:
             return remembered
         state = _state(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with open_to_read(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         is_old = time.time_ns() - max(state["changed_ns"], state["inode_changed_ns"]) > _COARSE_NS
         if is_old and _state(path) == state:
             self._write(path, state, digest)

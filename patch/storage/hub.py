@@ -27,7 +27,7 @@ from patch.storage.names import (
     TOKENIZER_FILES,
     row_files,
 )
-from patch.storage.text_files import read_json
+from patch.storage.text_files import read_json, read_small
 
 _logger = get_logger(__name__)
 
@@ -283,4 +283,4 @@ def push_model(folder: Path, repo: str, pushed: Path, how: str) -> str:
 
 
 def _created(pushed: Path) -> list[str]:
-    return pushed.read_text().split() if pushed.is_file() else []
+    return read_small(pushed).decode(errors="replace").split() if pushed.is_file() else []

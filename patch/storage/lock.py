@@ -33,6 +33,7 @@ from patch.errors import CheckpointError, ConfigError, ConversionError, DataErro
 from patch.logger import get_logger
 from patch.storage.places import AnyPath, is_in
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_small
 
 _logger = get_logger(__name__)
 
@@ -216,7 +217,7 @@ def _parsed(content: bytes) -> _Owner:
 def _at(path: AnyPath) -> _Owner:
     """The owner that the lock at `path` names."""
     with suppress(FileNotFoundError):
-        return _parsed(path.read_bytes())
+        return _parsed(path.read_bytes() if isinstance(path, RemotePath) else read_small(path))
     return _parsed(b"")
 
 

@@ -90,7 +90,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""
 
 # In a data set: of a folder here, or of a snapshot of the hub.
-TABLES = (".csv", ".tsv")
+TABLES, TEXT = (".csv", ".tsv"), ".txt"
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", *TABLES)
 """The endings of the files that are read from a folder. The format of a file is found by its content."""
 
@@ -212,13 +212,13 @@ def all_iterations(root: AnyPath) -> list[int]:
     return [iteration for iteration in found if iteration is not None]
 
 
-def row_files(files: Iterable[Path]) -> list[Path]:
+def row_files(files: Iterable[Path], *, with_text: bool = False) -> list[Path]:
     """Those files of a folder that hold its rows, sorted.
 
     Not those that describe a set, nor caches. Tables of text only where nothing else has rows: they are often
-    lists of something else.
+    lists of something else. Plain text only where there are no tables either, and if it is asked for.
     """
-    found = [file for file in files if file.suffix.lower() in DATA_SUFFIXES]
+    found = [file for file in files if file.suffix.lower() in (*DATA_SUFFIXES, *[TEXT] * with_text)]
     found = [file for file in found if not _DESCRIPTION.fullmatch(file.name)]
     saved = {file.parent for file in found if file.suffix == _ARROW}
     found = sorted(
@@ -226,7 +226,10 @@ def row_files(files: Iterable[Path]) -> list[Path]:
         for file in found
         if not (_CACHE.fullmatch(file.name) or (file.name == _STATE and file.parent in saved))
     )
-    return [file for file in found if file.suffix.lower() not in TABLES] or found
+    for last in ((*TABLES, TEXT), (TEXT,)):
+        if others := [file for file in found if file.suffix.lower() not in last]:
+            return others
+    return found
 
 
 def check_saved(files: Sequence[Path], field: str | None = None) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -36,15 +38,18 @@ def read_small(file: AnyPath, most_bytes: int = _MOST_BYTES) -> bytes:
         return stream.read(length)
 
 
-def read_text(file: AnyPath) -> str:
+def read_text(file: Path) -> str:
     """The text of a UTF-8 file or pipe of at most 64 MiB, which a user has named.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is larger than that, or is not UTF-8.
+        ValueError: the file is larger than that, is not UTF-8, or is a pipe into which nothing writes.
     """
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+        os.set_blocking(stream.fileno(), True)  # opening does not wait for a writer, reading waits for it
         data = stream.read(_MOST_BYTES + 1)
+    if not data and not file.is_file():
+        raise ValueError("it is a pipe or a device that has nothing to read")
     if len(data) > _MOST_BYTES:
         raise ValueError(f"more than {_MOST_BYTES} bytes")
     return data.decode()
@@ -117,6 +122,6 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error).replace("\n", "\n  ")) from error
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error

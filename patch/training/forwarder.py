@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from patch.storage.names import CONFIG_FILE, METRICS_FILE, REPORTED_FOLDER
+from patch.storage.places import open_to_read
 from patch.storage.text_files import parse_json, parse_yaml, read_small
 
 HANG_S = 600
@@ -139,7 +140,7 @@ def _forward(name: str, output: Path, reported: IO[bytes], tell: Callable[[str],
     if service.page:
         tell(service.page)
     sent, position, is_over = tuple(last["sent"] or (0, 0)), (0, 0), False
-    with (output / METRICS_FILE).open("rb") as file:
+    with open_to_read(output / METRICS_FILE) as file:
         while not is_over:
             is_over = bool(select.select([sys.stdin], [], [], _POLL_S)[0])  # what follows reads all there is
             limit_s = FINISH_S if is_over else HANG_S

@@ -17,6 +17,8 @@ Source of the losses: `DPOTrainer` of TRL 1.16.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -39,7 +41,7 @@ from patch.logger import get_logger
 from patch.progress import LineTimer
 from patch.storage.atomic import write_atomically
 from patch.storage.names import DATA_CACHE_FOLDER, REFERENCE_FILE
-from patch.storage.text_files import read_json
+from patch.storage.text_files import read_json, read_small
 from patch.training.evaluation import evaluating, forward_only, read_whole
 from patch.training.guards.phases import Phase
 from patch.training.objective import Objective
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "references"
 _HASH_BYTES = 32
+_KEY = re.compile("[0-9a-f]{16}-[0-9a-f]{32}")
 _logger = get_logger(__name__)
 
 
@@ -87,8 +90,8 @@ class Preference(Objective):
     def goes_on(self, run: Run) -> bool:
         """Whether the sums with which a resumed run began are there."""
         keys = from_rank_0(partial(_keys_in, self._keys_file))
-        own = [keys.get(each.source.fingerprint) for each in self.sets]
-        found = from_rank_0(lambda: list(map(self._stored, own)))
+        own = [(keys.get(each.source.fingerprint), each) for each in self.sets]
+        found = from_rank_0(lambda: [self._stored(*each) for each in own])
         values = [each for each in found if each is not None]
         if len(values) < len(self.sets):
             return False
@@ -116,7 +119,7 @@ class Preference(Objective):
         self.reference = torch.zeros(size, device=run.device)
         for source in self.sets:
             key = keys[source.source.fingerprint] = f"{weights}-{self._conditions(source)}"
-            found = from_rank_0(partial(self._stored, key))
+            found = from_rank_0(partial(self._stored, key, source))
             if found is None:
                 found = self._computed(run, source)
                 content = found.numpy().tobytes()
@@ -218,14 +221,17 @@ class Preference(Objective):
                 field="load",
             )
 
-    def _stored(self, key: str | None) -> torch.Tensor | None:
-        """The values of a key; None if there are none, or not as they were written."""
-        try:
-            content = (self._cache / str(key)).read_bytes()
-        except OSError:
+    def _stored(self, key: str | None, source: PairSource) -> torch.Tensor | None:
+        """The values of a set under a key; None if there are none, or not as they were written."""
+        file, size = self._cache / str(key), _HASH_BYTES + 8 * len(source.sizes)
+        if key is None or not os.path.lexists(file):
             return None
-        if sha256(content[_HASH_BYTES:]).digest() != content[:_HASH_BYTES]:
-            _logger.warning("%s is damaged: it is made again", self._cache / str(key))
+        try:
+            content = read_small(file, size)
+        except OSError:
+            content = b""
+        if len(content) != size or sha256(content[_HASH_BYTES:]).digest() != content[:_HASH_BYTES]:
+            _logger.warning("%s is damaged: it is made again", file)
             return None
         return torch.from_numpy(np.frombuffer(content, np.float32, offset=_HASH_BYTES).copy())
 
@@ -242,6 +248,6 @@ def _write(file: Path, content: bytes, field: str) -> None:
 def _keys_in(file: Path) -> dict[str, str]:
     """The keys that a run remembers; none if it has not begun, or if its folder is another one."""
     try:
-        return dict(read_json(file))
-    except (OSError, ValueError, TypeError):
+        return {name: key for name, key in read_json(file).items() if _KEY.fullmatch(str(key))}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from patch.logger import get_logger
 from patch.storage.names import REPORTED_FOLDER
+from patch.storage.text_files import read_small
 from patch.training import forwarder
 from patch.training.forwarder import DONE, FAILED, FINISH_S
 from patch.training.hooks import Record, TrainerHook
@@ -78,7 +79,8 @@ class _Forwarder:
 
     def _tell(self, *, is_over: bool) -> None:
         """Log each line of the process once; with a warning where it is over before everything was sent."""
-        lines, level = self._messages.read_text(errors="replace").splitlines(), logging.INFO
+        said, level = read_small(self._messages).decode(errors="replace"), logging.INFO
+        lines = said.splitlines()
         if is_over and DONE not in lines:
             code, level = self._process.returncode, logging.WARNING
             if code != FAILED:

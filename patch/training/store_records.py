@@ -18,12 +18,14 @@ from patch.preflight.checkpoint_places import checkpoint_root, record_home
 from patch.storage.atomic import write_atomically, write_record
 from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE, REFERENCE_FILE
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_small
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import read_metrics
 
 _logger = get_logger(__name__)
 
 _RECORDS = (CONFIG_FILE, DATA_RECORD_FILE, REFERENCE_FILE)
+_MOST_BYTES = 1 << 32
 _WAIT_S = 10.0
 """Seconds that the next save and the end wait for a store that does not take the metrics."""
 
@@ -51,7 +53,7 @@ def send_records(config: RunConfig) -> None:
         file = Path(config.checkpoint.output_path) / name
         try:
             if file.is_file():
-                write_atomically(root / name, file.read_bytes())
+                write_atomically(root / name, read_small(file))
         except OSError as error:
             raise CheckpointError(
                 f"{root / name} cannot be written: {error.strerror}", field="save"
@@ -81,7 +83,7 @@ def _num_done(file: Path, start_iteration: int) -> int:
 
 def _take(source: RemotePath, target: Path) -> None:
     try:
-        content = source.read_bytes()
+        content = read_small(source, _MOST_BYTES)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -104,7 +106,7 @@ class StoreMetrics(TrainerHook):
     def on_save(self, iteration: int) -> None:
         """Send the file as it is now."""
         self.close()
-        self._sending = start_thread("send metrics", partial(self._send, self._file.read_bytes()))
+        self._sending = start_thread("send metrics", partial(self._send, read_small(self._file, _MOST_BYTES)))
 
     def close(self) -> None:
         """Wait until it was sent, but not for ever."""

@@ -11,7 +11,7 @@ import pytest
 from architecture.conftest import Source
 
 ROWS = {
-    "patch.errors": 0,
+    "patch.errors": -1,
     "patch.logger": 0,
     "patch.numbers": 0,
     "patch.flag_field": 0,

@@ -71,3 +71,30 @@ def test_patch_never_prints(house):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not prints
+
+
+OWN_READS = {
+    "patch/config/foreign_flags.py": "a table of the house",
+    "patch/data/preview/preview.py": "a page of the house",
+    "patch/device.py": "/proc and /sys",
+    "patch/distributed/launch.py": "/sys",
+    "patch/distributed/worker_process.py": "the launcher's own temporary folder",
+    "patch/optimizer/kernels/build.py": "a source of the house",
+    "patch/training/guards/hang_verdict.py": "/proc",
+    "patch/training/guards/phases.py": "/proc",
+}
+"""Files that may open what they read without a look at its kind: nobody else writes it."""
+
+
+def test_files_of_others_are_opened_by_storage_which_looks_at_them(house):
+    found = {}
+    for source in house:
+        name = str(source.path)
+        if not name.startswith("patch/") or name.startswith("patch/storage/") or name in OWN_READS:
+            continue
+        for node in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+            called = getattr(node.func, "attr", "open" if getattr(node.func, "id", "") == "open" else "")
+            modes = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            if called in ("read_text", "read_bytes") or (called == "open" and "rb" in modes):
+                found.setdefault(name, []).append(node.lineno)
+    assert not found, "use open_to_read, read_small or read_json of patch.storage"

@@ -63,13 +63,17 @@ def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Pat
     assert "400 samples in one epoch\nlength      8 steps = 0.16 epochs of 400 samples" in result.stderr
 
 
-def test_dry_run_refuses_a_first_row_that_cannot_be_used(office: Office, tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", ["DATASET_PATH", "VALID_DATASET_PATH"])
+def test_first_row_that_cannot_be_used_is_refused_without_a_process(
+    office: Office, tmp_path: Path, position: str
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "x", "answer": "y"}\n' + office.train.read_text())
-    positions = {**office.positions(tmp_path / "out"), "DATASET_PATH": rows}
-    result = call([*command(**positions), "--dry-run"])
-    assert result.returncode == 3 and "rows.jsonl: line 1" in result.stderr, result.stderr
-    assert list(tmp_path.iterdir()) == [rows]
+    positions = {**office.positions(tmp_path / "out"), position: rows}
+    for flags in ([], ["--dry-run"]):
+        result = call([*command(**positions), *flags])
+        assert result.returncode == 3 and "rows.jsonl: line 1" in result.stderr, result.stderr
+        assert "OMP_NUM_THREADS" not in result.stderr and list(tmp_path.iterdir()) == [rows]
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])

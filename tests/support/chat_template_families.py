@@ -78,6 +78,9 @@ _QWEN_TOOL = (
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{{ '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}"
 )
+_QWEN_NO_THOUGHTS = (
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
 _QWEN_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 QWEN25 = (
@@ -109,6 +112,6 @@ QWEN3 = (
     "{{ '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' }}{% endif %}"
     "{{ content }}" + _QWEN_CALLS + "{{ '<|im_end|>\n' }}" + _QWEN_TOOL +
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}" + _QWEN_PROMPT
+    "{% endfor %}" + _QWEN_PROMPT.replace("{% endif %}", _QWEN_NO_THOUGHTS + "{% endif %}")
 )  # fmt: skip
 """Thoughts only after the last question, and a pair of empty ones in the last answer."""

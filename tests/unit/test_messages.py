@@ -6,6 +6,7 @@ import time
 import pytest
 
 from patch import progress
+from patch.errors import DataError
 from patch.logger import configure_logging, get_logger
 from patch.numbers import size_text, timed
 from patch.progress import LineTimer
@@ -18,6 +19,16 @@ def test_what_a_rank_says(rank: int, expected: list[str], capsys: pytest.Capture
     get_logger("patch.part", every_rank=True).info("every")
     get_logger("patch.part").error("wrong")
     assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == expected
+
+
+def test_text_of_a_file_cannot_act_on_a_terminal(capsys: pytest.CaptureFixture) -> None:
+    configure_logging(rank=0)
+    hostile, seen = "a\x1b[2J\r\nERROR b\x9b\u202e\udc80", r"a\x1b[2J\r\nERROR b\x9b\u202e\udc80"
+    get_logger("patch.part").warning("key %s", hostile)
+    get_logger("patch.part").error("%s", DataError(f"line 1: {hostile}\n  next \u4e09"))
+    assert capsys.readouterr().err.splitlines() == [
+        f"WARNING key {seen}", f"ERROR line 1: {seen}", "  next \u4e09"
+    ]  # fmt: skip
 
 
 def test_a_line_is_due_once_in_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E40
 from patch.config.fields import FIELDS, scalar_of  # noqa: E402
 from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
-from patch.errors import PatchError  # noqa: E402
+from patch.errors import PatchError, printable  # noqa: E402
 from patch.families import differences  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
 from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
@@ -101,8 +101,9 @@ def _weights(model: str) -> list[str]:
     run = run_behind(model)
     if run is None:
         return ["--load", model]
-    tokenizer, chat, load = run.tokenizer_folder, run.data.chat_template, run.checkpoint.load
-    own: dict[str, Any] = {"tokenizer_name_or_path": tokenizer, "chat_template": chat, "load": model}
+    tokenizer, data, load = run.tokenizer_folder, run.data, run.checkpoint.load
+    own: dict[str, Any] = {"tokenizer_name_or_path": tokenizer, "load": model}
+    own |= {"chat_template": data.chat_template, "chat_template_kwargs": data.chat_template_kwargs}
     if run.adapter.lora_rank:
         own |= {"load": load, "lora_load": model}
         base = shape_at(load)
@@ -125,7 +126,7 @@ def _evaluate(config: RunConfig, result: str) -> int:
     for name, score in scores.items():
         if not name.endswith("_stderr"):
             error = f" +- {scores[each]:.4f}" if (each := f"{name}_stderr") in scores else ""
-            print(f"{name.removeprefix('tasks/'):<40} {score:.4f}{error}")
+            print(f"{printable(name.removeprefix('tasks/')):<40} {score:.4f}{error}")
     if result:
         Path(result).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return 0

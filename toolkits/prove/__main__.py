@@ -151,8 +151,8 @@ def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
         program = [*torchrun, str(_WORKER.with_name("upstream.py")), str(file)]
     ended = run_program([sys.executable, *program], _LIMIT_S, users)
     if ended.code != 0:
-        lines = "\n".join((ended.output + ended.error).splitlines()[-_LINES:])
-        raise TrainingError(f"the run {name}: {ended.reason}; its last lines:\n{lines}")
+        lines = "\n  ".join((ended.output + ended.error).splitlines()[-_LINES:])
+        raise TrainingError(f"the run {name}: {ended.reason}; its last lines:\n  {lines}")
     processes = counted(run.world_size, "process")
     print(f"{name}: {processes}, {time.perf_counter() - began:.0f} s", flush=True)
 

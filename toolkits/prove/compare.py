@@ -7,7 +7,6 @@ layouts in which they were saved.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -22,6 +21,7 @@ from patch.convert.stored_weights import StoredWeights
 from patch.families import Kind, weight_rows
 from patch.families.adapters import adapter_rows
 from patch.storage.names import CHECKPOINT_FOLDER, METRICS_FILE, iteration_name
+from patch.storage.text_files import parse_json, read_json, read_small
 from toolkits.prove.worker import EVIDENCE, GRADIENTS
 
 
@@ -147,9 +147,8 @@ class _Folder:
 
     def __init__(self, run: RunConfig) -> None:
         self.run, self._folder = run, Path(run.checkpoint.output_path)
-        self.evidence: dict[str, Any] = json.loads((self._folder / EVIDENCE).read_text())
-        lines = (self._folder / METRICS_FILE).read_text().splitlines()
-        self._records = [json.loads(line) for line in lines]
+        self.evidence: dict[str, Any] = read_json(self._folder / EVIDENCE)
+        self._records = [*map(parse_json, read_small(self._folder / METRICS_FILE).splitlines())]
 
     def record(self, step: int, name: str) -> float:
         found = [each[name] for each in self._records if each["iteration"] == step and name in each]

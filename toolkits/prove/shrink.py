@@ -41,7 +41,8 @@ _GIVEN_ANEW: dict[str, Any] = {
     "lr": 5e-3, "min_lr": 3e-3, "decoupled_min_lr": None, "lr_warmup_iters": 0, "adam_eps": 1e-3,
     "reduce_bucket_size": 20_000, "ddp_pad_buckets_for_high_nccl_busbw": False,
     "optimizer_offload_chunk_size": 1999, "simulated_device_memory": None,
-    "columns": None, "chat_template": None, "split": None, "max_dropped_share": 1.0, "data_workers": 1,
+    "columns": None, "chat_template": None, "chat_template_kwargs": None, "split": None,
+    "max_dropped_share": 1.0, "data_workers": 1,
     "eval_interval": STEPS, "eval_iters": 1,
     **{name: field.default for name, field in FIELDS.items() if name.startswith("eval_tasks")},
 }  # fmt: skip

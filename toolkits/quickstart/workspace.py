@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.errors import ConfigError
-from patch.storage.names import HF_FOLDER
+from patch.storage.names import HF_FOLDER, METRICS_FILE
+from patch.storage.text_files import parse_json, read_small
 from toolkits.quickstart.seed_model import write_model, write_tokenizer
 from toolkits.quickstart.tasks import Example, make_examples, to_row
 
@@ -51,8 +52,8 @@ class Workspace(NamedTuple):
 
     def losses(self) -> dict[int, float]:
         """The training loss of each step in the run's log/metrics.jsonl, without evaluations."""
-        lines = (self.run / "log" / "metrics.jsonl").read_text().splitlines()
-        return {each["iteration"]: each["loss"] for each in map(json.loads, lines) if "loss" in each}
+        lines = read_small(self.run / METRICS_FILE).splitlines()
+        return {each["iteration"]: each["loss"] for each in map(parse_json, lines) if "loss" in each}
 
 
 def prepare(

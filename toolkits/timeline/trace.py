@@ -10,6 +10,7 @@ region in which it was started, such as "bucket 3 reduce-scatter".
 from __future__ import annotations
 
 import gzip
+import io
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from patch.errors import DataError
+from patch.storage.text_files import read_small
 
 
 class Span(NamedTuple):
@@ -86,6 +88,7 @@ def innermost(spans: Sequence[Span], moment: float) -> str:
 
 
 Event = Mapping[str, Any]
+_MOST_BYTES = 1 << 31
 _STEP = re.compile(r"step (\d+)")
 _PHASES = ("data reading", "forward", "backward", "reduction", "update")
 _NAMED = re.compile(r"(bucket|chunk) \d+ .*")
@@ -127,9 +130,9 @@ def read_trace(file: Path) -> RankTrace:
         DataError: it cannot be read, is no trace of torch's profiler, or has no step of --profile.
     """
     try:
-        content = file.read_bytes()
+        content = read_small(file, _MOST_BYTES)
         if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(_MOST_BYTES)
         trace = orjson.loads(content)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
         return sort_events(events, trace.get("distributedInfo", {}).get("rank", _rank_in_name(file)))

@@ -74,7 +74,7 @@ _NOT_SUPPORTED = {
         "fine-tuning would learn bad answers too; --objective dpo learns from chosen and rejected",
     ),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
-    "chat_template_kwargs": "every row is written by the same template",
+    "chat_template_kwargs": "every row is written by the same template (--chat-template-kwargs)",
 }
 
 
@@ -155,7 +155,7 @@ def to_pair(
         prompt = _prompt_turns(row, key, where, of_turns, options.alpaca_input_join)
     context = [turn._replace(learned=False) for turn in prompt]
     chosen, rejected = (_conversation([*context, *turns], row, where) for turns in answers)
-    return chosen, rejected
+    return replace(chosen, is_answer=True), replace(rejected, is_answer=True)
 
 
 def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[Text, Text]:

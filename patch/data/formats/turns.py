@@ -44,6 +44,8 @@ class Conversation:
     """For each message, whether it is learned; an assistant's message with False is context only."""
     where: str
     """File and row, for error messages."""
+    is_answer: bool = False
+    """Whether everything from the first learned message to the last one is learned, as in a pair of TRL."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,19 +23,22 @@ _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 20
 
 
-def document_reader(files: Sequence[Path], keys: Sequence[str]) -> SetReader[tuple[Document, ...]]:
+def document_reader(
+    files: Sequence[Path], keys: Sequence[str], *, splits_text: bool = False
+) -> SetReader[tuple[Document, ...]]:
     """Reads the documents of all rows, one a key, in batches of about equal work.
 
     Args:
         files: read in this order.
         keys: of the texts in a row.
+        splits_text: see `read_rows`.
     """
 
     def documents(file: Path, row: Row) -> tuple[tuple[Document, ...], int]:
         found = tuple(_document(row, key, f"{file}: {row.place}") for key in keys)
         return found, sum(len(sentence) for document in found for sentence in document)
 
-    return SetReader(files, documents, _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE)
+    return SetReader(files, documents, _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE, splits_text)
 
 
 def _document(row: Row, key: str, where: str) -> Document:
@@ -64,7 +67,7 @@ class Encoder:
 
     Args:
         tokenizer: encodes the texts.
-        eod: the id after each document that is not empty; None: none.
+        eod: the id at the end of each document that is not empty; None: none is added.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
@@ -96,7 +99,7 @@ class Encoder:
         for document in documents:
             filled = [ids for ids in islice(encoded, len(document)) if ids]
             with_special += any(np.isin(ids, self._special).any() for ids in filled)
-            if filled:
+            if filled and filled[-1][-1:] != self._eod:
                 filled[-1] = filled[-1] + self._eod
             lengths.append([len(ids) for ids in filled])
             parts += filled

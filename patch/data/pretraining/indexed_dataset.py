@@ -13,6 +13,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
 from patch.errors import DataError
+from patch.storage.places import open_to_read
 
 # Magic, version, code of the token type, sequences, documents. Source: indexed_dataset.py, _IndexWriter.
 _HEADER = struct.Struct("<9sQBQQ")
@@ -92,7 +93,7 @@ def check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
 
 
 def _read_index(path: Path) -> _Index:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise DataError(f"{path}: {len(header)} bytes, expected a header of {_HEADER.size}: cut short?")

@@ -1,7 +1,8 @@
 """Preprocesses a pre-training set: writes the texts of rows as megatron-core's .bin and .idx.
 
 The files have the bytes that Megatron-LM's tools/preprocess_data.py writes with the same tokenizer. So an
-empty text is a document without a sequence, and a list of texts is one document of several sequences.
+empty text is a document without a sequence, and a list of texts is one document of several sequences. One
+difference: a document that ends with the end-of-text token gets no second one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def write_indexed(
     *,
     append_eod: bool,
     workers: int = 1,
+    splits_text: bool = False,
 ) -> dict[str, WrittenSet]:
     """Write a .bin, an .idx and a .meta.json for each key, with one document for each row.
 
@@ -61,6 +63,7 @@ def write_indexed(
         outputs: for each key of a row, the path of its files without their endings.
         append_eod: end each document with the tokenizer's end-of-text token.
         workers: processes that encode; 1: this one.
+        splits_text: blank lines divide the documents of .txt files.
     Raises:
         DataError: see `read_rows`; a row lacks a key; the tokenizer has no end-of-text token; all texts under
             a key are empty; or the files cannot be written.
@@ -78,7 +81,7 @@ def write_indexed(
             for key, prefix in outputs.items():
                 sets[key] = _Set(key, prefix, encoder)
                 cleanup.callback(sets[key].discard)
-            reader, began = document_reader(files, list(outputs)), time.monotonic()
+            reader, began = document_reader(files, list(outputs), splits_text=splits_text), time.monotonic()
             show = cleanup.enter_context(shown_progress("tokenizing", reader))
             encoded = encode_in_order(reader.batches(), encoder, workers)
             for batches in cleanup.enter_context(closing(encoded)):

@@ -190,7 +190,7 @@ class Preview:
             for part in self.parts:
                 yield from self._indexed(part).rows(numbers)
             return
-        ensure_chat_template(self.tokenizer, self.data.chat_template)
+        ensure_chat_template(self.tokenizer, self.data.chat_template, self.data.chat_template_kwargs)
         # Rows are shown without the token cache, and a few of them need one process.
         options = replace(self._options(Path()), cache_dir=None, num_workers=1)
         length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
@@ -200,7 +200,7 @@ class Preview:
             for _, rows in start_workers(self.tokenizer, options, length)([items]):
                 for item, row in zip(items, rows, strict=True):
                     remarks = _remarks(row, options, length)
-                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs)
+                    yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs, has_label=True)
 
 
 def _hover(token: ShownToken) -> str:

@@ -1,6 +1,6 @@
 """Rows as coloured tokens on a terminal. Without colours (pipes, NO_COLOR) the same text shows the same.
 
-    samples.jsonl: line 1: 12 tokens, 2 learned
+    samples.jsonl: line 1: 11 tokens and a last label, 2 learned
             | [[<|begin_of_text|>]]|user|...
     learned | 4|[[<|eot_id|>]]
 
@@ -79,7 +79,8 @@ def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> 
             heading.append(f", sample {number} of {len(row.samples)}")
         if sample:
             learned = sum(token.is_learned for token in sample)
-            heading.append(f": {len(sample)} tokens, {learned} learned ({learned / len(sample):.1%})")
+            size, label = len(sample) - row.has_label, " and a last label" * row.has_label
+            heading.append(f": {size} tokens{label}, {learned} learned ({learned / size:.1%})")
         console.print(heading)
         for remark in row.remarks if number == 1 else ():
             console.print(Text(f"  {visible_name(remark)}", style="yellow"))

@@ -126,6 +126,8 @@ class ShownRow(NamedTuple):
     """What happened to it on the way: dropped, cut, special tokens that became text."""
     is_pair: bool = False
     """Whether its samples are a preferred answer and another one."""
+    has_label: bool = False
+    """Whether the last token of a sample is only a label, which takes no place in a sequence."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values: for each sample its ids, their texts, and 1 for those that are learned."""

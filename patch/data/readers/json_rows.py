@@ -85,7 +85,7 @@ class _Text:
     def __init__(self, path: Path, stream: BufferedReader, begun: bytes = b"", line: int = 1) -> None:
         self._path, self._stream, self._line = path, stream, line
         self._text, self._begin = begun.decode("latin-1"), 0
-        self._scan = json.JSONDecoder().raw_decode
+        self._scan = json.JSONDecoder(parse_int=len).raw_decode  # int refuses 4,300 digits
 
     def values(self, first: _Signs = _JOINED, following: _Signs = _JOINED) -> Iterator[tuple[int, Any]]:
         """Line and value of each.

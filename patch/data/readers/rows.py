@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -17,11 +19,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rich.progress import TextColumn
 
 from patch.data.readers.json_rows import json_rows
-from patch.data.readers.tables import KINDS, arrow_rows, csv_rows
+from patch.data.readers.tables import KINDS, Reached, arrow_rows, csv_rows, text_rows
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.progress import LineTimer, ProgressBar, is_terminal
-from patch.storage.names import TABLES
+from patch.storage.names import TABLES, TEXT
+from patch.storage.places import open_to_read
 
 _logger = get_logger(__name__)
 
@@ -29,6 +32,7 @@ _Places = Iterator[tuple[str, Any]]
 Made = TypeVar("Made")
 _BAR_STEPS = 1000
 _LIST_KEY = "data"
+_BEGINS_JSON = re.compile(rb'(\[\s*)?\{\s*"')
 _BUFFER_BYTES = 1 << 18
 _BOM = b"\xef\xbb\xbf"
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -54,13 +58,15 @@ class Row(NamedTuple):
     value: dict[str, Any]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, *, splits_text: bool = False, reached: Reached | None = None) -> Iterator[Row]:
     """The rows of a file in their order.
 
     A file is a JSON list of objects, one JSON object on each line (JSONL), JSON objects one after another
     over any number of lines, one object with the list of them under `data`, CSV or TSV, any of these
     compressed by gzip or zstd; or parquet or Arrow. A UTF-8 byte-order mark and blank lines are skipped. In
-    rows of a parquet or Arrow file, keys without a value (null) are absent.
+    rows of a parquet or Arrow file, keys without a value (null) are absent. A .txt file that is no JSON is
+    one row with the key `text`; with `splits_text` each run of lines between blank ones is a row.
+    `reached` is kept up to date.
 
     Raises:
         DataError: the file cannot be read, is damaged, of another kind or in another encoding, has malformed
@@ -71,7 +77,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path}: is a pipe or a device, expected a file of rows")
     try:
-        for place, value in _without_wrapper(_places_and_values(path)):
+        for place, value in _without_wrapper(_places_and_values(path, splits_text, reached or Reached())):
             if not isinstance(value, dict):
                 raise DataError(f"{path}: {place}: got {_json_type(value)}, expected an object")
             empty = False
@@ -101,20 +107,26 @@ def _without_wrapper(rows: _Places) -> _Places:
     yield from chain([first], rows)
 
 
-def _places_and_values(path: Path) -> _Places:
-    with path.open("rb") as file:
+def _places_and_values(path: Path, splits_text: bool, reached: Reached) -> _Places:
+    size = max(1, path.stat().st_size)
+    with open_to_read(path) as file:
         head = file.read(8)
         if (magic := _known(head, KINDS)) is not None:
-            yield from arrow_rows(path, magic)
+            yield from arrow_rows(path, magic, reached)
             return
         file.seek(0)
         codec = _CODECS.get(_known(head, _CODECS) or b"")
         place = None
         try:
             with _opened(path, file, codec) as stream:
-                is_table = any(suffix.lower() in TABLES for suffix in path.suffixes[-2:])
-                is_json = stream.peek().lstrip()[:1] in (b"{", b"[")
-                for place, value in (csv_rows if is_table and not is_json else json_rows)(path, stream):
+                endings, head = {ending.lower() for ending in path.suffixes[-2:]}, stream.peek().lstrip()
+                read: Callable[[Path, io.BufferedReader], _Places] = json_rows
+                if not endings.isdisjoint(TABLES) and head[:1] not in (b"{", b"["):
+                    read = csv_rows
+                elif TEXT in endings and not _BEGINS_JSON.match(head):
+                    read = partial(text_rows, splits_text=splits_text)
+                for place, value in read(path, stream):
+                    reached.share = file.tell() / size
                     yield place, value
         except OSError as error:
             if codec is None or error.errno is not None:
@@ -172,6 +184,7 @@ class SetReader(Generic[Made]):
             read of the file.
         most_rows: a batch has no more.
         most_bytes: a batch ends with the row that reaches this size.
+        splits_text: see `read_rows`.
     """
 
     def __init__(
@@ -180,8 +193,9 @@ class SetReader(Generic[Made]):
         make: Callable[[Path, Row], tuple[Made, int]],
         most_rows: int,
         most_bytes: int,
+        splits_text: bool = False,
     ) -> None:
-        self._files, self._make = files, make
+        self._files, self._make, self._splits_text = files, make, splits_text
         self._most_rows, self._most_bytes = most_rows, most_bytes
         self._sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
         self._read = 0
@@ -197,10 +211,12 @@ class SetReader(Generic[Made]):
         batch: list[Made] = []
         num_bytes = end = 0
         for file, size in zip(self._files, self._sizes, strict=True):
-            end += size
-            for row in read_rows(file):
+            end, own, reached = end + size, 0, Reached()
+            for row in read_rows(file, splits_text=self._splits_text, reached=reached):
                 made, length = self._make(file, row)
-                self._read = min(end, self._read + length)
+                # Rows of a compressed file are longer than what is read of it; a short file is read at once.
+                own += length
+                self._read = end - size + int(min(own, size * reached.share))
                 batch.append(made)
                 num_bytes += length
                 if len(batch) >= self._most_rows or num_bytes >= self._most_bytes:

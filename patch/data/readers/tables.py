@@ -1,12 +1,13 @@
-"""Reads the rows of a table, a few at a time: a CSV or TSV text, a parquet file, an Arrow file or stream."""
+"""Reads the rows of a table, a few at a time: CSV, TSV, parquet, Arrow; and the documents of plain text."""
 
 from __future__ import annotations
 
 import csv
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import BufferedReader
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,17 @@ _ROWS_AT_ONCE = 128
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str, str]]]:
+_Rows = Iterator[tuple[str, dict[str, str]]]
+
+
+@dataclass
+class Reached:
+    """How much of a file was read for the rows so far, as a share; 1 if that is not known."""
+
+    share: float = 1.0
+
+
+def csv_rows(path: Path, stream: BufferedReader) -> _Rows:
     """Place and value of each row; memory holds one row. Every cell is a text.
 
     What separates the cells is the comma, tabulator or semicolon that the first line has most of. A cell in
@@ -64,7 +75,26 @@ def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str
         ) from error
 
 
-def _lines(path: Path, stream: BufferedReader) -> Iterator[str]:
+def text_rows(path: Path, stream: BufferedReader, splits_text: bool) -> _Rows:
+    """Place and text of each document, which memory holds: the whole file, or lines between blank ones.
+
+    Args:
+        path: the file, for messages.
+        stream: its text in UTF-8.
+        splits_text: whether blank lines divide documents.
+
+    Raises:
+        DataError: the text is not UTF-8.
+    """
+    lines = enumerate(_lines(path, stream, "text"), start=1)
+    for is_text, document in groupby(lines, lambda line: not splits_text or not line[1].isspace()):
+        if is_text:
+            numbers, texts = zip(*document, strict=True)
+            text = "".join(texts)
+            yield f"line {numbers[0]}", {"text": text.rstrip("\r\n") if splits_text else text}
+
+
+def _lines(path: Path, stream: BufferedReader, kind: str = "CSV") -> Iterator[str]:
     number = 0
     while data := stream.readline(LONGEST_ROW):
         number += 1
@@ -72,10 +102,10 @@ def _lines(path: Path, stream: BufferedReader) -> Iterator[str]:
             yield data.decode()
         except UnicodeDecodeError as error:
             got = data[error.start : error.end]
-            raise DataError(f"{path}: line {number}: malformed CSV: got {got!r}, {NOT_UTF8}") from error
+            raise DataError(f"{path}: line {number}: malformed {kind}: got {got!r}, {NOT_UTF8}") from error
 
 
-def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+def arrow_rows(path: Path, magic: bytes, reached: Reached) -> Iterator[tuple[str, dict[str, Any]]]:
     """Place and value of each row; memory holds few rows, of parquet also one page of each column.
 
     A null in a struct is an absent key: all rows have the same keys. Dates, decimals and binary columns
@@ -84,6 +114,7 @@ def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]
     Args:
         path: the file.
         magic: its first bytes, of `KINDS`.
+        reached: is kept up to date where a file says how many rows it has.
 
     Raises:
         DataError: the file is damaged or ends early, or two columns have one name.
@@ -91,7 +122,7 @@ def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]
     """
     number = 0
     try:
-        for batch in _parquet_batches(path) if magic == _PARQUET else _arrow_batches(path, magic):
+        for batch in _parquet_batches(path, reached) if magic == _PARQUET else _arrow_batches(path, magic):
             _check_names(path, batch.schema.names)
             for row in batch.to_pylist():
                 number += 1
@@ -107,12 +138,14 @@ def arrow_rows(path: Path, magic: bytes) -> Iterator[tuple[str, dict[str, Any]]]
         ) from error
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path, reached: Reached) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile  # only parquet files need it
 
     # Threads would be in the way of forked workers; the buffer replaces reading whole columns.
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-        yield from file.iter_batches(_ROWS_AT_ONCE, use_threads=False)
+        for number, batch in enumerate(file.iter_batches(_ROWS_AT_ONCE, use_threads=False), start=1):
+            reached.share = min(1.0, number * _ROWS_AT_ONCE / file.metadata.num_rows)
+            yield batch
 
 
 def _arrow_batches(path: Path, magic: bytes) -> Iterator[Any]:

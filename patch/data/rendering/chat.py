@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
@@ -15,7 +14,7 @@ from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.rendering.spans import RenderOptions, Span, SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, MarkedChat, Template
 from patch.data.rendering.turns import samples_of, says_something
-from patch.data.tokenizer import special_tokens
+from patch.data.tokenizer import backend_of, special_tokens
 from patch.errors import DataError
 
 Samples: TypeAlias = list[list[Span]]
@@ -95,7 +94,8 @@ class ChatRenderer:
         end = turns[-1] + 1
         messages = [_normal(message) for message in row.messages[:end]]
         marked = MarkedChat(self._marked(messages), self._marked(row.tools or None), row.where)
-        return samples_of(self._template, marked, turns)
+        samples = samples_of(self._template, marked, turns)
+        return [*map(_joined, samples)] if row.is_answer else samples
 
     @property
     def headers(self) -> tuple[str, str]:
@@ -107,7 +107,7 @@ class ChatRenderer:
 
     def holds_special_token(self, row: Conversation | Text) -> bool:
         """Whether a text of the row spells out a special token."""
-        parts = [row.prompt, self._words(row)] if isinstance(row, Text) else [row.messages, row.tools]
+        parts = [*self._words(row)] if isinstance(row, Text) else [row.messages, row.tools]
         return self._marker.is_in(parts)
 
     def _turns(self, row: Conversation) -> list[int]:
@@ -130,15 +130,19 @@ class ChatRenderer:
                 "ends a text; expected one in its tokenizer_config.json",
                 field="tokenizer_name_or_path",
             )
-        if not (words := self._words(row)).strip():
+        prompt, words = self._words(row)
+        if not words.strip():
             return []
-        answer = Span(self._marked(words) + self._tokenizer.eos_token, True, begins_text=not row.prompt)
-        context = [Span(self._marked(row.prompt), False, begins_text=True)] if row.prompt else []
+        answer = Span(self._marked(words) + self._tokenizer.eos_token, True, begins_text=not prompt)
+        context = [Span(self._marked(prompt), False, begins_text=True)] if prompt else []
         return [[*([Span(self._bos, False)] if self._bos else []), *context, answer]]
 
-    def _words(self, row: Text) -> str:
-        """The text; of an answer without the eos token, which TRL's rows may end with."""
-        return row.text if row.prompt is None else row.text.removesuffix(self._tokenizer.eos_token or "")
+    def _words(self, row: Text) -> tuple[str, str]:
+        """The prompt ("" if there is none) and the text, without the bos and eos tokens that are written."""
+        text = row.text.removesuffix(self._tokenizer.eos_token or "")
+        if row.prompt:
+            return row.prompt.removeprefix(self._bos), text
+        return "", text.removeprefix(self._bos)
 
     def _marked(self, value: Any) -> Any:
         return value if self._options.allow_special_tokens else self._marker.marked(value)
@@ -146,11 +150,17 @@ class ChatRenderer:
 
 def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:
     """The bos token, if the tokenizer writes it before a text; otherwise ""."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = backend_of(tokenizer)
     # Not `tokenizer("")`: it starts the threads of tokenizers, which do not survive a fork.
-    ids = backend.encode("").ids if isinstance(backend, Tokenizer) else []
+    ids = [] if backend is None else backend.encode("").ids
     is_written = tokenizer.bos_token is not None and ids[:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if is_written else ""
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """The spans of a sample, in which one learned span reaches from the first such span to the end."""
+    begin = next(index for index, span in enumerate(spans) if span.learned)
+    return [*spans[:begin], spans[begin]._replace(text="".join(span.text for span in spans[begin:]))]
 
 
 def _normal(message: Message) -> Message:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.data.rendering.bounded_process import without_collections
 from patch.data.rendering.byte_level import byte_level_encoder
 from patch.data.rendering.spans import Span, any_of, unmarked
+from patch.data.tokenizer import backend_of
 from patch.errors import DataError
 
 _NAME_BYTES = 16
@@ -54,8 +55,7 @@ class SpanEncoder:
 
     @without_collections()  # which would look at every entry of a large vocabulary again and again
     def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
+        if (backend := backend_of(tokenizer)) is None:
             raise DataError(
                 f"tokenizer: {tokenizer.name_or_path} is a {type(tokenizer).__name__}, which is not a fast "
                 "tokenizer; expected one with a tokenizer.json (or one that transformers converts to it)",

@@ -28,12 +28,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from patch.config.fields import FIELDS
 from patch.data.sft.report import SetReport
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, write_atomically
 from patch.storage.checksums import FileHashes
 from patch.storage.lock import check_held, wait_for_cache
+from patch.storage.places import open_to_read
 from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
@@ -160,10 +162,14 @@ class TokenCache:
             if values["key"] != key:
                 raise ValueError("it belongs to another set")
             report, hashes = SetReport.from_json(values["report"]), values["sha256"]
+            found = _mapped(entry, report, hashes)
+            ids, learned, ends = (found.arrays[name] for name in TYPES)
+            if not len(ids) == len(learned) == ends[-1]:
+                raise ValueError("its arrays do not have the same tokens")
             for array in TYPES:
                 if self.hashes.sha256(_file(entry, array)) != hashes[array]:
                     raise ValueError(f"{_file(entry, array).name} has another content than was written")
-            return _mapped(entry, report, hashes)
+            return found
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{_REPORT} lacks a value"
             _logger.warning("the token cache's %s is damaged: %s; it is made again", entry, reason)
@@ -247,7 +253,10 @@ def _file(folder: Path, array: str) -> Path:
 
 def _mapped(entry: Path, report: SetReport, hashes: dict[str, str]) -> TokenizedSet:
     """The arrays of an entry, mapped and read-only, so that all processes of a machine share their memory."""
-    arrays = {name: np.memmap(_file(entry, name), kind, mode="r") for name, kind in TYPES.items()}
+    arrays = {}
+    for name, kind in TYPES.items():
+        with open_to_read(_file(entry, name)) as file:
+            arrays[name] = np.memmap(file, kind, mode="r")  # type: ignore[call-overload]  # any open file
     return TokenizedSet(arrays, report, hashes)
 
 
@@ -267,8 +276,10 @@ def _remove_abandoned(entry: Path) -> None:
 
 def _content(note: Path) -> dict[str, Any] | None:
     try:
-        return read_json(note)
-    except (OSError, ValueError):
+        content = read_json(note)
+        is_ours = isinstance(content["message"], str) and content["field"] in (None, *FIELDS)
+        return content if is_ours else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -25,7 +25,7 @@ from patch.data.tokenizer import special_tokens
 from patch.device import usable_cores
 from patch.storage.places import StrPath
 
-TOKEN_RULES = 4
+TOKEN_RULES = 5
 """The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
 every change of them that changes a token or a mask, so that older entries are not used."""
 

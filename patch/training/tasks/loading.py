@@ -47,7 +47,7 @@ class Tasks:
         self._data, self._max_length = data, max_length
         self._tokenizer = copy(tokenizer)  # the run exports its own as it is
         if data.eval_tasks_apply_chat_template:
-            ensure_chat_template(self._tokenizer, data.chat_template)
+            ensure_chat_template(self._tokenizer, data.chat_template, data.chat_template_kwargs)
             if self._tokenizer.chat_template is None:
                 lack = f"the tokenizer {tokenizer.name_or_path} has no chat template, expected one"
                 raise ConfigError(f"{lack}: --chat-template", field="eval_tasks_apply_chat_template")

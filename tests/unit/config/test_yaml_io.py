@@ -1,12 +1,13 @@
 """YAML: round trip, layering, and complaints that name file and key."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
-from patch.config import to_yaml
+from patch.config import read_yaml, to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
@@ -148,3 +149,14 @@ def test_wrong_file_is_explained(command, text, message):
         command.parse("--config", _write(command, text))
     assert message in str(caught.value) and "run.yaml" in str(caught.value)
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_read_if_something_writes_into_it(tmp_path: Path) -> None:
+    reading, writing = os.pipe()  # as a shell's <(...)
+    os.write(writing, b"training: {seed: 7}\n")
+    os.close(writing)
+    assert read_yaml(f"/dev/fd/{reading}") == {"seed": 7}
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="it is a pipe or a device that has nothing to read"):
+        read_yaml(tmp_path / "run.yaml")

@@ -138,7 +138,7 @@ def test_file_is_a_template_that_is_saved_with_the_tokenizer(tmp_path: Path) -> 
     for name, said in (
         ("mine.jinja", "cannot be read .*utf-8"),
         ("absent", "cannot be read .* expected chatml, llama3"),
-        ("", "no file or larger than"),
+        ("", "cannot be read .*irectory"),
     ):
         with pytest.raises(DataError, match=said) as caught:
             ensure_chat_template(tokenizer, str(tmp_path / name))

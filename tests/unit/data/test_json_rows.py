@@ -73,6 +73,8 @@ def test_places_count_from_one_and_blank_lines_count_too(tmp_path: Path, data: b
         (b'{"a": 1}\n\n{"a": "\xff"}\n', "line 3: malformed JSON: got b'\\xff', which is not UTF-8; convert"),
         (b'{"a": 1}\n{"a": \n{"a": 1}\n', "line 2: malformed JSON: unexpected end of data; is the file cut"),
         (b'{"a": 1}\n{"a": \n{"a": 1}\n{"a": 2}\n' * 9, "line 4: malformed JSON (in the text that begins at"),
+        pytest.param(b'{"a": 1}\n{"a": 1' + b"0" * 5000 + b"}", "line 2: malformed JSON: n", id="giant"),
+        pytest.param(b'[{"a":\n-1' + b"0" * 5000 + b"}]", "line 2: malformed JSON", id="giant in a list"),
         (b'{"a": NaN}\n', "line 1: malformed JSON: got NaN, which is no JSON value; expected a"),
         (b'{\n"a":\n-Infinity}', "line 3: malformed JSON (in the text that begins at line 1): got Infinity"),
         (b'{"a": 1},\n{"b": 2}', "line 1: malformed JSON: "),

@@ -159,5 +159,6 @@ def test_preview_shows_both_answers(tmp_path: Path) -> None:
     preview.show_rows(terminal(stream))
     preview.show_statistics(terminal(stream))
     text = stream.getvalue()
-    assert "row 1, chosen: 4 tokens, 2 learned" in text and "row 1, rejected: 5 tokens, 3 learned" in text
+    assert "row 1, chosen: 3 tokens and a last label, 2 learned" in text
+    assert "row 1, rejected: 4 tokens and a last label, 3 learned" in text
     assert "3 of at most 40 tokens" in text

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from full_disk import disk_full_after
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
@@ -32,14 +35,17 @@ ROWS = [
     {"text": ["one sentence.", "", " and another"], "title": ""},
     {"text": [], "title": ["", ""]},
     {"text": "\u4f60\u597d <|eot_id|> spelled out", "title": "\U0001f600"},
-    {"text": "the lazy dog " * 50, "title": "\n\n"},
+    {"text": "the lazy dog " * 50 + "<|end_of_text|>", "title": "\n\n"},
 ]
 
 
 def upstream_bytes(
     folder: Path, rows: list[dict], key: str, tokenizer_folder: Path, append_eod: bool
 ) -> list[bytes]:
-    """The .bin and .idx of upstream's builder and tokenizer, filled as Megatron-LM's tool fills them."""
+    """The .bin and .idx of upstream's builder and tokenizer, filled as Megatron-LM's tool fills them.
+
+    A document that ends with the end token gets no second one.
+    """
     tokenizer = MegatronTokenizer.from_pretrained(
         str(tokenizer_folder), metadata_path={"library": "huggingface"}
     )
@@ -50,7 +56,7 @@ def upstream_bytes(
             if found := tokenizer.tokenize(sentence):
                 ids += found
                 lengths.append(len(found))
-        if ids and append_eod:
+        if ids and append_eod and ids[-1] != tokenizer.eod:
             ids.append(tokenizer.eod)
             lengths[-1] += 1
         builder.add_document(ids, lengths)
@@ -91,19 +97,26 @@ def test_every_key_has_the_bytes_of_megatron_lm(
     )
     for key, prefix in outputs.items():
         assert set_bytes(prefix) == upstream_bytes(tmp_path, rows, key, tiny_folder, append_eod)
-    empty, with_special = {"text": 800, "title": 800}, {"text": 400, "title": 0}
+    empty, with_special = {"text": 800, "title": 800}, {"text": 800, "title": 0}
     for key, prefix in outputs.items():
         tokens = len(np.fromfile(f"{prefix}.bin", np.uint16))
         assert written[key] == WrittenSet(2400, empty[key], tokens, with_special[key])
     suffixes = [path.suffix for path in (tmp_path / "new").iterdir()]
     assert sorted(suffixes) == sorted([".bin", ".idx", ".json"] * 2)
     assert any("text: 2400 documents, 800 of them empty" in message for message in logged)
-    assert [m for m in logged if "spell out special" in m][0].startswith(f"{outputs['text']}: 400 documents")
+    assert [m for m in logged if "spell out special" in m][0].startswith(f"{outputs['text']}: 800 documents")
 
 
-def test_reader_knows_how_much_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lines", "gzip", "parquet"])
+def test_reader_knows_how_much_is_read(tmp_path: Path, kind: str) -> None:
+    """Also of a file whose rows are much longer than itself: compressed, or with a dictionary."""
     for name in ("one", "two"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 2000))
+        pick = random.Random(name)
+        rows = ({"text": f"{pick.getrandbits(1200):x} " * 5} for _ in range(12_000))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name).write_bytes(gzip.compress(lines.encode()) if kind == "gzip" else lines.encode())
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": ["the lazy dog " * 50] * 12_000}), tmp_path / name)
     reading = document_reader([tmp_path / "one", tmp_path / "two"], ["text"])
     assert reading.share == 0
     shares = [reading.share for _ in reading.batches()]
@@ -275,6 +288,24 @@ def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path,
     assert f"{tmp_path}/set_text_document.bin, {tmp_path}/set_text_document.idx" in said
     assert "remove these files, or give another --output-prefix" in said
     assert before == [set_bytes(tmp_path / f"set_{key}_document") for key in ("text", "title")]
+
+
+@pytest.mark.parametrize("flags", [[], ["--split-at-blank-lines"]])
+def test_plain_text_is_a_document_a_file_or_one_between_blank_lines(
+    tmp_path: Path, tiny_folder: Path, flags: list[str]
+) -> None:
+    (tmp_path / "texts" / "below").mkdir(parents=True)
+    texts = ["\ufeffhello\nworld\n\n \r\n[two\n", "\nyes"]
+    (tmp_path / "texts" / "a.txt").write_text(texts[0], newline="")
+    (tmp_path / "texts" / "below" / "b.txt").write_text(texts[1])
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(texts[0].encode()))
+    options = ["--tokenizer-name-or-path", str(tiny_folder), "--output-prefix", str(tmp_path / "set"), *flags]
+    assert main([*options, "--workers", "1", "--input", str(tmp_path / "texts"), str(tmp_path / "*.gz")]) == 0
+    parts = [[texts[0][1:]], texts[1:]] if not flags else [["hello\nworld", "[two"], ["yes"]]
+    rows = [{"text": text} for text in (*parts[0], *parts[1], *parts[0])]
+    assert set_bytes(tmp_path / "set_text_document") == upstream_bytes(
+        tmp_path, rows, "text", tiny_folder, True
+    )
 
 
 def test_command_line_names_a_missing_file(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -5,6 +5,7 @@ those of byte-level tokenizers it is \u0120, and a line break is \u010a.
 """
 
 from functools import cache
+from pathlib import Path
 
 import chat_template_families as families
 import pytest
@@ -13,10 +14,12 @@ from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer, sentencepiece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.formats import Conversation, Text
 from patch.data.rendering import ChatRenderer, RenderOptions, Span, SpanEncoder, unmarked
 from patch.data.rendering.chat import end_of_turn
-from patch.errors import DataError
+from patch.data.tokenizer import load_tokenizer
+from patch.errors import ConfigError, DataError
 
 FAMILIES = ("LLAMA2", "MISTRAL", "LLAMA31", "QWEN25", "QWEN3")
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
@@ -226,6 +229,36 @@ def test_text_alone_is_learned_from_bos_to_eos(family: str, expected: list[list[
     got = learned(family, Text("hello world", "row"))
     assert [[run.replace("\u2581he ll o", "\u2581hello") for run in runs] for runs in got] == expected
     assert learned(family, Text(" \n", "row")) == []
+    tokenizer = tokenizer_of(family)
+    render, begin, end = ChatRenderer(tokenizer).render, expected[0][0].split(" > ")[0], tokenizer.eos_token
+    for prompt in (None, "hello"):  # a text that spells out the two tokens gets no second ones
+        bare = Text("hello world", "row", prompt)
+        own = Text(f"{begin if prompt is None else ''}hello world{end}", "row", prompt and f"{begin}hello")
+        assert render(own) == render(bare)
+
+
+def test_variables_of_a_template_are_those_of_transformers_and_are_exported(tmp_path: Path) -> None:
+    tokenizer, row = tokenizer_of("QWEN3"), chat(turns("hello", "yes", "question", "no"))
+    said, thoughts = tokenizer.chat_template, "<think>\n\n</think>\n\n"
+    theirs = tokenizer.apply_chat_template(
+        row.messages[:3], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    ((*_, answer),) = ChatRenderer(tokenizer).render(row)[-1:]
+    assert answer.text == f"{thoughts}no<|im_end|>"  # the default: empty thoughts are learned
+    for _ in range(2):
+        ensure_chat_template(tokenizer, kwargs='{"enable_thinking": false, "other": "\\u4e09\\"%}"}')
+    ((*context, answer),) = ChatRenderer(tokenizer).render(row)[-1:]
+    assert "".join(span.text for span in context) == theirs and theirs.endswith(thoughts)
+    assert answer.text == "no<|im_end|>"
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    chosen = [
+        loaded.apply_chat_template(row.messages[:3], tokenize=False, add_generation_prompt=True, **own)
+        for own in ({}, {"enable_thinking": True})
+    ]
+    assert chosen == [theirs, theirs.removesuffix(thoughts)] and str(loaded.chat_template).endswith(said)
+    with pytest.raises(ConfigError, match="got '.*a-b.*', expected a JSON object of names"):
+        ensure_chat_template(tokenizer, kwargs='{"a-b": 1}')
 
 
 def test_text_needs_a_token_that_ends_it() -> None:

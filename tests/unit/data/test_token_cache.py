@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -142,8 +143,8 @@ def test_changed_file_is_read_again_even_if_its_size_and_time_stay(tmp_path: Pat
 def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch) -> None:
     path, cache = write_rows(tmp_path / "rows.jsonl"), tmp_path / "cache"
 
-    def read_and_append(file):
-        yield from build_read(file)
+    def read_and_append(file, **options):
+        yield from build_read(file, **options)
         with file.open("a") as stream:
             stream.write('{"instruction": "late", "output": "late"}\n')
 
@@ -159,8 +160,10 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
     [
         ("ids.bin", "flip"), ("ends.bin", "remove"), ("ends.bin", "foreign"),
         ("report.json", "cut"), ("report.json", "remove"), ("report.json", "foreign"),
+        ("ids.bin", "pipe"), ("report.json", "pipe"), ("learned.bin", "endless"), ("learned.bin", "short"),
     ],
 )  # fmt: skip
+@pytest.mark.timeout(60)
 def test_damaged_entry_is_named_and_made_again(
     rows: Path, plain: SftSource, tmp_path: Path, logged: list[str], file: str, harm: str
 ) -> None:
@@ -170,6 +173,15 @@ def test_damaged_entry_is_named_and_made_again(
     content = path.read_bytes()
     if harm == "remove":
         path.unlink()
+    elif harm == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif harm == "endless":
+        os.truncate(path, 1 << 40)
+    elif harm == "short":  # with the right digest
+        path.write_bytes(content[:3])
+        was, now = (sha256(each).hexdigest() for each in (content, content[:3]))
+        (entry / "report.json").write_text((entry / "report.json").read_text().replace(was, now))
     elif harm == "foreign":
         load(write_rows(tmp_path / "others.jsonl", 50), tmp_path)
         (other,) = set(entries(tmp_path)) - {entry}
@@ -259,11 +271,11 @@ def test_one_process_reads_the_rows_and_those_who_wait_end_as_it_does(tmp_path: 
         file.write('{"instruction": "no answer"}\n' * is_bad)
 
     def load_slowly() -> None:
-        def read(file):
+        def read(file, **options):
             with log.open("a") as stream:
                 stream.write(f"{os.getpid()}\n")
             time.sleep(0.5)
-            yield from read_rows(file)
+            yield from read_rows(file, **options)
 
         read_rows, sets.read_rows = sets.read_rows, read
         load(path, cache)

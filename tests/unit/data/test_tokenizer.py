@@ -1,6 +1,7 @@
 """The tokenizer against Meta's own, and tokenizers that cannot be used."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE, ensure_chat_template
+from patch.data.formats import Text
+from patch.data.rendering import ChatRenderer
 from patch.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
@@ -99,6 +102,22 @@ def test_pipe_or_endless_file_among_the_tokenizers_is_refused(tmp_path: Path, na
     os.truncate(tmp_path / name, 1 << 33)
     with pytest.raises(DataError, match=f"{tmp_path / name} is a pipe, a device or larger"):
         load_tokenizer(str(tmp_path))
+
+
+def test_padding_of_the_file_never_acts_and_an_endless_id_is_refused(tmp_path: Path) -> None:
+    build_tiny_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    described = json.loads(file.read_text()) | {"post_processor": None}
+    padding = {"strategy": {"Fixed": 4}, "direction": "Left", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|begin_of_text|>"}
+    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(described | {"padding": padding, "truncation": cut}))
+    ((answer,),) = ChatRenderer(load_tokenizer(tmp_path)).render(Text("hello", "row"))
+    assert answer.text == "hello<|end_of_text|>"
+    described["model"]["vocab"]["endless"] = 2**31 - 1
+    file.write_text(json.dumps(described))
+    with pytest.raises(DataError, match="has an id 2147483647, expected at most 16777216"):
+        load_tokenizer(tmp_path)
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:

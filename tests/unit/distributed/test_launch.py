@@ -154,6 +154,7 @@ sys.exit(2)
 
 
 CRASH, LOST, WAITING = "sys.exit(1)", f"sys.exit({LOST_RANK_CODE})", "time.sleep(60)"
+ABORT = "os.kill(os.getpid(), signal.SIGABRT)"
 
 
 @pytest.mark.parametrize(
@@ -166,9 +167,20 @@ CRASH, LOST, WAITING = "sys.exit(1)", f"sys.exit({LOST_RANK_CODE})", "time.sleep
         ((LOST, LOST), 5, "another rank ended"),
         (("sys.exit(143)", "sys.exit(143)"), 143, "exit code 143"),
         ((WAITING, "os.kill(os.getpid(), signal.SIGKILL)"), 5, "SIGKILL; the usual reason is that"),
-        ((WAITING, "os.kill(os.getpid(), signal.SIGABRT)"), 5, "--distributed-timeout-minutes"),
+        ((WAITING, ABORT), 5, "SIGABRT; the usual reason is an error of a library"),
+        ((WAITING, f"worker_process.note_nccl(); {ABORT}"), 5, "--distributed-timeout-minutes"),
     ],
-    ids=["crash", "cause", "lost by cause", "lost by crash", "lost elsewhere", "stopped", "kernel", "NCCL"],
+    ids=[
+        "crash",
+        "cause",
+        "lost by cause",
+        "lost by crash",
+        "lost elsewhere",
+        "stopped",
+        "kernel",
+        "abort",
+        "NCCL",
+    ],
 )
 def test_exit_code_is_that_of_the_first_known_cause(
     tmp_path: Path, short_waits: None, logged: list[str], ends: tuple[str, str], expected: int, said: str

@@ -153,7 +153,7 @@ def test_one_row_is_found_by_the_number_that_messages_give_in_each_of_several_se
     output, text = tmp_path / "it.json", f"0.7 {tmp_path}/a.jsonl 0.3 {tmp_path}/b.jsonl"
     flags = _flags(tokenizer, "--row", 5, "--json", output, "--max-dropped-share", 0.2)
     assert main([text, *flags]) == 0
-    assert f"{rows}: line 5: 22 tokens, 2 learned" in capsys.readouterr().out
+    assert f"{rows}: line 5: 21 tokens and a last label, 2 learned" in capsys.readouterr().out
     values = json.loads(output.read_text())
     assert [each["name"] for each in values["sets"]] == [
         f"0.7 {tmp_path}/a.jsonl", f"0.3 {tmp_path}/b.jsonl",

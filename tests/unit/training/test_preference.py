@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from patch.config.schema import RunConfig
 from patch.convert import export_adapter
 from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.packing import PairSource
 from patch.data.sft.options import SftOptions
 from patch.distributed.groups import initialize
 from patch.errors import CheckpointError
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import Record
+from patch.training.preference import Preference, _keys_in
 from patch.training.setup import build_run
 from patch.training.store_records import send_records, take_records
 from patch.training.trainer import Trainer
@@ -56,6 +59,14 @@ FORMS = {
     ],
     "whole": [
         {key: says("user", q) + says("assistant", x) for key, x in (("chosen", a), ("rejected", b))}
+        for q, a, b in SAID
+    ],
+    "turns": [
+        {"prompt": BEFORE + says("user", q)}
+        | {
+            key: says("assistant", x) + says("user", "hello") + says("assistant", "yes")
+            for key, x in (("chosen", a), ("rejected", b))
+        }
         for q, a, b in SAID
     ],
     "texts": [{"prompt": q, "chosen": a, "rejected": f"{b}<|end_of_text|>"} for q, a, b in SAID],
@@ -107,7 +118,7 @@ for form, (rows, changes) in json.load(open(f"{folder}/request.json")).items():
     trainer = Noting(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
     if lora:
         trainer.model.save_pretrained(f"{folder}/adapter")
-    if form != "transcripts":
+    if form not in ("transcripts", "turns"):
         trainer.train()
     found[form] = {"steps": steps[:num_steps], "rows": list(trainer.train_dataset)}
 json.dump(found, open(f"{folder}/answer.json", "w"))
@@ -309,3 +320,25 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
     assert "began with weights whose checksum is" in found["refused"]
     assert found["moved computed"] == found["recomputed computed"] + 4, "of two sets, here and there"
     assert "reference.json is not there or cannot be read; expected that of the run" in found["unknown"]
+
+
+@pytest.mark.timeout(60)
+def test_files_of_the_reference_are_looked_at_before_they_are_read(folder: Path, tmp_path: Path) -> None:
+    preference = Preference(config_of(folder, "messages", cache_dir=str(tmp_path)))
+    pairs = load_sft(folder / "messages.json", load_tokenizer(str(folder)), LENGTH, SftOptions(pairs=True))
+    source = PairSource(pairs, LENGTH, is_packed=False)
+    file = tmp_path / "references" / "key"
+    file.parent.mkdir()
+
+    def put(content: bytes) -> None:
+        file.write_bytes(sha256(content).digest() + content)
+
+    for harm in (lambda: put(b"abc"), lambda: os.mkfifo(file), lambda: file.symlink_to("/dev/zero")):
+        harm()
+        assert preference._stored("key", source) is None
+        file.unlink()
+    put(torch.arange(8.0).numpy().tobytes())
+    assert preference._stored("key", source).tolist() == [*range(8)]
+    good = {"a": f"{0:016x}-{1:032x}"}
+    (tmp_path / "reference.json").write_text(json.dumps({**good, "b": "../../key", "c": 3}))
+    assert _keys_in(tmp_path / "reference.json") == good
