@@ -172,7 +172,7 @@ BROKEN = {
     "```bash\npython -m toolkits.converter\n```": ("page.md:2", "no tool"),
     "```bash\nsbatch slurm.sh slurm\n```": ("page.md:2", "no file slurm.sh"),
     "see `patch/none.py`": ("page.md:1", "no file patch/none.py"),
-    "```bash\nllama-patch timeline --colour red $RUN\n```": ("page.md:2", "--colour"),
+    "```bash\nllama-patch doctor --colour red\n```": ("page.md:2", "--colour"),
     "```bash\nllama-patch convert hf2mcore --load $DATA --save $OUT\n```": ("page.md:2", "ended with 4"),
     f"```bash\nexport MP_DATASET_TYPE=raw\n{RUN} --export-gguf\n```": ("page.md:3", "--export-gguf"),
     f"```bash\nMP_PACKING=true {RUN}\n```": ("page.md:2", "MP_PACKING has no effect"),
