@@ -30,7 +30,7 @@ COMMANDS = {
     ),
 }
 """Name: the module whose `main` takes the rest of the line, and what it does."""
-_REMOVED = {"timeline": "open the files of OUTPUT_BASEPATH/log/traces in Perfetto or with HolisticTraceAnalysis"}
+_REMOVED = {"timeline": "open OUTPUT_BASEPATH/log/traces in Perfetto"}
 """Commands of earlier versions: what takes their place."""
 
 

@@ -11,11 +11,11 @@ from megatron.core import dist_checkpointing
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import build_seeded_run, digests, messages_from, save, seeded_batches
+from upstream_models import upstream_stage
 
 from patch.distributed.groups import shutdown
 from patch.training.run_state import Progress, find_progress, load_weights, resume, state_to_save
 from patch.training.step import train_step
-from toolkits.prove.upstream import upstream_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
