@@ -40,7 +40,7 @@ from patch.storage.names import (
 )
 from patch.training import OBJECTIVES
 from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, positive, typed
-from toolkits.doctor.check import run_program
+from toolkits._program import run_program
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
 
 if TYPE_CHECKING:
