@@ -25,7 +25,7 @@ class Fp8Matrix(NamedTuple):
     values: torch.Tensor
     """[M, N] float8, contiguous."""
     scale_inv: torch.Tensor
-    """float32 []: one for all; [M, 1]: one for each row; or [1, N]: one for each column."""
+    """float32 []."""
 
 
 class Factors(NamedTuple):
@@ -42,15 +42,11 @@ def padded(length: int) -> int:
     return max(1, -(-length // MULTIPLE)) * MULTIPLE
 
 
-def largest_of(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """The largest absolute number, float32 []; along a dimension of a matrix: [M, 1] or [1, N].
-
-    NaN is larger than any.
-    """
+def largest_of(matrix: torch.Tensor) -> torch.Tensor:
+    """The largest absolute number, float32 []; NaN is larger than any."""
     if not matrix.numel():  # torch knows no largest number of none
-        shape = {None: [], 0: [1, matrix.shape[-1]], 1: [len(matrix), 1]}[dim]
-        return torch.zeros(shape, device=matrix.device)
-    return torch.linalg.vector_norm(matrix, math.inf, dim=dim, keepdim=dim is not None).float()
+        return torch.zeros((), device=matrix.device)
+    return torch.linalg.vector_norm(matrix, math.inf).float()
 
 
 def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ COMMANDS = {
     "preview": ("toolkits.preview_data", "data as tokens, learned or not, with its figures"),
     "preprocess": ("toolkits.preprocess_pretrain", "documents to .bin and .idx, for pre-training"),
     "inspect": ("toolkits.inspect_checkpoint", "what a checkpoint holds, and whether it is whole"),
-    "timeline": ("toolkits.timeline.__main__", "one page of a step from the traces of --profile"),
     "evaluate": ("toolkits.evaluate.__main__", "scores of tasks: a Hugging Face folder's, or a checkpoint's"),
     "align": (
         "toolkits.verify_alignment",
@@ -31,6 +30,8 @@ COMMANDS = {
     ),
 }
 """Name: the module whose `main` takes the rest of the line, and what it does."""
+_REMOVED = {"timeline": "open OUTPUT_BASEPATH/log/traces in Perfetto"}
+"""Commands of earlier versions: what takes their place."""
 
 
 def main() -> int:
@@ -42,6 +43,9 @@ def main() -> int:
     if name in ("-h", "--help"):
         print("\n".join(["usage: llama-patch COMMAND ...; llama-patch COMMAND --help", *lines]))
         return 0
+    if name in _REMOVED:
+        print(f"ERROR llama-patch: {name} was removed; {_REMOVED[name]}", file=sys.stderr)
+        return 2
     refusal = f"ERROR llama-patch: got {name!r}{nearest(name, list(COMMANDS))}, expected:"
     print("\n".join([refusal, *lines]), file=sys.stderr)
     return 2

@@ -23,7 +23,7 @@ MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-4}
 GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-2048}
 tokens_per_step=$((GLOBAL_BATCH_SIZE * 2048))
 
-# After ENV the positions of run_mcore_llama.sh: examples/llama3_1/guides/launcher.md.
+# After ENV the positions of run_mcore_llama.sh: docs/launcher.md.
 exec sbatch --job-name megatron_llama_13b --nodes "$NODES" "$(dirname -- "$0")/../llama3_1/slurm.sh" \
     slurm "$MODEL_SIZE" "$MICRO_BATCH_SIZE" "$GLOBAL_BATCH_SIZE" 6e-5 6e-6 2048 2048 bf16 "$TP_SIZE" "$PP_SIZE" 1 \
     true true true false sel false 100 "$DATASET" none "$LOAD_CHECKPOINT_PATH" $((1000 * tokens_per_step)) \

@@ -1,5 +1,5 @@
 #!/bin/sh
-# sh run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]: see guides/launcher.md, or --help.
+# sh run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]: see docs/launcher.md, or --help.
 # It only finds Python: $PYTHON, else the repository's .venv, else python3. Any POSIX shell runs it.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)

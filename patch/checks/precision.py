@@ -25,9 +25,10 @@ _FIRST_CAPABILITY = (8, 9)
 def scaling_is_built(config: RunConfig, machine: MachineFacts) -> None:
     """8-bit numbers do not share a scale in a way that is not built yet."""
     recipe = config.training.fp8_recipe
-    if recipe in ("mxfp8", "blockwise"):
+    if recipe in ("rowwise", "mxfp8", "blockwise"):
         why = "a scale for each block of numbers is not built yet"
-        refuse("fp8_recipe", recipe, "tensorwise, rowwise or delayed", why)
+        why = "a scale for each row was removed; use tensorwise" if recipe == "rowwise" else why
+        refuse("fp8_recipe", recipe, "tensorwise or delayed", why)
 
 
 def eight_bits_fit(config: RunConfig, machine: MachineFacts) -> None:
@@ -59,7 +60,7 @@ def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
     if config.model.transformer_impl == "local":
         obstacle = f"our own layers ({where('transformer_impl')} local) make their scales anew"
     if obstacle:
-        refuse("fp8_recipe", "delayed", "tensorwise or rowwise", obstacle)
+        refuse("fp8_recipe", "delayed", "tensorwise", obstacle)
     if config.training.first_last_layers_bf16:
         why = "delayed scaling has no layers in bf16 (megatron-core)"
         refuse("first_last_layers_bf16", "true", f"false, or tensorwise at {where('fp8_recipe')}", why)
@@ -68,9 +69,6 @@ def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
 def _param_gather_fits(config: RunConfig) -> None:
     """A weight has one scale, which ranks find together when all of them have updated it."""
     flag = where("fp8_param_gather")
-    if config.training.fp8_recipe == "rowwise":
-        why = "a weight that travels in 8 bits has one scale, not others for its rows and for its columns"
-        refuse("fp8_recipe", "rowwise", f"tensorwise beside {flag}", why)
     policy = config.optimizer.optimizer_offload_policy
     if policy is not None:
         why = "scales are found when the GPU has updated; of what a host updates later they would be old ones"

@@ -70,8 +70,6 @@ def can_send_in_pieces(config: RunConfig) -> bool:
 def _fp8_obstacle(config: RunConfig) -> str:
     training, parallel = config.training, config.parallel
     fp8 = training.fp8
-    if fp8.recipe == "rowwise":
-        return f"{where('fp8_recipe')} rowwise: scales for each row are of our own layers"
     if training.fp8_param_gather:
         return f"{where('fp8_param_gather')} is of our own layers"
     if training.cpu_offloading or training.recompute_granularity == "auto":

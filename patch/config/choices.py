@@ -49,8 +49,8 @@ PreferenceLoss = Literal["sigmoid", "ipo"]
 Fp8Format = Literal["hybrid", "e4m3"]
 """8-bit types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""
 
-Fp8Scaling = Literal["tensorwise", "rowwise", "delayed", "mxfp8", "blockwise"]
-"""Which numbers share a scale, and when it is made: megatron-core's `Fp8Recipe`, and a scale for each row."""
+Fp8Scaling = Literal["tensorwise", "delayed", "rowwise", "mxfp8", "blockwise"]
+"""Which numbers share a scale, and when it is made: megatron-core's `Fp8Recipe`; rowwise is refused."""
 
 GradientType = Literal["fp32", "bf16"]
 """Type in which gradients are added up and reduced."""

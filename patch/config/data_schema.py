@@ -165,7 +165,7 @@ class CheckpointConfig:
     )
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
     profile: str | None = flag(
-        "START:END: a trace of these steps of each rank in log/traces, for llama-patch timeline and Perfetto",
+        "START:END: a trace of these steps of each rank in log/traces, for Perfetto",
         none="none",
     )
     report_to: str | None = flag(

@@ -197,9 +197,8 @@ class TrainingConfig:
         "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", none="default"
     )
     fp8_recipe: Fp8Scaling | None = flag(
-        "fp8: scales for whole tensors; rowwise: for each row of what a product sums over (our own layers); "
-        "delayed: from the step before (Transformer Engine's layers); default: tensorwise (refused yet: "
-        "mxfp8, blockwise)",
+        "fp8: scales for whole tensors; delayed: from the step before (Transformer Engine's layers); "
+        "default: tensorwise (refused: rowwise, mxfp8, blockwise)",
         none="default",
     )
     first_last_layers_bf16: bool = flag("fp8: the model's first and last layers stay in bf16", False)

@@ -1,12 +1,12 @@
 """Products of `--precision fp8`: linear layers' three products take 8-bit factors.
 
 Weights, inputs and outputs are bfloat16; input and weight are rounded to e4m3, the output's gradient to e5m2
-(`--fp8-format hybrid`) or e4m3. Scales are made anew from what they scale (`fp8_matrix.py`): tensor-wise, or
-with a scale for each row of what a product sums over. On a TP rank these are the scales of its own part.
+(`--fp8-format hybrid`) or e4m3. A tensor has one scale, made anew from its numbers (`fp8_matrix.py`). On a
+TP rank it is the scale of the rank's own part.
 Everything but weights is rounded for each product.
 
-With SP a rank rounds its own part of the input with scales of the whole, for which ranks agree on the largest
-numbers first, and 8-bit values are gathered: in forward the rows, with their scales if each has its own.
+With SP a rank rounds its own part of the input with the scale of the whole, for which ranks agree on the
+largest number first, and 8-bit values are gathered.
 
 For backward a layer keeps its input in 8 bits, half of what bfloat16 takes; where something else keeps the
 input anyway (attention its result) or brings it back (AC=sel), it keeps that one. With SP it is this rank's
@@ -55,8 +55,6 @@ class StepWeights:
 
     def __init__(self, fp8: Fp8) -> None:
         self.fp8 = fp8
-        self.rowwise = fp8.recipe == "rowwise"
-        """A scale for each row of what a product sums over, instead of one for the tensor."""
         self._weights: list[Fp8Weight] = []
         self.is_open = False
         """Whether what is made now is kept."""
@@ -100,8 +98,7 @@ class Fp8Weight:
         """The weight may change from here on."""
         self._rows: Fp8Matrix | None = None
         self._columns: Fp8Matrix | None = None
-        self._row_scales: torch.Tensor | None = None
-        self._column_scales: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
 
     def rows(self, weight: torch.Tensor) -> Fp8Matrix:
         """The factor of a product that sums along its rows."""
@@ -111,11 +108,9 @@ class Fp8Weight:
             return self._as_gathered(weight)
         if self._rows is not None:
             return self._rows
-        known = self._row_scales, None
-        made, _ = factors(weight, _WIDE, rowwise=self._step.rowwise, columns=False, scale_inv=known)
-        assert made is not None
+        made = quantize(weight, _WIDE, self._scale)
         if self._step.is_open:
-            self._row_scales = made.scale_inv
+            self._scale = made.scale_inv
             self._rows = made if self._step.fp8.keeps_weights else None
         return made
 
@@ -125,16 +120,13 @@ class Fp8Weight:
             return self._columns
         if weight.dtype == _WIDE:
             made = transposed(self._as_gathered(weight))
-        elif self._rows is not None and not self._step.rowwise:
+        elif self._rows is not None:
             made = transposed(self._rows)
         else:
-            known = (None, self._column_scales) if self._step.rowwise else (self._row_scales, None)
-            _, columns = factors(weight, _WIDE, rowwise=self._step.rowwise, rows=False, scale_inv=known)
+            _, columns = factors(weight, _WIDE, rows=False, scale_inv=self._scale)
             assert columns is not None
             made = columns
         if self._step.is_open:
-            if self._step.rowwise:
-                self._column_scales = made.scale_inv
             self._columns = made if self._step.fp8.keeps_weights else None
         return made
 
@@ -187,7 +179,7 @@ class EightBits(Product):
     ) -> tuple[Factors, torch.dtype]:
         """The output's gradient as factors, and the type of results."""
         kind = _GRADIENT[self._step.fp8.format]
-        made = factors(gradient, kind, rowwise=self._step.rowwise, rows=of_input, columns=of_weight)
+        made = factors(gradient, kind, rows=of_input, columns=of_weight)
         return made, gradient.dtype
 
     def input_gradient(self, gradient: tuple[Factors, torch.dtype], weight: torch.Tensor) -> torch.Tensor:
@@ -221,16 +213,11 @@ class EightBits(Product):
         return writer.stand_in()
 
     def _of_input(self, matrix: torch.Tensor, *, rows: bool, columns: bool) -> Factors:
-        return factors(matrix, _WIDE, rowwise=self._step.rowwise, rows=rows, columns=columns)
+        return factors(matrix, _WIDE, rows=rows, columns=columns)
 
     def _of_cut_input(
         self, part: torch.Tensor, messages: Messages, *, columns: bool
     ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-        """All ranks' rows, and what backward makes the columns of: this rank's, with scales of the whole."""
-        agree, rowwise = messages.raise_to_largest, self._step.rowwise
-        own = quantize(part, _WIDE, 1) if rowwise else quantize(part, _WIDE, None, agree=agree)
-        scale_inv = messages.gather(own.scale_inv) if rowwise else own.scale_inv
-        rows = Fp8Matrix(messages.gather(own.values), scale_inv)
-        if rowwise and columns:
-            own = quantize(part, _WIDE, 0, agree=agree)
-        return rows, own if columns else None
+        """The rows of all ranks, and for backward those of this rank, with the scale of the whole."""
+        own = quantize(part, _WIDE, agree=messages.raise_to_largest)
+        return own._replace(values=messages.gather(own.values)), own if columns else None

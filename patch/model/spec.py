@@ -216,7 +216,7 @@ class Blueprint:
     def _mlp(self, submodules: MLPSubmodules, number: int) -> Any:
         is_recomputed = self.upstream.recompute_granularity == "selective"
         eight_bits = self._eight_bits(number)
-        activation = self._activation(notes_amax=eight_bits is not None and not eight_bits.rowwise)
+        activation = self._activation(notes_amax=eight_bits is not None)
         return mlp_spec(submodules, self.groups.tp, activation, is_recomputed=is_recomputed)
 
     def _experts(self, shared: MLPSubmodules) -> Any:

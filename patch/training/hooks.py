@@ -8,7 +8,7 @@ log/last_saved_iteration.txt tells a job's script whether a run gets on. The tra
 it is in the store, and the one on the disk is of a copy that the store once refused.
 
 A trace has the phases of each step, the buckets' reductions and gathers, the chunks' copies and updates, and
-waits, by name. `llama-patch timeline` draws it; so do Perfetto and chrome://tracing.
+waits, by name. Perfetto and chrome://tracing draw it.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
         return subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     commands = [line.split()[0] for line in call("--help").stdout.splitlines()[1:]]
-    tools = "merge plan prove doctor preview preprocess inspect timeline evaluate align"
+    tools = "merge plan prove doctor preview preprocess inspect evaluate align"
     assert commands == ["train", "convert", *tools.split()]
     wrong = call("plna")
     assert wrong.returncode == 2 and "did you mean plan?" in wrong.stderr

@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))
 
 from patch.distributed.guardian import Guardian
 from patch.storage.atomic import write_atomically
+from toolkits._program import run_program
 from toolkits.benchmarks._report import versions
-from toolkits.doctor.check import run_program
 
 FIRST = ("test_doctor.py", "test_layer.py")
 """What tells most, in this order."""

@@ -196,11 +196,10 @@ def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:
 
 
 @needs_8_bits
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
-def test_8_bit_products_are_those_of_the_cpu(form: str, recipe: str) -> None:
+def test_8_bit_products_are_those_of_the_cpu(form: str) -> None:
     """Relative to the largest number: Hopper's forward sums with fewer bits, and results are bfloat16."""
-    fp8 = Fp8(format=form, recipe=recipe)
+    fp8 = Fp8(format=form)
     for ours, theirs in zip(eight_bit_results(fp8, "cuda"), eight_bit_results(fp8, "cpu"), strict=True):
         assert (ours - theirs).abs().max() <= 0.01 * theirs.abs().max()
 
@@ -223,7 +222,7 @@ def test_8_bit_products_add_up_in_fp32(
     for index in range(2):
         both = [(outputs, kind), (inputs, torch.float8_e4m3fn)]
         a, b = (
-            fp8_matrix.factors(torch.randn(tokens, n, device=device).bfloat16(), dtype, rowwise=False).columns
+            fp8_matrix.factors(torch.randn(tokens, n, device=device).bfloat16(), dtype).columns
             for n, dtype in both
         )
         fp8_matrix.add_product(total, a, b, torch.bfloat16, overwrite=index == 0)

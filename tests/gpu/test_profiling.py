@@ -1,5 +1,6 @@
-"""--profile on a GPU: its kernels and copies are in the trace, and the timeline has them in its lanes."""
+"""--profile on a GPU: the trace has kernels and copies."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from training_runs import build_seeded_run
 from patch.device import DeviceContext
 from patch.training.hooks import StepProfile
 from patch.training.trainer import Trainer
-from toolkits.timeline.__main__ import main
 
 
 def test_a_step_with_offloaded_states_has_kernels_and_copies(job: DeviceContext, tmp_path: Path) -> None:
@@ -26,9 +26,6 @@ def test_a_step_with_offloaded_states_has_kernels_and_copies(job: DeviceContext,
         assert Trainer(run, [hook]).train() == 0
     finally:
         parallel_state.destroy_model_parallel()
-    report = tmp_path / "report.json"
-    arguments = ["--output", str(tmp_path / "page.html"), "--json", str(report)]
-    assert main([str(tmp_path / "log" / "traces"), *arguments]) == 0
-    (rank,) = json.loads(report.read_text())["ranks"]
-    assert rank["is_gpu"] and 0 < rank["compute_ms"] < rank["step_ms"] and rank["copies_ms"] > 0
-    assert rank["communication_ms"] == 0  # one rank
+    text = gzip.decompress((tmp_path / "log" / "traces" / "rank_0.json.gz").read_bytes())
+    kinds = {event.get("cat") for event in json.loads(text)["traceEvents"]}
+    assert {"kernel", "gpu_memcpy", "user_annotation"} <= kinds

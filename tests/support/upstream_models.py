@@ -1,12 +1,24 @@
-"""What may be asked of a model, ours or upstream's, without its values."""
+"""megatron-core's own model of a stage, and what may be asked of a model without its values."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from patch.checks.layout import ACCOUNTED
+from patch.config import RunConfig
+from patch.families import traits_of
+from patch.model.configuration import transformer_config
 
 MARKS = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce",
@@ -68,3 +80,69 @@ def described(model: GPTModel) -> dict[str, dict]:
             shard.unique_key: shard.replica_id for shard in shards if not isinstance(shard, ShardedTensor)
         },
     }  # fmt: skip
+
+
+class Upstream(GPTModel):
+    """Upstream's model but for one step: it copies a tied embedding to the last stage on a GPU."""
+
+    def _is_in_embd_group(self) -> bool:
+        return False
+
+
+def upstream_stage(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int,
+    spec: TransformerBlockSubmodules | None = None,
+) -> Upstream:
+    """Upstream's model of a stage, initialised by itself, which is where it sets its marks.
+
+    Args:
+        config: the run.
+        groups: the process groups of this rank.
+        vp_stage: the index of this stage among the stages of its process.
+        spec: its layers; None: those of upstream's local spec.
+    """
+    model = config.model
+    upstream = dataclasses.replace(
+        transformer_config(model, groups, config.execution, cuda=False), perform_initialization=True,
+        init_method_std=model.init_method_std, init_method=None, output_layer_init_method=None,
+        embedding_init_method=None, embedding_init_method_std=None,
+    )  # fmt: skip
+    _let_upstream_cut(upstream, config)
+    stage = vp_stage * groups.pp.size() + groups.pp.rank()
+    spec = spec or get_gpt_decoder_block_spec(
+        upstream, use_transformer_engine=False, normalization=traits_of(model).normalization,
+        vp_stage=vp_stage, pp_rank=groups.pp.rank(),
+    )  # fmt: skip
+    return Upstream(
+        config=upstream,
+        transformer_layer_spec=spec,
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == config.virtual_pipeline_size * groups.pp.size() - 1,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
+def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
+    """Give upstream its own flags for what it cuts by itself; interleaved layouts need its global state."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        upstream.virtual_pipeline_model_parallel_size
+    )
+    if parallel.pipeline_model_parallel_layout is not None:
+        upstream.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
+            parallel.pipeline_model_parallel_layout, pp_size
+        )
+    elif parallel.account_for_loss_in_pipeline_split:
+        upstream.pipeline_model_parallel_layout = None
+        for field in ACCOUNTED:
+            setattr(upstream, field, True)

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from patch.device import MachineFacts
+from toolkits._program import run_program
 from toolkits.benchmarks._report import machine, versions
-from toolkits.doctor.check import run_program
 
 _RESULTS = Path(__file__).with_name("RESULTS.md")
 _TABLE = ["no offload", "auto", "1", "weights", "fp8", "fp8 auto", "fp8 1"]

@@ -8,29 +8,68 @@ reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer, utils
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
     param_and_grad_buffer,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.extensions import transformer_engine
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
 
+from patch.compat import cpu
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import SameBatches
-from toolkits.prove.upstream import optimizer_config
 
 _REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
+_CUDA_MODULES = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.transformer.dot_product_attention",
+    "megatron.core.transformer.utils",
+)
+"""What upstream's optimizer and attention need on a CPU beyond `patch.compat`; runs do not use them."""
+def prepare_cpu() -> None:
+    """Let upstream's model, DDP and optimizer run without CUDA in this process; call it after `cpu.apply`."""
+    for module in _CUDA_MODULES:
+        cpu.replace_torch(module)
+    # Upstream's own choice where Transformer Engine is not installed, whose Adam, norm and scaling need CUDA.
+    vars(optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
+    for module in (clip_grads, optimizer.optimizer):
+        vars(module).update(
+            multi_tensor_applier=utils.local_multi_tensor_applier,
+            l2_norm_impl=utils.local_multi_tensor_l2_norm,
+            multi_tensor_scale_impl=utils.local_multi_tensor_scale,
+        )
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+    get_type = torch.Tensor.type
+
+    def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Upstream compares type names with "torch.cuda.FloatTensor" (distrib_optimizer.py:361, 420, 582)."""
+        result = get_type(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    vars(torch)["Tensor"].type = type_as_on_cuda
 
 
 class UpstreamTrainer:
@@ -147,6 +186,22 @@ class DeepSpeedTrainer:
 
     def settle(self) -> None:
         """Nothing is under way: its step waits."""
+
+
+def optimizer_config(config: RunConfig, **further: Any) -> OptimizerConfig:
+    """Upstream's settings of a run's optimizer: numbers and switches have the same names there.
+
+    Args:
+        config: the run.
+        further: settings that it does not say, or other ones.
+    """
+    own, kept_as = config.optimizer, config.execution.facts.kept_as
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)} & {*own.__slots__}
+    same = {name: value for name in names if not isinstance(value := getattr(own, name), str)}
+    same["use_distributed_optimizer"] = config.zero_stage.shares_states
+    return OptimizerConfig(
+        optimizer="adam", bf16=kept_as == "bf16", fp16=kept_as == "fp16", **same | further
+    )  # fmt: skip
 
 
 def _settings(config: RunConfig, offload: float) -> OptimizerConfig:

@@ -35,8 +35,7 @@ from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, time_on
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
 from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
 from toolkits.benchmarks._runner import run_ranks
-from toolkits.benchmarks._upstream import UpstreamTrainer
-from toolkits.prove.upstream import prepare_cpu
+from toolkits.benchmarks._upstream import UpstreamTrainer, prepare_cpu
 
 _SHAPE: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 96, "ffn_hidden_size": 256, "num_attention_heads": 3,

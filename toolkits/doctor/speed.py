@@ -35,9 +35,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def measure_host(settings: Settings) -> Iterator[Finding]:
     """Copies, the optimizer's kernel and products on all cores that this process may use."""
     torch.set_num_threads(settings.machine.cpu_cores)
-    speed = _copies("cpu", _COPY_BYTES)
-    yield Finding("memory copies", "ok", f"{speed / 1e9:.1f} GB/s, read and written",
-                  data={"bytes_per_s": speed})  # fmt: skip
+    yield _copies("memory copies", "cpu", _COPY_BYTES)
     grad, master, first, second = (torch.full((_ADAM_NUMEL,), 0.5) for _ in range(4))
     scalars = AdamScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
     item = UpdateItem(grad, AdamStates(master, first, second), scalars)
@@ -45,19 +43,17 @@ def measure_host(settings: Settings) -> Iterator[Finding]:
     seconds = seconds_of(lambda: kernel.update([item]))
     speed, billion_s = _ADAM_NUMEL * PRECISIONS["fp32"].update_bytes / seconds, seconds * 1e9 / _ADAM_NUMEL
     what = f"{speed / 1e9:.1f} GB/s, {billion_s:.2f} s for a billion parameters ({type(kernel).__name__})"
-    yield Finding("Adam on the host", "ok", what, data={"bytes_per_s": speed, "s_per_billion": billion_s})
-    flops = {
-        kind: _products("cpu", _CPU_MATRIX, dtype)
-        for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    }
+    yield Finding("Adam on the host", "ok", what, data={"bytes_per_s": speed})
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    flops = {kind: _products("cpu", _CPU_MATRIX, dtype) for kind, dtype in kinds.items()}
     what = " and ".join(f"{speed / 1e9:.0f} GFLOP/s in {kind}" for kind, speed in flops.items())
     cure = "runs on this CPU take --precision fp32 (position 9): bf16 is emulated"
     yield graded("products", what, flops["bf16"] < _SLOW_IN_16_BITS * flops["fp32"], cure, **flops)
-    yield _start("start of an operation", "cpu", "")
+    yield _start("start of an operation", "cpu")
 
 
 def measure_gpus(settings: Settings) -> Iterator[Finding]:
-    """Each GPU's copies from and to pinned memory, its memory, its products. No GPU has run this yet."""
+    """Each GPU's copies from and to pinned memory, its memory, its products."""
     for index in range(settings.machine.cuda_devices):
         with torch.cuda.device(index):
             yield from _measure_gpu(f"GPU {index}")
@@ -69,27 +65,24 @@ def _measure_gpu(name: str) -> Iterator[Finding]:
     on_device = torch.empty_like(host, device="cuda")
     up = _COPY_BYTES / seconds_of(lambda: on_device.copy_(host, non_blocking=True))
     down = _COPY_BYTES / seconds_of(lambda: host.copy_(on_device, non_blocking=True))
-    cure = "look at the PCIe lanes and the NUMA node of this GPU: offload copies at this speed"
     what = f"{up / 1e9:.1f} GB/s to it, {down / 1e9:.1f} GB/s back"
+    cure = "look at the PCIe lanes and the NUMA node of this GPU: offload copies at this speed"
     data = {"to_device_bytes_per_s": up, "to_host_bytes_per_s": down}
     yield graded(f"{name} pinned copies", what, min(up, down) < _MIN_PCIE, cure, **data)
-    speed = _copies("cuda", 4 * _COPY_BYTES)
-    what = f"{speed / 1e9:.0f} GB/s, read and written"
-    yield Finding(f"{name} memory", "ok", what, data={"bytes_per_s": speed})
+    yield _copies(f"{name} memory", "cuda", 4 * _COPY_BYTES)
     flops, peak = _products("cuda", _GPU_MATRIX, torch.bfloat16), peak_flops(torch.cuda.get_device_name())
-    share = f", {flops / peak:.0%} of the peak" if peak else ""
-    is_slow = peak is not None and flops < _MIN_SHARE_OF_PEAK * peak
+    what = f"{flops / 1e12:.0f} TFLOP/s in bf16" + (f", {flops / peak:.0%} of the peak" if peak else "")
     cure = "another process on this GPU, a power cap or heat: see nvidia-smi -q -d PERFORMANCE"
-    what = f"{flops / 1e12:.0f} TFLOP/s in bf16{share}"
-    yield graded(f"{name} products", what, is_slow, cure, flops_per_s=flops)
-    yield _start(f"{name} start", "cuda", " a kernel")
+    yield graded(f"{name} products", what, flops < _MIN_SHARE_OF_PEAK * (peak or 0), cure, flops_per_s=flops)
+    yield _start(f"{name} start", "cuda")
 
 
-def _copies(device: str, num_bytes: int) -> float:
-    """Bytes a second of copies within a memory, read and written."""
+def _copies(name: str, device: str, num_bytes: int) -> Finding:
+    """Copies within a memory, read and written."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_of(lambda: target.copy_(source))
+    speed = 2 * num_bytes / seconds_of(lambda: target.copy_(source))
+    return Finding(name, "ok", f"{speed / 1e9:.1f} GB/s, read and written", data={"bytes_per_s": speed})
 
 
 def _products(device: str, size: int, dtype: torch.dtype) -> float:
@@ -99,11 +92,11 @@ def _products(device: str, size: int, dtype: torch.dtype) -> float:
     return 2 * size**3 / seconds_of(lambda: torch.mm(matrix, matrix, out=out))
 
 
-def _start(name: str, device: str, of_what: str) -> Finding:
+def _start(name: str, device: str) -> Finding:
     """Time of the host to start one of many small operations."""
     one = torch.ones(1, device=device)
     seconds = seconds_of(lambda: one.add_(1.0))
-    return Finding(name, "ok", f"{seconds * 1e6:.1f} us{of_what}", data={"seconds": seconds})
+    return Finding(name, "ok", f"{seconds * 1e6:.1f} us", data={"seconds": seconds})
 
 
 def machine_part(report: Report, settings: Settings) -> dict[str, Any]:

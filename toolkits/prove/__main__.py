@@ -8,7 +8,6 @@ the batch and each axis of the layout become as small as keeps their code paths,
 and an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one process:
 tokens, losses, every gradient, norms, weights, optimizer states, and the second step resumed from one
 process's checkpoint. Exit code 0: they agree; 6: they do not, and the first tensor that differs is named.
-With --against upstream the other side is megatron-core's own model and optimizer (`limits.py`).
 """
 
 from __future__ import annotations
@@ -41,15 +40,12 @@ from patch.storage.names import (
 )
 from patch.training import OBJECTIVES
 from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, members, typed
-from toolkits.doctor.check import run_program
-from toolkits.prove import limits
+from toolkits._program import run_program
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
 
 if TYPE_CHECKING:
     from toolkits.prove.compare import Comparison
 
-_ONE, _UPSTREAM = "one process", "upstream"
-_OTHER_SIDE = {_ONE: "the single-process run", _UPSTREAM: "megatron-core's own model and optimizer"}
 PROCESSES = 8
 """At most, without GPUs."""
 DIFFERS = 6
@@ -81,14 +77,11 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         cpu, is_for_gpus = replace(here, cuda_devices=0, compute_capability=(0, 0)), planned.machine.is_gpu
         small = shrink(run, cpu, PROCESSES, Path(folder), is_for_gpus=is_for_gpus)
-        against_upstream = options.against == _UPSTREAM
-        on_gpus = not against_upstream and here.cuda_devices >= small.layout.world_size
+        on_gpus = here.cuda_devices >= small.layout.world_size
         if on_gpus:
             small = shrink(run, here, here.cuda_devices, Path(folder), is_for_gpus=is_for_gpus)
-        if against_upstream:
-            small = limits.against_upstream(small, Path(folder))
         print("this run, and the one that is proved:", *(f"  {line}" for line in small.folded), sep="\n")
-        found = prove(small, Path(folder), on_gpus=on_gpus, against=options.against)
+        found = prove(small, Path(folder), on_gpus=on_gpus)
     for title, comparison in found.items():
         print(f"{title}:")
         for kind, (distance, bound) in comparison.largest.items():
@@ -98,18 +91,17 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
             print(f"  DIFFERS {difference}")
     is_proved = not any(comparison.differences for comparison in found.values())
     said = "PASS: matches" if is_proved else "FAIL: differs from"
-    print(f"{said} {_OTHER_SIDE[options.against]} ({time.perf_counter() - begin:.0f} s)")
+    print(f"{said} the single-process run ({time.perf_counter() - begin:.0f} s)")
     return 0 if is_proved else DIFFERS
 
 
-def prove(small: Shrunk, folder: Path, *, on_gpus: bool, against: str) -> dict[str, Comparison]:
+def prove(small: Shrunk, folder: Path, *, on_gpus: bool) -> dict[str, Comparison]:
     """Start the runs, and compare them.
 
     Args:
         small: what is proved.
         folder: of all files.
         on_gpus: whether the processes have one each.
-        against: `_ONE`, or upstream, whose checkpoints no run resumes.
     Raises:
         PatchError: a run failed.
     """
@@ -120,8 +112,6 @@ def prove(small: Shrunk, folder: Path, *, on_gpus: bool, against: str) -> dict[s
     for run in (small.one, small.layout):
         _train(run, folder, Path(run.checkpoint.output_path).name, on_gpus=on_gpus)
     steps = {"steps": compare(small.layout, small.one, range(1, STEPS + 1))}
-    if against != _ONE:
-        return steps
     resumed = replace(
         small.layout,
         checkpoint=replace(small.layout.checkpoint, output_path=str(folder / "resumed")),
@@ -133,7 +123,7 @@ def prove(small: Shrunk, folder: Path, *, on_gpus: bool, against: str) -> dict[s
 
 
 def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
-    """Start a run through the launcher of all runs, or upstream's through torchrun.
+    """Start a run through the launcher of all runs.
 
     Raises:
         TrainingError: it failed; with its last lines.
@@ -145,11 +135,7 @@ def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
     if not on_gpus:
         users["CUDA_VISIBLE_DEVICES"] = ""
     began = time.perf_counter()
-    program = [str(_WORKER), "--config", str(file)]
-    if name == _UPSTREAM:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.world_size}"]
-        program = [*torchrun, str(_WORKER.with_name("upstream.py")), str(file)]
-    ended = run_program([sys.executable, *program], _LIMIT_S, users)
+    ended = run_program([sys.executable, str(_WORKER), "--config", str(file)], _LIMIT_S, users)
     if ended.code != 0:
         lines = "\n  ".join((ended.output + ended.error).splitlines()[-_LINES:])
         raise TrainingError(f"the run {name}: {ended.reason}; its last lines:\n  {lines}")
@@ -168,17 +154,13 @@ def _copy_first_step(source: Path, target: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    usage = "%(prog)s [--machine NAME] [--nodes N] [--against upstream] -- RUN"
+    usage = "%(prog)s [--machine NAME] [--nodes N] -- RUN"
     parser = ArgumentParser(prog=typed("python -m toolkits.prove"), usage=usage, description=__doc__)
     parser.add_argument(
         "--machine", default="here", metavar="NAME",
         help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",
     )  # fmt: skip
     parser.add_argument("--nodes", type=members, metavar="N", help="how many [as the run says, else 1]")
-    parser.add_argument(
-        "--against", default=_ONE, choices=[_UPSTREAM],
-        help="the other side: megatron-core's own model and optimizer on CPU processes [%(default)s]",
-    )  # fmt: skip
     return parser
 
 

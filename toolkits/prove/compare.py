@@ -92,7 +92,7 @@ def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparis
 
     Args:
         layout: the run in its layout.
-        one: that of one process, or upstream's.
+        one: that of one process.
         steps: counted from 1.
     """
     ours, theirs, bounds = _Folder(layout), _Folder(one), _bounds(layout)

@@ -147,7 +147,7 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
     print(f"model:       {model}")
     print(f"time:        {seconds:.0f} s")
     print(
-        "talk to it:  examples/llama3_1/guides/fine_tuning.md, Use the model\n"
+        "talk to it:  docs/fine_tuning.md, Use the model\n"
         "next:        source .venv/bin/activate; llama-patch preview YOUR_CHATS.json "
         "--tokenizer-name-or-path YOUR_MODEL; then README.md, Train a model of your own",
         flush=True,

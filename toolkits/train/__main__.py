@@ -51,7 +51,7 @@ def _resolved_run(file: Path) -> RunConfig:
 
 
 def main(argv: list[str], script: str = __file__) -> int:
-    """Run the command line; returns the exit code (guides/resuming.md lists them).
+    """Run the command line; returns the exit code (docs/resuming.md lists them).
 
     Args:
         argv: the command line without the program's name.

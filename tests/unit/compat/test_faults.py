@@ -1,6 +1,6 @@
 """Numbers that megatron-core 0.16.1 computes wrongly in silence, measured with and without this project.
 
-    make upstream-faults     prints the table; examples/llama3_1/guides/upstream.md tells what the rows are
+    make upstream-faults     prints the table; docs/upstream.md tells what the rows are
 
 Each row runs upstream's own classes on two processes, made to run on a CPU (compat/cpu.py) without any
 correction, and then this project's. What is right is known: one process, a formula, or transformers.
@@ -52,7 +52,7 @@ from patch.model import build_llama_model, initialize_weights
 from patch.model.experts import Router
 from patch.model.rotary import inverse_frequencies
 from patch.optimizer import ParamGroup
-from toolkits.prove.upstream import prepare_cpu
+from toolkits.benchmarks._upstream import prepare_cpu
 
 _EXPERTS = {"num_experts": 2, "moe_router_topk": 1, "expert_tensor_parallel_size": 1}
 _DEEPSEEK = {"model_type": "deepseek_v2", **SHAPE, **MIXTURES["deepseek-v2-lite"][1]}

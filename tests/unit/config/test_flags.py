@@ -151,8 +151,8 @@ def test_help_shows_positions_then_flags(command, capsys):
         "9 PR precision of weights and activations fp32|fp16|bf16|fp8",
         "12 CP context parallelism",
         "none|false|sel|full|offload|auto 18 OPTIMIZER_OFFLOAD",
-        "--fp8-recipe default|tensorwise|rowwise|delayed|mxfp8|blockwise fp8: scales for whole tensors",
-        "default: tensorwise (refused yet: mxfp8, blockwise) [default]",
+        "--fp8-recipe default|tensorwise|delayed|rowwise|mxfp8|blockwise fp8: scales for whole tensors",
+        "default: tensorwise (refused: rowwise, mxfp8, blockwise) [default]",
         "always so (refused yet: --no-distributed-checkpointing)",
     ):
         assert part in shown, part

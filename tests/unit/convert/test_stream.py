@@ -17,10 +17,10 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 from training_runs import build_stages
 from transformers import AutoModelForCausalLM
+from upstream_models import upstream_stage
 
 from patch.compat.cpu import replace_torch
 from patch.convert import ConversionError, hf_to_mcore, import_hf, mcore_to_hf, offline
-from toolkits.prove.upstream import upstream_stage
 
 SHARDED = "qwen-2"
 

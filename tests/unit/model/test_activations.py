@@ -58,7 +58,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "tp": ({"tp": 2, **HALF}, (*SAVED, "offload")),
         "sp": ({"tp": 2, "sequence_parallel": True, "precision": "bf16"}, (*SAVED, "offload, selective")),
         "sp, fp8": (
-            {"tp": 2, "sequence_parallel": True, "precision": "fp8", "fp8_recipe": "rowwise", **FAMILIES},
+            {"tp": 2, "sequence_parallel": True, "precision": "fp8", **FAMILIES},
             SAVED,
         ),
         "sp, aligned": (

@@ -4,7 +4,6 @@ Cut over TP: test_overlapped_linear.py.
 """
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -30,14 +29,11 @@ from patch.training.step import train_step
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 GRADIENT = {"hybrid": E5M2, "e4m3": E4M3}
-SETTINGS = [
-    Fp8(format=f, recipe=r) for f, r in itertools.product(("hybrid", "e4m3"), ("tensorwise", "rowwise"))
-]
+SETTINGS = [Fp8(format="hybrid"), Fp8(format="e4m3")]
 STEPS = 12
 CURVES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "tensorwise": {"precision": "fp8"},
-    "rowwise": {"precision": "fp8", "fp8_recipe": "rowwise"},
     "e4m3": {"precision": "fp8", "fp8_format": "e4m3"},
 }
 SUM_BOUND = 1e-5
@@ -51,9 +47,9 @@ def product_of(fp8: Fp8, *, keeps_input: bool = False) -> EightBits:
     return EightBits(StepWeights(fp8), keeps_input=keeps_input).of(None)
 
 
-def rounded(matrix: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
-    """A float32 matrix of numbers that 8 bits hold beside the largest of the matrix, or along `dim`."""
-    largest = matrix.abs().amax(dim=dim, keepdim=True) if dim is not None else matrix.abs().max()
+def rounded(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 matrix of numbers that 8 bits hold beside the largest of the matrix."""
+    largest = matrix.abs().max()
     scale = torch.exp2(torch.floor(torch.log2(LARGEST[dtype] / largest.double()))).float()
     return (matrix * scale).to(dtype).float() / scale
 
@@ -69,7 +65,7 @@ def factors(fp8: Fp8, tokens: int = 21) -> tuple[torch.Tensor, torch.Tensor, tor
     return numbers(tokens // 3, 3, 32), numbers(48, 32), numbers(tokens // 3, 3, 48)
 
 
-@pytest.mark.parametrize("fp8", SETTINGS, ids=lambda fp8: f"{fp8.format}-{fp8.recipe}")
+@pytest.mark.parametrize("fp8", SETTINGS, ids=lambda fp8: fp8.format)
 @pytest.mark.parametrize("keeps_input", [False, True])
 def test_output_and_gradients_are_products_of_rounded_factors(fp8: Fp8, keeps_input: bool) -> None:
     x, w, g = factors(fp8)
@@ -77,12 +73,11 @@ def test_output_and_gradients_are_products_of_rounded_factors(fp8: Fp8, keeps_in
     output = product_of(fp8, keeps_input=keeps_input)(x, w)
     output.backward(g.permute(0, 2, 1).contiguous().permute(0, 2, 1))
 
-    row, column = (1, 0) if fp8.recipe == "rowwise" else (None, None)
     x2, g2, kind = x.detach().flatten(0, 1), g.flatten(0, 1), GRADIENT[fp8.format]
     expected = {
-        "output": rounded(x2, E4M3, row) @ rounded(w.detach(), E4M3, row).t(),
-        "input": rounded(g2, kind, row) @ rounded(w.detach(), E4M3, column),
-        "weight": rounded(g2, kind, column).t() @ rounded(x2, E4M3, column),
+        "output": rounded(x2, E4M3) @ rounded(w.detach(), E4M3).t(),
+        "input": rounded(g2, kind) @ rounded(w.detach(), E4M3),
+        "weight": rounded(g2, kind).t() @ rounded(x2, E4M3),
     }
     for name, found in {
         "output": output.flatten(0, 1),
@@ -93,7 +88,7 @@ def test_output_and_gradients_are_products_of_rounded_factors(fp8: Fp8, keeps_in
         assert (found - expected[name]).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("fp8", SETTINGS, ids=lambda fp8: f"{fp8.format}-{fp8.recipe}")
+@pytest.mark.parametrize("fp8", SETTINGS, ids=lambda fp8: fp8.format)
 def test_gradients_are_added_up_without_being_rounded(fp8: Fp8) -> None:
     """Where the optimizer says, over whatever was there; against float64."""
     x, w, g = (numbers.bfloat16() for numbers in factors(fp8))
@@ -101,9 +96,8 @@ def test_gradients_are_added_up_without_being_rounded(fp8: Fp8) -> None:
     give_writer(w.requires_grad_(), total)
     for gradient in (g, g.flip(0)):
         product_of(fp8)(x, w).backward(gradient)
-        column = 0 if fp8.recipe == "rowwise" else None
         pair = (gradient, GRADIENT[fp8.format]), (x, E4M3)
-        a, b = (rounded(matrix.flatten(0, 1).float(), kind, column).double() for matrix, kind in pair)
+        a, b = (rounded(matrix.flatten(0, 1).float(), kind).double() for matrix, kind in pair)
         expected += a.t() @ b
     assert not w.grad.any(), "a stand-in"
     assert (total - expected).norm() <= 1e-6 * expected.norm()
@@ -118,9 +112,9 @@ def test_the_stand_in_of_a_weight_in_8_bits_is_known_by_its_hook() -> None:
     assert main_grad.take_note(weight.grad) and (total == 16).all()
 
 
-@pytest.mark.parametrize("fp8", SETTINGS[:2], ids=lambda fp8: fp8.recipe)
-def test_what_is_kept_for_backward(fp8: Fp8) -> None:
+def test_what_is_kept_for_backward() -> None:
     """8 bits a number instead of 16; nothing for a frozen weight or without backward."""
+    fp8 = SETTINGS[0]
     x, w, _ = factors(fp8, 96)
     kept = {}
     for name, trains, product in [
@@ -135,8 +129,7 @@ def test_what_is_kept_for_backward(fp8: Fp8) -> None:
         kept[name] = sum(s.nbytes() for key, s in saved.items() if key != weight.untyped_storage()._cdata)
         output.sum().backward()
         assert (weight.grad is not None) == trains and input.grad is not None
-    scales = 4 * (32 if fp8.recipe == "rowwise" else 1)
-    assert kept == {"8 bits": x.numel() + scales, "input": 2 * x.numel(), "frozen": 0}
+    assert kept == {"8 bits": x.numel() + 4, "input": 2 * x.numel(), "frozen": 0}
 
 
 def test_a_part_that_needs_no_gradient_is_left_out_and_no_tokens_are_a_sum_of_nothing() -> None:
@@ -152,11 +145,10 @@ def test_a_part_that_needs_no_gradient_is_left_out_and_no_tokens_are_a_sum_of_no
         assert output.shape == (0, 3, 48) and none.grad.shape == none.shape and not w.grad.any()
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_what_is_kept_of_weights_and_how_long(rowwise: bool) -> None:
+def test_what_is_kept_of_weights_and_how_long() -> None:
     torch.manual_seed(0)
     w = (torch.randn(48, 32) * torch.exp2(4 * torch.randn(48, 1))).bfloat16()
-    fp8 = Fp8(recipe="rowwise" if rowwise else "tensorwise", keeps_weights=True)
+    fp8 = Fp8(keeps_weights=True)
     step = StepWeights(fp8)
     weight = step.new()
     assert weight.rows(w).values is not weight.rows(w).values
@@ -164,7 +156,7 @@ def test_what_is_kept_of_weights_and_how_long(rowwise: bool) -> None:
         rows, columns = weight.rows(w), weight.columns(w)
         assert weight.rows(w) is rows and weight.columns(w) is columns
         assert rows.values.nbytes == columns.values.nbytes == w.numel()  # what the plan counts
-        expected = fp8_matrix.factors(w, E4M3, rowwise=rowwise)
+        expected = fp8_matrix.factors(w, E4M3)
         for ours, theirs in zip((rows, columns), expected, strict=True):
             assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
             assert torch.equal(ours.scale_inv, theirs.scale_inv)
@@ -202,7 +194,7 @@ def _check_kept_weights() -> None:
     found = []
     for is_off in (False, True):
         config = small_run(
-            dp=2, num_layers=2, precision="fp8", fp8_recipe="rowwise", micro_batch_size=1,
+            dp=2, num_layers=2, precision="fp8", micro_batch_size=1,
             global_batch_size=4, train_iters=3, lr=5e-3, data_parallel_sharding="gradients",
             reduce_bucket_size=3000, recompute_granularity="full",
             disable_parameter_transpose_cache=is_off,

@@ -59,63 +59,53 @@ def assert_same(ours, theirs) -> None:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
-def test_factors_are_those_of_the_plain_form(kernels, rowwise, source, dtype) -> None:
+def test_factors_are_those_of_the_plain_form(kernels, source, dtype) -> None:
     for shape in SHAPES:
         matrix = numbers(*shape, source)
         for x in (matrix, matrix.t().contiguous().t()):
             for rows, columns in WAYS:
-                expected = fp8_matrix.factors(x, dtype, rowwise=rowwise, rows=rows, columns=columns)
-                asked = {"rowwise": rowwise, "rows": rows, "columns": columns}
-                found = kernels.factors(x, dtype, **asked, known=(None, None))
-                for ours, theirs in zip(found, expected, strict=True):
-                    assert_same(ours, theirs)
-                known = tuple(each.scale_inv if each else None for each in expected)
-                for ours, theirs in zip(
-                    kernels.factors(x, dtype, **asked, known=known), expected, strict=True
-                ):
-                    assert_same(ours, theirs)
+                asked = {"rows": rows, "columns": columns}
+                expected = fp8_matrix.factors(x, dtype, **asked)
+                known = next(each.scale_inv for each in expected if each)
+                for scale_inv in (None, known):
+                    found = kernels.factors(x, dtype, **asked, scale_inv=scale_inv)
+                    for ours, theirs in zip(found, expected, strict=True):
+                        assert_same(ours, theirs)
 
 
 def test_single_matrices_edges_and_turning(kernels) -> None:
     edges = torch.zeros(32, 16)
     edges[1], edges[2], edges[3], edges[4, 3] = 2.0**100, 1e-39, 448.0, -3e38
     for matrix in (numbers(37, 53, torch.float32), edges, torch.zeros(16, 16), torch.zeros(0, 16)):
-        for dim in (None, 0, 1):
-            expected = fp8_matrix.quantize(matrix, E4M3, dim)
-            assert_same(kernels.quantize(matrix, E4M3, dim), expected)
-            for each in (kernels, fp8_matrix):
-                raised = each.quantize(matrix, E4M3, dim, agree=lambda bits: bits.fill_(BITS_OF_512))
-                assert (raised.scale_inv == 2).all()
-            turned = fp8_matrix.transposed(expected).values
-            assert torch.equal(
-                kernels.transposed(expected.values).view(torch.uint8), turned.view(torch.uint8)
-            )
+        expected = fp8_matrix.quantize(matrix, E4M3)
+        assert_same(kernels.quantize(matrix, E4M3), expected)
+        for each in (kernels, fp8_matrix):
+            raised = each.quantize(matrix, E4M3, agree=lambda bits: bits.fill_(BITS_OF_512))
+            assert raised.scale_inv == 2
+        turned = fp8_matrix.transposed(expected).values
+        assert torch.equal(kernels.transposed(expected.values).view(torch.uint8), turned.view(torch.uint8))
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_makes_its_scale_nan(kernels, number: float) -> None:
     matrix = numbers(67, 144, torch.bfloat16)
     matrix[3, 140] = number
-    for dim, own in ((None, ()), (1, (3, 0)), (0, (0, 140))):
-        found = kernels.quantize(matrix, E5M2, dim).scale_inv
-        assert found[own].isnan() and found.isnan().sum() == 1
-        assert torch.equal(found.nan_to_num(), fp8_matrix.quantize(matrix, E5M2, dim).scale_inv.nan_to_num())
+    for form in (kernels.quantize, fp8_matrix.quantize):
+        assert form(matrix, E5M2).scale_inv.isnan()
 
 
 def test_a_noted_number_is_taken_for_the_numbers_that_it_belongs_to_alone(kernels) -> None:
     for form in (kernels.quantize, fp8_matrix.quantize):
         whole = numbers(4, 96, torch.bfloat16)
-        searched, shared = (form(whole.clone(), E4M3, dim).scale_inv for dim in (None, 0))
+        searched = form(whole.clone(), E4M3).scale_inv
         note_amax(whole, whole.abs().max().float() * 2)  # not true, so that it is seen
         for same in (whole, whole.view(2, 2, 96).detach().reshape(-1, 48)):
-            assert torch.equal(form(same, E4M3, None).scale_inv, 2 * searched)
+            assert torch.equal(form(same, E4M3).scale_inv, 2 * searched)
         repeated, others = whole.as_strided((4, 96), (0, 1)), [whole[1:], whole.t(), whole.view(torch.half)]
         for other in (whole.clone(), repeated, *others):
-            assert torch.equal(form(other, E4M3, None).scale_inv, form(other.clone(), E4M3, None).scale_inv)
-        assert torch.equal(form(whole, E4M3, 0).scale_inv, shared)
+            assert torch.equal(form(other, E4M3).scale_inv, form(other.clone(), E4M3).scale_inv)
         whole[2].mul_(1)
-        assert torch.equal(form(whole, E4M3, None).scale_inv, searched)
+        assert torch.equal(form(whole, E4M3).scale_inv, searched)
 
 
 COMPILE = """
@@ -133,13 +123,12 @@ def ptx(kernel, kinds, constants):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 tile = {"tile_rows": 64, "tile_columns": 128}
-amax = {"x": "*bf16", "first": "*i32", "second": "*i32"}
-print(ptx(k._amax_tile, amax, {"first_kind": 2, "second_kind": 3, "column_stride": 1} | tile))
-for kind, dtype, pointer in ((1, tl.float8e5, "*fp8e5"), (2, tl.float8e4nv, "*fp8e4nv")):
-    cast = {"x": "*bf16", "straight": pointer, "across": pointer, "first_bits": "*i32", "second_bits": "*i32",
-            "first_inv": "*fp32", "second_inv": "*fp32", "largest": "fp32"}
-    constants = {"first_kind": kind, "second_kind": kind + (kind == 2), "first_known": False,
-                 "second_known": False, "dtype": dtype, "column_stride": 1} | tile
+print(ptx(k._amax_tile, {"x": "*bf16", "target": "*i32"}, {"column_stride": 1} | tile))
+for dtype, pointer in ((tl.float8e5, "*fp8e5"), (tl.float8e4nv, "*fp8e4nv")):
+    cast = {"x": "*bf16", "straight": pointer, "across": pointer, "bits": "*i32", "scale_inv": "*fp32",
+            "largest": "fp32"}
+    constants = {"has_rows": True, "has_columns": True, "is_known": False, "dtype": dtype}
+    constants |= {"column_stride": 1} | tile
     print(ptx(k._cast_tile, cast, constants))
 print(ptx(k._turn, {"x": "*u8", "across": "*u8"}, {"column_stride": 1} | tile))
 """

@@ -1,6 +1,5 @@
 """8-bit matrices and their products against rounding and sums written out in float64."""
 
-import itertools
 import math
 
 import pytest
@@ -29,13 +28,10 @@ def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.round(numbers / step) * step
 
 
-def emulated(numbers: torch.Tensor, dtype: torch.dtype, shared_dim: int | None) -> torch.Tensor:
+def emulated(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a matrix becomes by quantization, as float64."""
     numbers = numbers.double()
-    if shared_dim == 0:
-        return emulated(numbers.t(), dtype, 1).t()
-    groups = [numbers] if shared_dim is None else numbers.split(1)
-    return torch.cat([rounded(group * (s := scale_of(group, dtype)), dtype) / s for group in groups])
+    return rounded(numbers * (scale := scale_of(numbers, dtype)), dtype) / scale
 
 
 def numbers_of(matrix) -> torch.Tensor:
@@ -51,73 +47,68 @@ def normal(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: in
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("shared_dim", [None, 0, 1])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 def test_numbers_are_rounded_to_the_nearest(
-    source: torch.dtype, shared_dim: int | None, dtype: torch.dtype
+    source: torch.dtype, dtype: torch.dtype
 ) -> None:
     matrix = normal(37, 53, source)
-    found = quantize(matrix, dtype, shared_dim)
+    found = quantize(matrix, dtype)
     assert found.values.dtype == dtype and found.scale_inv.dtype == torch.float32
-    assert torch.equal(numbers_of(found), emulated(matrix, dtype, shared_dim))
+    assert torch.equal(numbers_of(found), emulated(matrix, dtype))
 
 
 @pytest.mark.parametrize("shape", [(33, 64, 48), (1, 16, 16), (7, 130, 5)])
 @pytest.mark.parametrize("first", [E4M3, E5M2])
-@pytest.mark.parametrize("shared_dim", [None, 1])
 def test_product_is_that_of_the_rounded_matrices(
-    shared_dim: int | None, first: torch.dtype, shape: tuple[int, int, int]
+    first: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     rows, inner, columns = shape
     a, b = normal(rows, inner), normal(columns, inner, seed=1)
-    found = product(quantize(a, first, shared_dim), quantize(b, E4M3, shared_dim), torch.float32)
-    theirs, other = emulated(a, first, shared_dim), emulated(b, E4M3, shared_dim)
+    found = product(quantize(a, first), quantize(b, E4M3), torch.float32)
+    theirs, other = emulated(a, first), emulated(b, E4M3)
     bound = SUM_BOUND * (theirs.abs() @ other.abs().t())
     assert ((found.double() - theirs @ other.t()).abs() <= bound).all()
-    half = product(quantize(a, first, shared_dim), quantize(b, E4M3, shared_dim), torch.bfloat16)
+    half = product(quantize(a, first), quantize(b, E4M3), torch.bfloat16)
     assert torch.equal(half, found.bfloat16())
 
 
-@pytest.mark.parametrize("shared_dim", [None, 0])
-def test_transposing_pads_what_is_summed_over(shared_dim: int | None) -> None:
-    matrix = quantize(normal(21, 16), E5M2, shared_dim)
+def test_transposing_pads_what_is_summed_over() -> None:
+    matrix = quantize(normal(21, 16), E5M2)
     turned = transposed(matrix)
     assert turned.values.shape == (16, 32) and turned.values.is_contiguous()
     assert torch.equal(numbers_of(turned)[:, :21], numbers_of(matrix).t())
     assert not numbers_of(turned)[:, 21:].any()
-    weights = quantize(normal(21, 48), E4M3, shared_dim)
+    weights = quantize(normal(21, 48), E4M3)
     found = product(turned, transposed(weights), torch.float32).double()
     torch.testing.assert_close(
         found, numbers_of(matrix).t() @ numbers_of(weights), rtol=1e-5, atol=1e-6 * found.abs().max().item()
     )
 
 
-@pytest.mark.parametrize(("dtype", "shared_dim"), list(itertools.product([E4M3, E5M2], [None, 0, 1])))
-def test_scales_at_the_edges(dtype: torch.dtype, shared_dim: int | None) -> None:
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scales_at_the_edges(dtype: torch.dtype) -> None:
     zeros = torch.zeros(16, 16, dtype=torch.bfloat16)
-    found = quantize(zeros, dtype, shared_dim)
+    found = quantize(zeros, dtype)
     assert found.scale_inv.isfinite().all() and not numbers_of(found).any()
     for number in (1.0, -3.0, 448.0, 1e-20, 2.0**100):
         same = torch.full((16, 16), number, dtype=torch.bfloat16)
-        error = numbers_of(quantize(same, dtype, shared_dim)) / same.double() - 1
+        error = numbers_of(quantize(same, dtype)) / same.double() - 1
         assert error.abs().max() <= 2.0 ** -(1 + MANTISSA_BITS[dtype])
     for number in (1e-39, 3e-38):  # below what a scale of its own could lift into the range
         assert (
-            numbers_of(quantize(torch.full((16, 16), number), dtype, shared_dim)).abs().max() <= 1.25 * number
+            numbers_of(quantize(torch.full((16, 16), number), dtype)).abs().max() <= 1.25 * number
         )
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("shared_dim", [None, 1])
 def test_a_number_that_is_not_finite_is_not_hidden(
-    shared_dim: int | None, dtype: torch.dtype, number: float
+    dtype: torch.dtype, number: float
 ) -> None:
     """8-bit casts saturate: without care an infinite gradient would become a large one."""
     matrix = normal(16, 32)
     matrix[3, 5] = number
     found = product(
-        quantize(matrix, dtype, shared_dim), quantize(normal(16, 32), E4M3, shared_dim), torch.float32
+        quantize(matrix, dtype), quantize(normal(16, 32), E4M3), torch.float32
     )
-    assert found[3].isnan().all()
-    assert found[[0, 15]].isfinite().all() == (shared_dim == 1)
+    assert found.isnan().all()

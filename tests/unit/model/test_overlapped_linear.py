@@ -223,30 +223,27 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
 def in_8_bits(group: Any) -> list[float]:
     """Differences to the oracle where the messages around a product bring 8-bit values."""
     found = []
-    for layer, is_cut, recipe, keeps_input in product(
-        (Column, Row), (False, True), ("tensorwise", "rowwise"), (False, True)
-    ):
+    for layer, is_cut, keeps_input in product((Column, Row), (False, True), (False, True)):
         problem = Problem(Case(layer, is_cut, torch.bfloat16, SHAPES[0]), group.size(), fits_8_bits=True)
-        eight_bits = EightBits(StepWeights(Fp8(recipe=recipe)), keeps_input=keeps_input)
+        eight_bits = EightBits(StepWeights(Fp8()), keeps_input=keeps_input)
         ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
         found += compare(ours, problem.expected(group.rank()))
     return found
 
 
-def gathered_in_8_bits(group: Any) -> dict[str, list[str]]:
-    """By recipe: collectives of a column layer with SP, whose bits are those without, not finite ones too."""
-    sent = {}
-    for recipe, odd, keeps in product(("tensorwise", "rowwise"), (1e3, math.nan, -math.inf), (True, False)):
+def gathered_in_8_bits(group: Any) -> list[str]:
+    """The collectives of a column layer with SP, whose bits are those without, not finite ones too."""
+    for odd, keeps in product((1e3, math.nan, -math.inf), (True, False)):
         found = []
         for is_cut in (False, True):
             problem = Problem(Case(Column, is_cut, torch.bfloat16, SHAPES[0]), group.size())
             problem.hidden[-1, 0, 7] = odd  # only the last rank has it
-            eight_bits = EightBits(StepWeights(Fp8(recipe=recipe)), keeps_input=keeps)
+            eight_bits = EightBits(StepWeights(Fp8()), keeps_input=keeps)
             with _Events(events := []):
                 ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
             found.append((ours.output, ours.of_weight))
         torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
-        sent[recipe] = [event for event in events if event != PRODUCT]
+        sent = [event for event in events if event != PRODUCT]
     return sent
 
 
@@ -268,11 +265,9 @@ def test_8_bit_products_have_the_messages_of_plain_ones(layers: list) -> None:
 
 
 def test_sequence_parallelism_gathers_8_bits(layers: list) -> None:
-    """16 tokens of a rank, 48 numbers each: in forward, and again in backward; scales are of all ranks'."""
-    gather, row_scales = f"_allgather_base_ {16 * 48}", f"_allgather_base_ {16 * 4}"
-    rowwise = [row_scales, gather, f"allreduce_ {48 * 4}", gather]
-    for rank in layers:
-        assert rank["gathered"] == {"tensorwise": ["allreduce_ 4", gather, gather], "rowwise": rowwise}
+    """16 tokens of a rank, 48 numbers each: in forward, and again in backward; the scale is of all ranks'."""
+    gather = f"_allgather_base_ {16 * 48}"
+    assert all(rank["gathered"] == ["allreduce_ 4", gather, gather] for rank in layers)
 
 
 def test_overlap_changes_no_bit(layers: list) -> None:

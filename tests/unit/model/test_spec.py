@@ -7,14 +7,13 @@ import pytest
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import CPU
-from upstream_models import described
+from upstream_models import described, upstream_stage
 
 from patch import compat
 from patch.checks.layout import ACCOUNTED
 from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.model import SOURCES, build_llama_model
-from toolkits.prove.upstream import upstream_stage
 
 TIED = {"untie_embeddings_and_output_weights": False}
 QWEN = {"add_qkv_bias": True, "qk_layernorm": True}

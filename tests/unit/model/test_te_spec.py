@@ -14,7 +14,7 @@ from distributed_runner import new_job, run_distributed
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
 from training_runs import CPU
-from upstream_models import described, te_constructors
+from upstream_models import described, te_constructors, upstream_stage
 
 from patch import compat
 from patch.checkpoint import save_checkpoint
@@ -25,7 +25,6 @@ from patch.convert.live_weights import mapped_parameters
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights, sharded_weights
 from patch.optimizer.param_groups import default_param_groups
-from toolkits.prove.upstream import upstream_stage
 
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
 

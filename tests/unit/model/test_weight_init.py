@@ -11,10 +11,10 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from small_runs import small_run
 from training_runs import build_stages
+from upstream_models import upstream_stage
 
 from patch.model import initialize_weights, sharded_weights
 from patch.plan.parameters import parameters_per_rank
-from toolkits.prove.upstream import upstream_stage
 
 VOCAB = 90
 """Padded to 96 rows."""

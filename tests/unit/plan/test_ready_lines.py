@@ -20,7 +20,7 @@ from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
 from patch.plan.timing.step_time import step_time
 
-GUIDES = Path(__file__).parents[3] / "examples/llama3_1/guides"
+GUIDES = Path(__file__).parents[3] / "docs"
 PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "experts.md": 3, GUIDES / "parallelism.md": 7}
 """With a number of figures of which each has more."""
 FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")

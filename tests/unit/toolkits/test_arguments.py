@@ -9,7 +9,6 @@ FLAGS = {
     "inspect_checkpoint": ("--json",),
     "plan": ("--json", "--plot", "--scaling"),
     "preview_data": ("--html", "--json"),
-    "timeline.__main__": ("--json", "--output"),
     "verify_alignment": ("--json",),
 }
 

@@ -71,7 +71,7 @@ def run_small(rank: int, world_size: int) -> dict[str, dict]:
     from training_runs import CPU
 
     from patch import compat
-    from toolkits.prove.upstream import prepare_cpu
+    from toolkits.benchmarks._upstream import prepare_cpu
 
     compat.apply(cuda=False)
     prepare_cpu()

@@ -69,7 +69,7 @@ def run_waiting(world_size: int) -> dict[str, dict[str, Any]]:
 
     from patch.distributed.groups import initialize
     from toolkits.benchmarks._contenders import OurTrainer
-    from toolkits.prove.upstream import prepare_cpu
+    from toolkits.benchmarks._upstream import prepare_cpu
 
     prepare_cpu()
     overlap.WAIT_S = WAIT_S

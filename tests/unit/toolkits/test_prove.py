@@ -14,7 +14,6 @@ from small_runs import small_run
 
 from toolkits.prove import __main__ as prove
 from toolkits.prove.compare import Comparison, Difference
-from toolkits.prove.limits import against_upstream
 from toolkits.prove.shrink import Sizes
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -79,47 +78,6 @@ def test_difference_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(prove, "prove", lambda *unused, **named: {"steps": found})
     assert prove.main(["--", *RUN.split(), "--nproc-per-node=2"]) == 6
     assert "DIFFERS loss of step 1 differs by 0.5, bound 1e-05" in capsys.readouterr().out
-
-
-UPSTREAM = [
-    "--precision fp32 --tensor-model-parallel-size 2 --nproc-per-node 4 --use-distributed-optimizer",
-    "--precision fp32 --model-size 8x7B --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-    "--nproc-per-node 4 --global-batch-size 64 --packing",
-    "--precision fp16 --context-parallel-size 2 --nproc-per-node 2 --data-parallel-sharding gradients",
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", UPSTREAM)
-def test_upstreams_own_model_and_optimizer_compute_the_same(flags: str, capsys: Any) -> None:
-    assert prove.main(["--against", "upstream", "--", *BASE.split(), *flags.split()]) == 0
-    said = capsys.readouterr().out
-    assert said.count("(bound") == 7 and "PASS: matches megatron-core's own" in said
-
-
-SIDES = ("both sides", "upstream")
-LACKING = {
-    "--lora-rank 8": "adapters", "--objective dpo": "this objective", "--model-size bloom-560m": "positions",
-    "--model-size deepseek-v2-lite": "multi-latent attention",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", LACKING)
-def test_what_upstream_has_not_is_refused_by_name(flags: str, capsys: pytest.CaptureFixture) -> None:
-    run = [*BASE.split(), *flags.split(), "--nproc-per-node=1"]
-    assert prove.main(["--against", "upstream", "--", *run]) == 2
-    assert f"megatron-core 0.16.1 has no model with {LACKING[flags]}" in capsys.readouterr().err
-
-
-def test_what_upstream_has_otherwise_is_left_out_on_both_sides_and_said(tmp_path: Path) -> None:
-    experts = {"model_type": "mixtral", "num_experts": 4, "moe_aux_loss_coeff": 0.1, "tp_comm_overlap": False}
-    small = shrunk(small_run(tp=2, cp=2, sequence_parallel=True, **experts), tmp_path)
-    both = against_upstream(small, tmp_path)
-    said = [line.rpartition(": ")[::2] for line in both.folded]
-    left_out, upstreams = ([what.split()[0] for who, what in said if side in who] for side in SIDES)
-    assert left_out == ["--vocab-size", "--use-rope-scaling", "--moe-aux-loss-coeff"]
-    assert {"--tensor-model-parallel-size", "--context-parallel-size", "--sequence-parallel"} <= {*upstreams}
-    assert (both.layout.world_size, both.one.world_size) == (4, 1)
 
 
 NARROW = "--exp-avg-dtype 8bit --exp-avg-sq-dtype bf16 --lora-rank 64 --lora-alpha 64"

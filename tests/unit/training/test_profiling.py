@@ -19,7 +19,6 @@ from patch.config.schema import RunConfig
 from patch.training.hooks import Record, StepProfile, TrainerHook
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
-from toolkits.timeline.__main__ import main as timeline
 
 PROFILED = range(2, 4)
 PHASES = ("forward", "backward", "reduction", "data reading", "update")
@@ -99,20 +98,6 @@ def test_a_trace_names_the_parts_of_its_steps_in_order(folder: Path, rank: int) 
     on_host = [event["name"] for event in events if event["name"].startswith("chunk 0 ")]
     assert {"chunk 0 to host", "chunk 0 update", "chunk 0 to device"} <= set(on_host)
     assert "wait" in names and "wait for the gradient norm" in names
-
-
-def test_the_timeline_draws_a_real_step_of_two_ranks(folder: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    arguments = ["--step", "3", "--output", str(tmp_path / "page.html"), "--json", str(report)]
-    assert timeline([str(folder / "log" / "traces"), *arguments]) == 0
-    ranks = json.loads(report.read_text())["ranks"]
-    assert [rank["rank"] for rank in ranks] == [0, 1]
-    for rank in ranks:
-        step = next(event for event in named(folder, rank["rank"]) if event["name"] == "step 3")
-        assert rank["step_ms"] == pytest.approx(step["dur"] / 1e3)
-        assert 0 < rank["exposed_communication_ms"] <= rank["communication_ms"] < rank["step_ms"]
-        assert 0 < rank["compute_ms"] < rank["step_ms"] and rank["copies_ms"] > 0 < rank["host_waits_ms"]
-        assert any(name.startswith("bucket ") for name in rank["most_exposed"])
 
 
 def test_phases_do_not_overlap_and_updates_on_the_host_have_a_thread_of_their_own(folder: Path) -> None:

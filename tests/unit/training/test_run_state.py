@@ -11,11 +11,11 @@ from megatron.core import dist_checkpointing
 from small_runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import build_seeded_run, digests, messages_from, save, seeded_batches
+from upstream_models import upstream_stage
 
 from patch.distributed.groups import shutdown
 from patch.training.run_state import Progress, find_progress, load_weights, resume, state_to_save
 from patch.training.step import train_step
-from toolkits.prove.upstream import upstream_stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,7 +78,7 @@ def resume_over_damage(folder: Path) -> tuple[Progress | None, list[str], list]:
 
     In 8 bits as before, and in bf16, which goes on from the same state.
     """
-    run = build_seeded_run(small_run(precision="fp8", fp8_recipe="rowwise"))
+    run = build_seeded_run(small_run(precision="fp8"))
     train_step(run, 0)
     save(folder, Progress(1, 4), run.stages, run.optimizer)
     saved, expected = digests(run), train_step(run, 1)
@@ -91,7 +91,7 @@ def resume_over_damage(folder: Path) -> tuple[Progress | None, list[str], list]:
     found = find_progress(folder)
     for precision in ("fp8", "bf16"):
         new_job()
-        run = build_seeded_run(small_run(seed=7, precision=precision, fp8_recipe="rowwise"))
+        run = build_seeded_run(small_run(seed=7, precision=precision))
         resume(folder, found, run.stages, run.optimizer, 7)
         assert digests(run) == saved
         again = train_step(run, 1)
