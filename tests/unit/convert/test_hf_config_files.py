@@ -133,11 +133,10 @@ def test_source_stays_byte_for_byte_and_else_only_the_changed_keys_change(
     assert list(after)[: len(before)] == list(before)
 
 
-@pytest.mark.parametrize(
-    ("named", "flag", "expected"),
-    [("bfloat16", None, "bfloat16"), ("float16", None, "float16"), (None, None, "float32"),
-     ("float32", torch.bfloat16, "bfloat16")],
-)  # fmt: skip
+NAMED = [("bfloat16", None, "bfloat16"), ("float16", None, "float16"), (None, None, "float32")]
+
+
+@pytest.mark.parametrize(("named", "flag", "expected"), [*NAMED, ("float32", torch.bfloat16, "bfloat16")])
 def test_type_of_mixed_weights_is_the_one_named_or_rounds_none(tmp_path, named, flag, expected):
     """The embedding is the first tensor; norms are in float32."""
     hf_llama(small_run(), tmp_path / "hf")
