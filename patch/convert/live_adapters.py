@@ -91,8 +91,7 @@ def export_adapter(
         tokenizer: saved beside the adapters; None: the base's is meant.
         step: the finished steps of the run.
     Raises:
-        ConversionError: on every rank, if rank 0 cannot write or `folder` contains something else than a
-            folder of PEFT.
+        ConversionError: on every rank, if rank 0 cannot write, or `folder` has anything else than adapters.
     """
     folder, is_first = local_path(folder).resolve(), dist.get_rank() == 0
     with ExitStack() as stack:

@@ -365,8 +365,7 @@ def export_hf(
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
-    A temporary folder beside `folder` replaces it at the end, or never. Weights keep the parameters' dtype.
-
+    A temporary folder replaces `folder` at the end, or never. Weights keep the parameters' dtype.
     Args:
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
         folder: the folder to write, on a file system that every writing rank can access.

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 TOP_LEVEL = set(
-    ".ci .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md README_zh.md examples patch "
+    ".ci .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md README_zh.md docs examples patch "
     "pyproject.toml requirements-gpu.txt requirements.txt tests toolkits".split()
 )
 README_LINES = 60
@@ -76,6 +76,7 @@ def test_patch_never_prints(house):
 OWN_READS = {
     "patch/config/foreign_flags.py": "a table of the house",
     "patch/data/preview/preview.py": "a page of the house",
+    "patch/families/config_json.py": "a table of the house",
     "patch/device.py": "/proc and /sys",
     "patch/distributed/launch.py": "/sys",
     "patch/distributed/worker_process.py": "the launcher's own temporary folder",
