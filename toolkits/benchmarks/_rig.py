@@ -173,8 +173,6 @@ class _Device:
     """A device that works for given times, one after the other, while this thread waits."""
 
     def __init__(self) -> None:
-        self.worked_s = 0.0
-        """Seconds of all its work, as long as they took."""
         self._late_s = 0.0
 
     @contextmanager
@@ -185,7 +183,6 @@ class _Device:
         yield
         time.sleep(max(0.0, end - time.perf_counter()))
         self._late_s = min(max(0.0, time.perf_counter() - end), _MAX_LATE_S)
-        self.worked_s += time.perf_counter() - begin
 
 
 DEVICE = _Device()
@@ -208,18 +205,6 @@ class _Wait(torch.autograd.Function):
         with DEVICE.work(ctx.seconds * (1 - _FORWARD_SHARE)):
             scale = gradient.norm() if ctx.noise else None
             return gradient, None, None, *(part * scale for part in ctx.noise)
-
-
-class WaitingLayer(torch.nn.Module):
-    """In place of a transformer layer, without weights; forward and backward together take `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """Upstream's protocol: hidden states and no cross-attention context."""
-        return _Wait.apply(hidden_states, self._seconds, []), None
 
 
 class _WaitingModule(torch.nn.Module):
