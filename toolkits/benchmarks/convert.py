@@ -33,10 +33,10 @@ _WAYS = ("cp", "hf2mcore", "mcore2hf")
 _COPY = ["sh", "-c", 'echo ready; read line; exec cp -r "$@"', "cp"]
 _CONVERT = [
     sys.executable, "-W", "ignore", "-c",
-    "import sys, patch.convert; from toolkits import convert; print('ready', flush=True); "
-    "sys.stdin.readline(); sys.exit(convert.main(sys.argv[1:]))",
+    "import sys, patch.convert.offline, patch.data.chat_templates, patch.storage.hub, toolkits.convert; "
+    "print('ready', flush=True); sys.stdin.readline(); sys.exit(toolkits.convert.main(sys.argv[1:]))",
 ]  # fmt: skip
-"""Programs that begin when they get a line."""
+"""Programs that begin when they get a line; the converter has imported all that it needs."""
 ROUNDS = (5, 2)
 
 
