@@ -52,11 +52,11 @@ upstream-faults: .venv/tests-installed  ## what megatron-core computes wrongly, 
 	.venv/bin/python -m pytest -q -s -n 0 tests/unit/compat/test_faults.py
 
 bench: .venv/installed  ## every benchmark in toolkits/benchmarks
-	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks.$$name; done
+	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks $$name; done
 
 # GPU_PYTHON=python3: that interpreter and its packages; installs nothing and makes no .venv.
 gpu-check: $(if $(GPU_PYTHON),,.venv/installed)  ## the tests that need a GPU (up to 8 minutes)
 	$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/run.py $(if $(LOGS),--logs $(LOGS))
 
 gpu-bench: $(if $(GPU_PYTHON),,.venv/installed)  ## the tables of a GPU, quickly; a section for RESULTS.md (up to 10 minutes)
-	$(or $(GPU_PYTHON),.venv/bin/python) -m toolkits.benchmarks._gpu_tables --quick $(if $(LOGS),--folder $(LOGS)) $(if $(PARTS),--parts $(PARTS))
+	$(or $(GPU_PYTHON),.venv/bin/python) -m toolkits.benchmarks._gpu_tables $(if $(LOGS),--folder $(LOGS)) $(if $(PARTS),--parts $(PARTS))

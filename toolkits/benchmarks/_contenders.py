@@ -1,17 +1,35 @@
-"""Models, runs and contenders of several benchmarks: our step as in every run, and rounds of steps."""
+"""Contenders of several benchmarks: our step as in every run, megatron-core's, DeepSpeed's; rounds of steps.
+
+megatron-core's DistributedDataParallel and DistributedOptimizer train the same model on the same batches, as
+in Megatron-LM's training loop. They get favourable settings: our bucket size (with the default of 40 million
+parameters the small model would be one bucket), torch's fused Adam (upstream's own loop is several times
+slower on a CPU), and, as one more contender, a reduce-scatter by all-to-all, because gloo's reduce-scatter
+moves as much as an all-reduce.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import distributed, optimizer, utils
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.extensions import transformer_engine
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
 
+from patch.compat import cpu
 from patch.config.fields import FIELDS, assemble, coerce
 from patch.config.schema import RunConfig
-from patch.data import Batch, BatchReader
+from patch.data import Batch
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.objective import Objective
 from patch.training.setup import Run, RunData, build_run_optimizer
@@ -43,21 +61,15 @@ def run_config(seq_length: int, **fields: Any) -> RunConfig:
     return assemble(values | words)
 
 
-class Contender(Protocol):
+class Contender:
     """What takes optimizer steps."""
 
     def step(self) -> float:
-        """One optimizer step; returns the loss."""
+        """Take one optimizer step; return the loss."""
+        raise NotImplementedError
 
     def settle(self) -> None:
-        """Wait for what the last step has started."""
-
-
-class Timed(NamedTuple):
-    """A step of a contender."""
-
-    seconds: float
-    loss: float
+        """Wait for what the last step has started; nothing, if a step ends with its update."""
 
 
 class SameBatches:
@@ -66,29 +78,25 @@ class SameBatches:
     def __init__(self, config: RunConfig, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
         shape = (config.training.micro_batch_size, config.sample_length)
-        self.batches = [
-            Batch(
-                torch.randint(config.model.vocab_size, shape, generator=generator),
-                torch.randint(config.model.vocab_size, shape, generator=generator),
-                torch.ones(shape),
-            )
-            for _ in range(config.num_micro_batches)
-        ]
+
+        def words() -> torch.Tensor:
+            return torch.randint(config.model.vocab_size, shape, generator=generator)
+
+        self.batches = [Batch(words(), words(), torch.ones(shape)) for _ in range(config.num_micro_batches)]
 
     def step(self, iteration: int) -> list[Batch]:
         """The micro-batches of this rank."""
         return self.batches
 
 
-class OurTrainer:
-    """The step of patch.training, as in every run, with nothing of data, checkpoints and logs.
+class LlamaTrainer(Contender):
+    """One of our models, with the same first weights and the same micro-batches for each contender.
 
     Args:
         config: the run.
         groups: the process groups of the job.
         device: the device of this rank.
-        reader: gives the micro-batches; None: the same in each step.
-        change: what is changed about each stage before its optimizer is built.
+        change: changes each stage before its optimizer is built.
     """
 
     def __init__(
@@ -96,16 +104,25 @@ class OurTrainer:
         config: RunConfig,
         groups: ProcessGroupCollection,
         device: torch.device,
-        reader: BatchReader | SameBatches | None = None,
         change: Callable[[LlamaModel], None] = lambda stage: None,
     ) -> None:
-        stages = build_llama_model(config.model, groups, device, config.execution)
-        initialize_weights(stages, config.model, config.training.seed)
-        for stage in stages:
+        self.config, self.groups, self.device = config, groups, device
+        self.stages = build_llama_model(config.model, groups, device, config.execution)
+        initialize_weights(self.stages, config.model, config.training.seed)
+        for stage in self.stages:
             change(stage)
-        data = RunData(Objective(config), reader or SameBatches(config, groups.dp.rank()), {})
-        optimizer = build_run_optimizer(stages, config, groups)
-        self.run = Run(config, device, groups, stages, optimizer, data)
+        self.reader = SameBatches(config, groups.dp.rank())
+        self.batches = [batch.to(device) for batch in self.reader.batches]
+
+
+class OurTrainer(LlamaTrainer):
+    """The step of patch.training, as in every run, with nothing of data, checkpoints and logs."""
+
+    def __init__(self, *of_model: Any, **more: Any) -> None:
+        super().__init__(*of_model, **more)
+        data = RunData(Objective(self.config), self.reader, {})
+        optimizer = build_run_optimizer(self.stages, self.config, self.groups)
+        self.run = Run(self.config, self.device, self.groups, self.stages, optimizer, data)
         self._iteration = 0
 
     def step(self) -> float:
@@ -119,7 +136,9 @@ class OurTrainer:
         self.run.optimizer.finish_param_sync()
 
 
-def time_round(contender: Contender, steps: int, device: torch.device, untimed: int = 1) -> Timed:
+def time_round(
+    contender: Contender, steps: int, device: torch.device, untimed: int = 1
+) -> tuple[float, float]:
     """Take untimed steps, then `steps` timed ones.
 
     After the untimed steps the timing is steady: each timed forward begins while the weights of the previous
@@ -141,4 +160,158 @@ def time_round(contender: Contender, steps: int, device: torch.device, untimed: 
         loss = contender.step()
     seconds = now(device) - begin
     contender.settle()
-    return Timed(over_ranks(seconds, device) / steps, loss)
+    return over_ranks(seconds, device) / steps, loss
+
+
+_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
+_CUDA_MODULES = (
+    "distributed.param_and_grad_buffer", "distributed.distributed_data_parallel", "optimizer.optimizer",
+    "optimizer.distrib_optimizer", "optimizer.clip_grads", "optimizer.grad_scaler",
+    "transformer.dot_product_attention", "transformer.utils",
+)  # fmt: skip
+"""What upstream's optimizer and attention need on a CPU beyond `patch.compat`; runs do not use them."""
+
+
+@cache
+def prepare_cpu() -> None:
+    """Let upstream's model, DDP and optimizer run without CUDA in this process; call it after `cpu.apply`."""
+    for module in _CUDA_MODULES:
+        cpu.replace_torch(f"megatron.core.{module}")
+    # Upstream's own choice where Transformer Engine is not installed, whose Adam, norm and scaling need CUDA.
+    vars(optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
+    for module in (clip_grads, optimizer.optimizer):
+        vars(module).update(
+            multi_tensor_applier=utils.local_multi_tensor_applier,
+            l2_norm_impl=utils.local_multi_tensor_l2_norm,
+            multi_tensor_scale_impl=utils.local_multi_tensor_scale,
+        )
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+    get_type = torch.Tensor.type
+
+    def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Upstream compares type names with "torch.cuda.FloatTensor" (distrib_optimizer.py:361, 420, 582)."""
+        result = get_type(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    vars(torch)["Tensor"].type = type_as_on_cuda
+
+
+class UpstreamTrainer(LlamaTrainer):
+    """Upstream's training loop, with the run's optimizer and bucket settings.
+
+    Args:
+        of_model: see LlamaTrainer.
+        overlap: fields of DistributedDataParallelConfig that overlap messages with compute.
+        offload: share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped).
+        more: see LlamaTrainer.
+    """
+
+    def __init__(
+        self, *of_model: Any, overlap: Mapping[str, bool], offload: float = 0.0, **more: Any
+    ) -> None:
+        super().__init__(*of_model, **more)
+        config, (model,) = self.config, self.stages
+        if self.device.type == "cpu":
+            prepare_cpu()
+        model.config.calculate_per_token_loss = False  # upstream's default
+        param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER
+        settings = distributed.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True,
+            bucket_size=config.optimizer.reduce_bucket_size, **overlap,
+        )  # fmt: skip
+        self.model = distributed.DistributedDataParallel(model.config, settings, model)
+        self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+        self._optimizer = get_megatron_optimizer(
+            _settings(config, offload), [self.model], use_gloo_process_groups=False
+        )
+        if not offload:  # with offload upstream sets it itself
+            for group in self._optimizer.param_groups:
+                group["fused"] = True
+        model.config.no_sync_func = self.model.no_sync
+        model.config.grad_scale_func = self._optimizer.scale_loss
+        model.config.finalize_model_grads_func = distributed.finalize_model_grads
+
+    def step(self) -> float:
+        """One optimizer step; returns the mean loss over ranks, which upstream's loop reduces too."""
+        # Upstream sets its reduce-scatter for the whole process whenever a DDP is built.
+        param_and_grad_buffer.dist_reduce_scatter_func = self._reduce_scatter
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step, data_iterator=iter(self.batches), model=self.model,
+            num_microbatches=len(self.batches), seq_length=self.config.sample_length,
+            micro_batch_size=self.config.training.micro_batch_size, forward_only=False,
+        )  # fmt: skip
+        self._optimizer.step()
+        loss = torch.stack([part["loss"] for part in losses]).mean()
+        dist.all_reduce(loss, group=self.groups.dp_cp)
+        return loss.item() / self.groups.dp_cp.size()
+
+    def settle(self) -> None:
+        """Wait for all weights, also for those that the next forward would gather."""
+        if self.model.ddp_config.overlap_param_gather:
+            self.model.disable_forward_pre_hook(param_sync=True)
+            self.model.enable_forward_pre_hook()
+
+
+class DeepSpeedTrainer(LlamaTrainer):
+    """DeepSpeed's ZeRO-2, with the states on the host if the device is a GPU."""
+
+    def __init__(self, *of_model: Any, **more: Any) -> None:
+        import deepspeed  # optional
+
+        super().__init__(*of_model, **more)
+        config, (model,) = self.config, self.stages
+        zero: dict[str, Any] = {"stage": 2, "overlap_comm": True}
+        if self.device.type == "cuda":
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        settings = {
+            "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+            "gradient_accumulation_steps": len(self.batches),
+            "gradient_clipping": config.optimizer.clip_grad,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": config.optimizer.lr}},
+        }
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=settings, dist_init_required=False
+        )
+
+    def step(self) -> float:
+        """One optimizer step; returns the mean loss."""
+        total = 0.0
+        for batch in self.batches:
+            losses = self._engine(batch.tokens, None, None, labels=batch.labels)
+            loss, _ = masked_mean(losses, mask=batch.loss_mask)
+            self._engine.backward(loss)
+            self._engine.step()  # updates after the last micro-batch
+            total += loss.item()
+        return total / len(self.batches)
+
+
+def _settings(config: RunConfig, offload: float) -> OptimizerConfig:
+    """Return upstream's settings of a run's optimizer: numbers and switches have the same names there."""
+    own, kept_as = config.optimizer, config.execution.facts.kept_as
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)} & {*own.__slots__}
+    same = {name: value for name in names if not isinstance(value := getattr(own, name), str)}
+    further = dict(
+        optimizer="adam", bf16=kept_as == "bf16", fp16=kept_as == "fp16", use_distributed_optimizer=True,
+        # With it no fp32 masters stay on the GPU; without Transformer Engine upstream does not support it.
+        use_precision_aware_optimizer=offload > 0 and find_spec("transformer_engine") is not None,
+        optimizer_cpu_offload=offload > 0, optimizer_offload_fraction=offload,
+        overlap_cpu_optimizer_d2h_h2d=True,
+    )  # fmt: skip
+    return OptimizerConfig(**same | further)
+
+
+def _forward_step(
+    batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    batch = next(batches)
+    return model(batch.tokens, None, None, labels=batch.labels), partial(masked_mean, mask=batch.loss_mask)
+
+
+def masked_mean(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (losses * mask).sum() / mask.sum()
+    return loss, {"loss": loss.detach().clone()}  # upstream divides the loss in place

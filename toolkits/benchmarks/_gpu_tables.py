@@ -1,9 +1,9 @@
 """Runs the benchmarks that need a GPU and appends a section to RESULTS.md: date, hardware, versions, tables.
 
-    python -m toolkits.benchmarks._gpu_tables [--quick] [--parts gpu_step attention ...] [--folder FOLDER]
+    python -m toolkits.benchmarks._gpu_tables [--parts gpu_step attention ...] [--folder FOLDER]
 
 `make gpu-bench` calls it. Each part is written as soon as it is there, and one that fails or takes too long
-costs the others nothing. With --folder the section goes to FOLDER/RESULTS.md, with each part's JSON and plot.
+costs the others nothing. With --folder the section goes to FOLDER/RESULTS.md, with each part's JSON.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ _PARTS: dict[str, list[str]] = {
     + ["upstream: 1", "DeepSpeed: 1"],
     "attention": [],
 }
-"""The most important first; arguments of each with --quick."""
+"""The most important first; arguments of each."""
 _LIMIT_S = 570.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts; 0 also without a GPU, 1 if a part failed or did not end in time."""
     parser = argparse.ArgumentParser(prog="gpu-bench", description="the tables of a GPU")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, steps and lengths")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="which (all)")
-    parser.add_argument("--folder", type=Path, help="for the section, the JSON files and the plots")
-    parser.add_argument("--limit", type=float, default=_LIMIT_S, help="seconds for all parts (570)")
+    parser.add_argument("--folder", type=Path, help="for the section and the JSON files")
     arguments = parser.parse_args(argv)
     gpu = MachineFacts.probe()
     if not gpu.cuda_devices:
@@ -46,11 +44,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="gpu-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
-    end, code = time.monotonic() + arguments.limit, 0
+    end, code = time.monotonic() + _LIMIT_S, 0
     with ((arguments.folder or _RESULTS.parent) / _RESULTS.name).open("a", encoding="utf-8") as results:
         print(heading(gpu, time.strftime("%d %b %Y")), end="", file=results, flush=True)
         for name in arguments.parts:
-            ended, output = run_part(name, folder, end - time.monotonic(), quick=arguments.quick)
+            ended, output = run_part(name, folder, end - time.monotonic())
             for file in (results, sys.stdout):
                 print(part_section(name, ended, output), end="", file=file, flush=True)
             code |= ended != 0
@@ -73,18 +71,16 @@ def heading(gpu: MachineFacts, date: str) -> str:
     )
 
 
-def run_part(name: str, folder: Path, limit_s: float, *, quick: bool) -> tuple[int, str]:
+def run_part(name: str, folder: Path, limit_s: float) -> tuple[int, str]:
     """Exit code (124: it took too long) and output of a benchmark.
 
     Args:
         name: the benchmark.
-        folder: for its JSON file and its plot.
+        folder: for its JSON file.
         limit_s: seconds it may take.
-        quick: whether it gets --quick.
     """
-    command = [sys.executable, "-W", "ignore", "-m", f"toolkits.benchmarks.{name}"]
-    command += ["--json", str(folder / f"{name}.json"), "--plot", str(folder / f"{name}.png")]
-    command += ["--quick", *_PARTS[name]] if quick else []
+    command = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks", name, "--quick"]
+    command += ["--json", str(folder / f"{name}.json"), *_PARTS.get(name, [])]
     ended = run_program(command, limit_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return 124 if ended.code is None else ended.code, ended.output
 
@@ -92,8 +88,7 @@ def run_part(name: str, folder: Path, limit_s: float, *, quick: bool) -> tuple[i
 def part_section(name: str, code: int, output: str) -> str:
     """The section of a part: its tables as it printed them, or that it did not end."""
     state = {0: "", 124: " (did not end in time)"}.get(code, f" (ended with {code})")
-    left_out = ("plot: ", "ended: ") if code == 0 else ("plot: ",)
-    kept = [line for line in output.splitlines() if not line.startswith(left_out)]
+    kept = [line for line in output.splitlines() if code or not line.startswith("ended: ")]
     return f"\n### {name}{state}\n\n" + "\n".join(kept).strip() + "\n"
 
 

@@ -1,19 +1,17 @@
-"""What all benchmarks share: their command line, tables, aims, the plot, and the report as JSON."""
+"""What all benchmarks share: rounds, tables, aims, and what a report says of the machine."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 _PACKAGES = (
     "torch", "megatron-core", "transformers", "numpy", "deepspeed", "triton", "transformer_engine",
     "flash_attn_3",
@@ -37,130 +35,79 @@ class Aim(NamedTuple):
         return self.measured <= self.aim
 
 
-class Panel(NamedTuple):
-    """A picture of the plot: bars with quartiles, or curves."""
-
-    xlabel: str
-    bars: Mapping[str, Sequence[float]] = {}
-    """Name -> the value of each round."""
-    marks: Mapping[str, float] = {}
-    """Name -> a value, as a line across the bars."""
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {}
-    """Name -> x and y values."""
-    ylabel: str = ""
-    title: str = ""
-    scales: tuple[str, str] = ("linear", "linear")
-    """Of x and y, as matplotlib names them."""
-
-
 class Report(NamedTuple):
     """What a benchmark has found."""
 
     text: str
     aims: Sequence[Aim]
-    panels: Sequence[Panel]
     content: Mapping[str, Any]
     """More keys of the JSON, such as the raw rounds."""
 
 
-def run_benchmark(
-    measure: Callable[[argparse.Namespace], Report],
-    argv: Sequence[str],
-    *,
-    rounds: tuple[int, int] = (1, 1),
-    quick: str = "fewer rounds",
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> int:
-    """The main program of a benchmark; 0, also where it cannot run, or 130 after Ctrl-C.
-
-    Args:
-        measure: a function of the benchmark's module, whose name and first line are shown; it gets the
-            options and `rounds`, and raises NotRunError where it cannot run.
-        argv: the command line.
-        rounds: how many there are, and with --quick.
-        quick: the help text of --quick.
-        options: the benchmark's own, by name, and what argparse is told of each.
-    """
-    module = sys.modules[measure.__module__]
-    assert module.__spec__ is not None and module.__doc__ is not None, "a benchmark runs as a module"
-    name = module.__spec__.name.rpartition(".")[2]
-    parser = argparse.ArgumentParser(prog=name, description=module.__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
-    parser.add_argument("--plot", type=Path, default=Path(f"{name}.png"), help="the plot, a PNG")
-    for option, told in (options or {}).items():
-        parser.add_argument(option, **told)
-    arguments = parser.parse_args(argv)
-    arguments.rounds = rounds[arguments.quick]
-    try:
-        print_and_write(measure(arguments), arguments)
-    except NotRunError as reason:
-        print(f"not run: {reason}")
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def print_and_write(report: Report, arguments: argparse.Namespace) -> None:
-    """Print a report, and write its JSON and its plot."""
-    print(report.text)
-    for aim in report.aims:
-        state = "met   " if aim.is_met else "MISSED"
-        print(f"{state}  {aim.name}: {aim.measured:.3f} (aim: at most {aim.aim:.2f})")
-    if arguments.json:
-        aims = [{**aim._asdict(), "met": aim.is_met} for aim in report.aims]
-        content = {"aims": aims, "machine": machine(), "versions": versions(), **report.content}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if report.panels:
-        _plot(arguments.plot, report.panels)
-        print(f"plot: {arguments.plot}", flush=True)
-
-
 def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table whose columns are aligned, the first one to the left; ends with an empty line."""
+    """Return a Markdown table with aligned columns, the first one to the left; it ends with a line break."""
     cells = [[str(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
-    lines = []
-    for first, *others in cells:
-        padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines) + "\n"
+    padded_rows = ([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in cells)
+    return "".join(f"| {' | '.join(padded)} |\n" for padded in padded_rows)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile."""
-    lower, middle, upper = quantiles([*values] * (1 + (len(values) == 1)), n=4, method="inclusive")
-    return lower, middle, upper
+def ratio(these: Sequence[float], those: Sequence[float]) -> float:
+    """Return the median of the ratios within a round: other work on the machine slows both alike."""
+    return median(this / that for this, that in zip(these, those, strict=True))
 
 
-def _plot(file: Path, panels: Sequence[Panel]) -> None:
-    import matplotlib
+class Rounds(NamedTuple):
+    """Seconds of contenders in each round; some have compute alone and communication alone beside them."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    values: Mapping[str, Sequence[float]]
+    """Name -> one value a round, measured on the slowest rank."""
 
-    size = (6.5 * len(panels), 4)
-    canvas, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for name, values in reversed([*panel.bars.items()]):
-            lower, middle, upper = quartiles(values)
-            color = "tab:blue" if "ours" in name else "tab:gray"
-            axis.barh(name, middle, xerr=[[middle - lower], [upper - middle]], color=color)
-        for (name, value), style in zip(panel.marks.items(), ("--", ":", "-."), strict=False):
-            axis.axvline(value, linestyle=style, color="black", label=name)
-        for name, (xs, ys) in panel.curves.items():
-            axis.plot(xs, ys, "o-", markersize=3, label=name)
-        axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-        axis.set(xscale=panel.scales[0], yscale=panel.scales[1])
-        if panel.marks or panel.curves:
-            axis.legend(fontsize="small")
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
+    @property
+    def _bound(self) -> list[float] | None:
+        """max(compute, communication) of each round, the time with perfect overlap."""
+        if COMMUNICATION not in self.values:
+            return None
+        return list(map(max, self.values[COMPUTE], self.values[COMMUNICATION]))
+
+    def ratio(self, name: str, other: str) -> float:
+        """Return the seconds of `name` divided by those of `other`."""
+        return ratio(self.values[name], self.values[other])
+
+    def over_bound(self, name: str) -> float:
+        """Return the step time divided by max(compute, communication)."""
+        assert self._bound is not None
+        return ratio(self.values[name], self._bound)
+
+    def best(self, *prefixes: str) -> str:
+        """Return the fastest contender whose name begins with one of the prefixes."""
+        names = [name for name in self.values if name.startswith(prefixes)]
+        return min(names, key=lambda name: median(self.values[name]))
+
+    def table(self, title: str, base: str, columns: Mapping[str, Callable[[str], str]] | None = None) -> str:
+        """Return a table with a row for each contender.
+
+        Args:
+            title: the head of the first column.
+            base: the contender by which the ratios divide.
+            columns: more columns: head -> the function that returns a contender's cell.
+        """
+        is_bounded, more = self._bound is not None, columns or {}
+        heads = [title, "median s", "quartiles", f"/ {base}"]
+        heads += ["/ max(compute, comm.)"] * is_bounded + [*more]
+        rows = []
+        for name, values in self.values.items():
+            lower, middle, upper = quantiles([*values] * (1 + (len(values) == 1)), n=4, method="inclusive")
+            cells = [name, f"{middle:.4g}", f"{lower:.4g} - {upper:.4g}", f"{self.ratio(name, base):.3f}"]
+            if is_bounded:
+                cells.append("" if name in (COMPUTE, COMMUNICATION) else f"{self.over_bound(name):.3f}")
+            rows.append([*cells, *(cell(name) for cell in more.values())])
+        return table(heads, rows)
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, current load, kernel."""
+    """Return the processor, the cores that this process may use, the current load, and the kernel."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -172,7 +119,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, this repository and relevant packages; "missing" if not installed."""
+    """Return the versions of Python, this repository and relevant packages; "missing" if not installed."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     found = {"python": platform.python_version(), "commit": commit or "unknown"}

@@ -1,195 +1,139 @@
 """One machine as several with accelerators: cables of a chosen speed, layers that wait instead of computing.
 
-Each rank has a network namespace with a cable of its own to a switch, in a namespace more. The host's network
-does not change: both ends of a cable are created inside the namespaces, which have no other interface than
-their loopback. It needs root, and `ip` and `tc` of iproute2.
+Each rank has a network namespace with a cable of its own to a switch, which has one more namespace. The
+network of the host does not change: both ends of a cable are created inside the namespaces, which have no
+other interface than their loopback. It needs root, and `ip` and `tc` of iproute2.
 
-The thread that waits in a layer is also the one in which hooks run. The host of an accelerator runs ahead of
-it, so that there the work of hooks is hidden; here it lengthens the step, whoever's hooks they are.
+The thread that waits in a layer is also the thread in which hooks run. The host of an accelerator runs ahead
+of the accelerator and hides the work of hooks; here this work lengthens the step of each contender.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, take_turns
 from toolkits.benchmarks._report import NotRunError
 
 INTERFACE = "cable"
 """Name of the cable's interface in the namespace of each rank."""
 _BURST, _QUEUE = "256kb", "4mb"
 """Space for the largest packet that the network stack sends, and a queue that TCP fills without losses."""
-_FIRST_MBIT, _MANY_TIMES = 300.0, 3
+_FIRST_MBIT, MANY_TIMES = 300.0, 3
 
 
-class CableError(NotRunError):
-    """Namespaces cannot be created on this machine or by this user; the message says why."""
+@contextmanager
+def connected(ends: int = 2) -> Iterator[list[str]]:
+    """Create a namespace for each of `ends` ranks, connect them, and always remove them at the end.
 
+    Within the context SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
 
-class Cables:
-    """A context manager that creates the namespaces and always removes them at the end.
-
-    Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
-
-    Args:
-        ends: how many ranks are connected.
+    Yields:
+        The names of the ranks' namespaces.
+    Raises:
+        NotRunError: this user is not root, iproute2 is missing, or the kernel refuses.
     """
-
-    def __init__(self, ends: int = 2) -> None:
-        self.namespaces = [f"overlap-{os.getpid()}-{end}" for end in range(ends)]
-        self._switch = f"overlap-{os.getpid()}-switch"
-        self._on_terminate: Any = None
-
-    def __enter__(self) -> Cables:
-        """Create the namespaces and the cables.
-
-        Raises:
-            CableError: this user is not root, iproute2 is missing, or the kernel refuses.
-        """
-        if os.geteuid() != 0:
-            raise CableError("network namespaces need root")
-        for tool in ("ip", "tc"):
-            if shutil.which(tool) is None:
-                raise CableError(f"`{tool}` not found; install iproute2")
-        self._on_terminate = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            self._make()
-        except BaseException:
-            self._remove()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
-
-    def inside(self, end: int, command: list[str]) -> list[str]:
-        """The command that runs `command` in one of the namespaces."""
-        return ["ip", "netns", "exec", self.namespaces[end], *command]
-
-    def _make(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
-        for end, name in enumerate(self.namespaces):
-            port = f"port{end}"
-            _run("ip", "netns", "add", name)
-            cable = ["type", "veth", "peer", "name", port, "netns", self._switch]
-            _run("ip", "link", "add", INTERFACE, "netns", name, *cable)
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
-            # A network kept for documentation (RFC 5737).
-            _run("ip", "-n", name, "address", "add", f"192.0.2.{end + 1}/24", "dev", INTERFACE)
-            for device in ("lo", INTERFACE):
-                _run("ip", "-n", name, "link", "set", device, "up")
-
-    def _remove(self) -> None:
-        """Remove the namespaces and with them the cables; Ctrl-C and SIGTERM are ignored meanwhile."""
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.geteuid() != 0:
+        raise NotRunError("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NotRunError(f"`{tool}` not found; install iproute2")
+    switch, *names = (f"overlap-{os.getpid()}-{end}" for end in ("switch", *range(ends)))
+    on_terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _connect(switch, names)
+        yield names
+    finally:  # with the namespaces their cables go; Ctrl-C and SIGTERM are ignored meanwhile
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for name in (*self.namespaces, self._switch):
+        for name in (switch, *names):
             if os.path.exists(f"/run/netns/{name}"):
                 subprocess.run(["ip", "netns", "delete", name], check=False)
-        signal.signal(signal.SIGTERM, self._on_terminate)
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGTERM, on_terminate)
+        signal.signal(signal.SIGINT, on_interrupt)
 
 
-def _interrupt(*unused: Any) -> None:
-    raise KeyboardInterrupt
+def _connect(switch: str, names: list[str]) -> None:
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "switch", "up")
+    for end, name in enumerate(names):
+        port = f"port{end}"
+        _run("ip", "netns", "add", name)
+        cable = ["type", "veth", "peer", "name", port, "netns", switch]
+        _run("ip", "link", "add", INTERFACE, "netns", name, *cable)
+        _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+        # A network kept for documentation (RFC 5737).
+        _run("ip", "-n", name, "address", "add", f"192.0.2.{end + 1}/24", "dev", INTERFACE)
+        for device in ("lo", INTERFACE):
+            _run("ip", "-n", name, "link", "set", device, "up")
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and the threads and programs that it starts later, into a namespace."""
+    with open(f"/run/netns/{namespace}", encoding="ascii") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CableError(f"`{' '.join(command)}`: {done.stderr.strip()}")
+        raise NotRunError(f"`{' '.join(command)}`: {done.stderr.strip()}")
 
 
 def set_speed(send: Callable[[], float], seconds: float) -> float:
-    """Limit the sending speed of this process's namespace so that messages take a time; Mbit/s.
+    """Limit the sending speed of this process's namespace so that messages take a time; return it in Mbit/s.
 
     Args:
         send: sends the messages, and returns the seconds of the slowest rank.
-        seconds: which it shall take.
+        seconds: the time that the messages shall take.
     """
     mbit = _FIRST_MBIT
-    for last in range(_MANY_TIMES + 1):  # headers and waits are a part of the time: it is found step by step
+    for last in range(MANY_TIMES + 1):  # headers and waits are a part of the time: it is found step by step
         rate = ["tbf", "rate", f"{mbit:.1f}mbit", "burst", _BURST, "limit", _QUEUE]
         _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
-        if last < _MANY_TIMES:
-            mbit *= min(send() for _ in range(_MANY_TIMES)) / seconds
+        if last < MANY_TIMES:
+            mbit *= min(send() for _ in range(MANY_TIMES)) / seconds
     return mbit
-
-
-def compare(timed: Mapping[str, Callable[[], float]], rounds: int, share: float = 1.0) -> dict[str, Any]:
-    """The rounds of contenders, over a cable whose speed is set first.
-
-    Args:
-        timed: by name; each takes a step and returns the seconds of the slowest rank. Compute alone and
-            communication alone are among them.
-        rounds: how often each takes a step.
-        share: what communication alone takes of the time of compute alone; 0: the speed remains, and so
-            does what the contenders have built in their first step.
-    """
-    mbit = 0.0
-    if share:
-        for step in timed.values():
-            step()
-        compute = min(timed[COMPUTE]() for _ in range(_MANY_TIMES))
-        mbit = set_speed(timed[COMMUNICATION], share * compute)
-    return {"mbit": mbit, "rounds": take_turns(timed, rounds)}
-
-
-def way_of(measured: Mapping[str, Any]) -> str:
-    """How the ranks of a comparison met, for people."""
-    return f"a cable of {measured['mbit']:.0f} Mbit/s each way"
 
 
 _FORWARD_SHARE = 1 / 3
 """Share of a layer's time; backward has twice as many products."""
 _ORDER = (
-    "input_layernorm",
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+    "input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj", "pre_mlp_layernorm",
+    "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
 """The modules of a layer that have weights, in the order of forward."""
 _MAX_LATE_S = 1e-3
-"""A thread that sleeps wakes up later than this only where other work takes its core."""
+"""A thread that sleeps wakes up later than this only if other work takes its core."""
 
 
 class _Device:
     """A device that works for given times, one after the other, while this thread waits."""
 
-    def __init__(self) -> None:
-        self.worked_s = 0.0
-        """Seconds of all its work, as long as they took."""
-        self._late_s = 0.0
+    late_s = 0.0
 
     @contextmanager
     def work(self, seconds: float) -> Iterator[None]:
-        """Takes `seconds`, what is done within it included. A wait that ended late shortens the next ones."""
-        begin = time.perf_counter()
-        end = begin + seconds - self._late_s
+        """Take `seconds`, including the work within the context. A wait that ended late shortens the next."""
+        end = time.perf_counter() + seconds - self.late_s
         yield
         time.sleep(max(0.0, end - time.perf_counter()))
-        self._late_s = min(max(0.0, time.perf_counter() - end), _MAX_LATE_S)
-        self.worked_s += time.perf_counter() - begin
+        self.late_s = min(max(0.0, time.perf_counter() - end), _MAX_LATE_S)
 
 
 DEVICE = _Device()
-"""That of this process."""
+"""The device of this process."""
 
 
 class _Wait(torch.autograd.Function):
@@ -206,75 +150,42 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         with DEVICE.work(ctx.seconds * (1 - _FORWARD_SHARE)):
-            scale = gradient.norm() if ctx.noise else None
+            scale = gradient.norm()
             return gradient, None, None, *(part * scale for part in ctx.noise)
 
 
-class WaitingLayer(torch.nn.Module):
-    """In place of a transformer layer, without weights; forward and backward together take `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """Upstream's protocol: hidden states and no cross-attention context."""
-        return _Wait.apply(hidden_states, self._seconds, []), None
+def _waiting(module: torch.nn.Module, seconds: float, generator: torch.Generator) -> Any:
+    """Return a forward that reads the module's weights, as a product does, and changes nothing."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    noise = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in module.parameters()]
+    return lambda hidden: _Wait.apply(hidden, seconds, noise, *(getattr(module, name) for name in names))
 
 
-class _WaitingModule(torch.nn.Module):
-    """In place of a module, with the weights that are its own; forward and backward take `seconds`."""
+def _waiting_layer(modules: list[torch.nn.Module]) -> Any:
+    """Return a forward with the parameters and results of megatron-core's layers."""
 
-    def __init__(self, module: torch.nn.Module, seconds: float, generator: torch.Generator) -> None:
-        super().__init__()
-        self._seconds = seconds
-        for name, parameter in module.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        self._names = [name for name, _ in self.named_parameters()]
-        self._noise = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in self.parameters()]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states, unchanged; the weights are read, as by a product."""
-        weights = [getattr(self, name) for name in self._names]
-        return _Wait.apply(hidden, self._seconds, self._noise, *weights)
-
-
-class _WaitingWeights(torch.nn.Module):
-    """In place of a transformer layer, whose weights get gradients that differ from rank to rank.
-
-    Args:
-        layer: of megatron-core.
-        seconds: of forward and backward; a matrix waits for its share of the elements, a norm does not.
-        seed: of the gradients.
-    """
-
-    def __init__(self, layer: torch.nn.Module, seconds: float, seed: int) -> None:
-        super().__init__()
-        self.layer = layer
-        generator = torch.Generator().manual_seed(seed)
-        modules = [layer.get_submodule(name) for name in _ORDER]
-        numels = [sum(one.numel() for one in module.parameters() if one.dim() > 1) for module in modules]
-        for name, module, numel in zip(_ORDER, modules, numels, strict=True):
-            waiting = _WaitingModule(module, seconds * numel / sum(numels), generator)
-            layer.set_submodule(name, waiting)
-
-    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """Upstream's protocol: hidden states and no cross-attention context."""
-        for name in _ORDER:
-            hidden_states = self.layer.get_submodule(name)(hidden_states)
+    def forward(hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        for module in modules:
+            hidden_states = module(hidden_states)
         return hidden_states, None
+
+    return forward
 
 
 def let_layers_wait(model: torch.nn.Module, wait_s: float, rank: int) -> None:
-    """Put waiting layers in the place of a model's layers.
+    """Let a model's layers wait; a matrix waits for its share of the elements, a norm does not.
 
     Args:
         model: megatron-core's; names and places of its weights do not change.
-        wait_s: seconds of a micro-batch in all of its layers.
+        wait_s: seconds of a micro-batch in all of its layers, forward and backward.
         rank: gradients differ from rank to rank.
     """
-    layers = model.get_submodule("decoder.layers")
-    assert isinstance(layers, torch.nn.ModuleList)
-    for index in range(len(layers)):
-        seed = rank * len(layers) + index
-        layers[index] = _WaitingWeights(layers[index], wait_s / len(layers), seed)
+    layers = [*model.get_submodule("decoder.layers").children()]
+    for index, layer in enumerate(layers):
+        generator = torch.Generator().manual_seed(rank * len(layers) + index)
+        modules = [layer.get_submodule(name) for name in _ORDER]
+        numels = [sum(one.numel() for one in module.parameters() if one.dim() > 1) for module in modules]
+        for module, numel in zip(modules, numels, strict=True):
+            seconds = wait_s / len(layers) * numel / sum(numels)
+            vars(module)["forward"] = _waiting(module, seconds, generator)
+        vars(layer)["forward"] = _waiting_layer(modules)

@@ -1,6 +1,6 @@
 """Compares the Adam update on a CPU: ours, torch's fused kernel and DeepSpeed's CPUAdam.
 
-    python -m toolkits.benchmarks.adam_cpu [--quick] [--json FILE] [--plot FILE]
+    python -m toolkits.benchmarks adam_cpu [--quick] [--json FILE]
 
 All contenders update the same tensors of 100 million elements in one process, one after the other, in rounds.
 """
@@ -8,9 +8,7 @@ All contenders update the same tensors of 100 million elements in one process, o
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -25,49 +23,40 @@ from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.narrow import Draw
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
-from toolkits.benchmarks._measure import Rounds, take_turns
-from toolkits.benchmarks._report import Aim, NotRunError, Report, run_benchmark
+from toolkits.benchmarks._measure import CPU, take_turns, time_call
+from toolkits.benchmarks._report import Aim, NotRunError, Report, Rounds
 
 _NUMEL = 99_999_936
 SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
 # Elements that a peer casts, updates and casts back at a time, so that the casts stay in a shared cache.
 _CHUNK = 1 << 22
+ROUNDS = (31, 9)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; a missing DeepSpeed is named."""
-    return run_benchmark(_run, argv, rounds=(31, 9), quick="fewer rounds: about a third of the time")
-
-
-def _run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
     try:
         found, missing = contenders(Tensors(_NUMEL))
     except BuildError as reason:
         raise NotRunError(reason) from reason
-    threads, by_title = torch.get_num_threads(), {one.title: one for one in found}
-    for contender in found:
+    threads = torch.get_num_threads()
+    for contender in found.values():
         contender.update()
-    timed = {title: partial(_milliseconds, one) for title, one in by_title.items()}
-    times = Rounds(take_turns(timed, arguments.rounds), unit="ms", digits=1)
+    timed = {title: partial(time_call, one.update, CPU) for title, one in found.items()}
+    rounds = take_turns(timed, arguments.rounds)
+    times = Rounds({title: [one.wall for one in own] for title, own in rounds.items()})
 
     def over_ours(title: str) -> str:
-        case = by_title[title].case
+        case = title.split(":")[0]
         return "" if case == "copy" else f"{times.ratio(title, f'{case}: ours'):.2f}"
 
     def speed(title: str) -> str:
-        return f"{by_title[title].num_bytes * _NUMEL / median(times.values[title]) / 1e6:.1f}"
+        return f"{found[title].num_bytes * _NUMEL / median(times.values[title]) / 1e9:.1f}"
 
     head = f"{_NUMEL / 1e6:.0f} M parameters, {threads} threads, {arguments.rounds} rounds\n"
-    text = f"{head}\n{times.table('', 'copy: copy', {'GB/s': speed, '/ ours': over_ours})}{missing}"
-    rounds = {title: [one / 1e3 for one in found] for title, found in times.values.items()}
-    content = {"numel": _NUMEL, "threads": threads, "rounds": rounds, "missing": missing}
-    return Report(text, _aims(times), [times.panel()], content)
-
-
-def _milliseconds(contender: Contender) -> float:
-    begin = time.perf_counter()
-    contender.update()
-    return 1e3 * (time.perf_counter() - begin)
+    text = f"{head}\n{times.table('', 'copy', {'GB/s': speed, '/ ours': over_ours})}{missing}"
+    content = {"numel": _NUMEL, "threads": threads, "rounds": times.values, "missing": missing}
+    return Report(text, _aims(times), content)
 
 
 def _aims(times: Rounds) -> list[Aim]:
@@ -90,16 +79,9 @@ def _aims(times: Rounds) -> list[Aim]:
 class Contender(NamedTuple):
     """One way to update all parameters."""
 
-    case: str
-    name: str
     num_bytes: int
     """Bytes that one update must read and write per parameter; additional traffic is not counted."""
     update: Callable[[], object]
-
-    @property
-    def title(self) -> str:
-        """Case and name."""
-        return f"{self.case}: {self.name}"
 
 
 class Tensors:
@@ -114,51 +96,45 @@ class Tensors:
         bits = [split(self.master.numpy()) for split in (round_to_bf16, low_bits)]
         weight, self.low_bits = (torch.from_numpy(half.view(np.int16)) for half in bits)
         self.weight = weight.view(torch.bfloat16)
-        halves = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
-        self.bf16_moments = halves[0], halves[1]
-        bytes_ = [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
-        self.byte_moments = bytes_[0], bytes_[1]
+        zeros = partial(torch.zeros, numel)
+        self.bf16_moments = zeros(dtype=torch.bfloat16), zeros(dtype=torch.bfloat16)
+        self.byte_moments = zeros(dtype=torch.uint8), zeros(dtype=torch.uint8)
         self.scales = [torch.zeros(numel // MOMENT_BLOCK) for _ in range(2)]
 
 
-def contenders(tensors: Tensors) -> tuple[list[Contender], str]:
-    """All contenders that can run here, and a message if one is missing."""
-    found = [Contender("copy", "copy", 8, lambda: tensors.grad.copy_(tensors.master)), *_ours(tensors)]
-    found += _peer("torch fused", _torch_fused, tensors)
+def contenders(tensors: Tensors) -> tuple[dict[str, Contender], str]:
+    """Return all contenders that can run here, by title (case and name), and a message if one is missing."""
+    found = {"copy": Contender(8, lambda: tensors.grad.copy_(tensors.master)), **_ours(tensors)}
+    found |= _peer("torch fused", _torch_fused, tensors)
     try:
-        found += _peer("DeepSpeed", _deepspeed(), tensors)
+        found |= _peer("DeepSpeed", _deepspeed(), tensors)
     except Exception as reason:  # its extension is compiled at first use, which can fail in many ways
         return found, f"missing: DeepSpeed's CPUAdam ({type(reason).__name__}: {reason})"
     return found, ""
 
 
-def _ours(t: Tensors) -> list[Contender]:
-    kernel = CppAdam()
+def _ours(t: Tensors) -> dict[str, Contender]:
+    kernel, draw = CppAdam(), Draw("weight", 0, t.grad.numel(), 0)
     fp32 = UpdateItem(t.grad, AdamStates(t.master, t.exp_avg, t.exp_avg_sq), SCALARS)
     bf16 = UpdateItem(t.grad_bf16, AdamStates(t.master, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
     split = UpdateItem(t.grad_bf16, AdamStates(t.low_bits, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
-    draw = Draw("weight", 0, t.grad.numel(), 0)
-    found = [
-        Contender("fp32", "ours", 28, lambda: kernel.update([fp32])),
-        Contender("bf16", "ours", 28, lambda: kernel.update([bf16])),
-        Contender("bf16", "ours, split master", 26, lambda: kernel.update([split])),
-    ]
-    for whole, item in ((found[0], fp32), (found[2], split)):
+    items = {"fp32: ours": (28, fp32), "bf16: ours": (28, bf16), "bf16: ours, split master": (26, split)}
+    for title in ("fp32: ours", "bf16: ours, split master"):
+        num_bytes, item = items[title]
         master, *_, param = item.states[:4]
         halves = AdamStates(master, *t.bf16_moments, param)
         eight = AdamStates(master, *t.byte_moments, param, *t.scales)
         for moments, states, saved in (("bf16", halves, 8), ("8-bit", eight, 12)):
-            update = partial(kernel.update, [item._replace(states=states, draw=draw)])
-            title, num_bytes = f"{whole.name}, {moments} moments", whole.num_bytes - saved
-            found.append(Contender(whole.case, title, num_bytes, update))
-    return found
+            narrow = item._replace(states=states, draw=draw)
+            items[f"{title}, {moments} moments"] = (num_bytes - saved, narrow)
+    return {title: Contender(size, partial(kernel.update, [item])) for title, (size, item) in items.items()}
 
 
 # param, grad, exp_avg, exp_avg_sq: all float32, updated in place.
 _Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
-def _peer(name: str, update: _Update, t: Tensors) -> list[Contender]:
+def _peer(name: str, update: _Update, t: Tensors) -> dict[str, Contender]:
     """A kernel for one type only: in bf16 it needs casts before and after, of everything or in chunks."""
     states = (t.master, t.exp_avg, t.exp_avg_sq)
     chunks = list(zip(*(x.split(_CHUNK) for x in (*states, t.grad_bf16, t.weight)), strict=True))
@@ -174,19 +150,18 @@ def _peer(name: str, update: _Update, t: Tensors) -> list[Contender]:
         update(t.master, t.grad.copy_(t.grad_bf16), t.exp_avg, t.exp_avg_sq)
         t.weight.copy_(t.master)
 
-    return [
-        Contender("fp32", name, 28, lambda: update(t.master, t.grad, t.exp_avg, t.exp_avg_sq)),
-        Contender("bf16", f"{name}, casts in chunks", 28, chunked),
-        Contender("bf16", f"{name}, casts of all", 28, flat),
-    ]
+    return {
+        f"fp32: {name}": Contender(28, lambda: update(t.master, t.grad, t.exp_avg, t.exp_avg_sq)),
+        f"bf16: {name}, casts in chunks": Contender(28, chunked),
+        f"bf16: {name}, casts of all": Contender(28, flat),
+    }
 
 
-def _torch_fused(
-    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
-) -> None:
+def _torch_fused(*tensors: torch.Tensor) -> None:
     step = torch.tensor(SCALARS.step - 1.0)  # of the previous update; adamw increments it
+    params, grads, exp_avgs, exp_avg_sqs = ([one] for one in tensors)
     adamw(
-        [param], [grad], [exp_avg], [exp_avg_sq], [], [step], fused=True, amsgrad=False,
+        params, grads, exp_avgs, exp_avg_sqs, [], [step], fused=True, amsgrad=False,
         beta1=SCALARS.beta1, beta2=SCALARS.beta2, lr=SCALARS.lr, weight_decay=SCALARS.weight_decay,
         eps=SCALARS.eps, maximize=False,
     )  # fmt: skip
@@ -197,17 +172,8 @@ def _deepspeed() -> _Update:
 
     s = SCALARS
     optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=True)
-    library, index = optimizer.ds_opt_adam, optimizer.opt_id
-
-    def update(param: torch.Tensor, *others: torch.Tensor) -> None:
-        library.adam_update(
-            index, s.step, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, True, param, *others
-        )
-
+    scalars = (optimizer.opt_id, s.step, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, True)
+    update = partial(optimizer.ds_opt_adam.adam_update, *scalars)
     # Keeps the optimizer alive, whose destructor frees the kernel's state.
     update.optimizer = optimizer  # type: ignore[attr-defined]
     return update
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

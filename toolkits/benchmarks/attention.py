@@ -1,6 +1,6 @@
 """Measures the attention kernels of a GPU, forward and backward, with the heads of LLaMA-3.1 8B in bf16.
 
-    python -m toolkits.benchmarks.attention [--quick] [--json FILE] [--plot FILE]
+    python -m toolkits.benchmarks attention [--quick] [--json FILE]
 
 It needs a GPU. Each kernel runs in its own process.
 """
@@ -8,7 +8,6 @@ It needs a GPU. Each kernel runs in its own process.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
@@ -24,8 +23,8 @@ from patch.device import DeviceContext, MachineFacts
 from patch.model.attention import CausalAttention
 from patch.plan.flops import attended_pairs, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, run_config
-from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
-from toolkits.benchmarks._runner import needs_gpu, try_alone
+from toolkits.benchmarks._measure import needs_gpu, try_alone
+from toolkits.benchmarks._report import Aim, Report, table
 
 _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 _QUICK_LENGTHS = (4096, 8192, 32768, 131072)
@@ -41,6 +40,7 @@ _BACKWARD = 2.5
 _UNTIMED = 2
 _BATCH_TOKENS = 16384
 """Of all rows of a batch, so that short rows fill the device too."""
+ROUNDS = (15, 5)
 
 
 class Heads(NamedTuple):
@@ -51,12 +51,8 @@ class Heads(NamedTuple):
     size: int = 128
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report."""
-    return run_benchmark(_run, argv, rounds=(15, 5), quick="fewer lengths and passes")
-
-
-def _run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
     machine = needs_gpu()
     lengths = _QUICK_LENGTHS if arguments.quick else _LENGTHS
     times: Times = {}
@@ -68,15 +64,8 @@ def _run(arguments: argparse.Namespace) -> Report:
             measure, _TIMEOUT_S, on_gpu=True, contender=name, lengths=lengths, repeats=arguments.rounds
         )
         times[name] = {int(length): value for length, value in (measured or {}).items()}
-    curves = {
-        name: ([*found], [tflops(length, value) for length, value in found.items()])
-        for name, found in times.items()
-    }
-    ylabel = "TFLOP/s, forward and backward"
-    panel = Panel("tokens of a sequence", curves=curves, ylabel=ylabel, scales=("log", "linear"))
     text = times_table(times, lengths, machine.cuda_name)
-    aims = aims_of(times, default_contender(machine))
-    return Report(text, aims, [panel], {"milliseconds": times})
+    return Report(text, aims_of(times, default_contender(machine)), {"milliseconds": times})
 
 
 def default_contender(machine: MachineFacts) -> str:
@@ -195,7 +184,3 @@ def measure(context: DeviceContext, contender: str, lengths: Sequence[int], repe
         passes = [*pairwise(marks)][-repeats:]
         found[str(length)] = median(begin.elapsed_time(end) for begin, end in passes)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Measures saving and loading of a checkpoint beside a plain copy of as many bytes, and the stall of a save.
 
-    python -m toolkits.benchmarks.checkpoint [--quick] [--json FILE] [--plot FILE] [--folder FOLDER]
+    python -m toolkits.benchmarks checkpoint [--quick] [--json FILE]
 
 One process, a state of 1 GB. Each round copies a checkpoint's files, saves, saves in the background and
 loads, in a new order. Copies and saves end with fsync; sources are in memory, since they were just written.
@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,26 +30,21 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
 from patch.distributed.groups import alone
 from patch.storage.names import iteration_name
-from toolkits.benchmarks._measure import Columns, Rounds, take_turns
-from toolkits.benchmarks._report import Aim, Report, run_benchmark
-from toolkits.benchmarks._runner import CPU
+from toolkits.benchmarks._measure import CPU, take_turns, time_call
+from toolkits.benchmarks._report import Aim, Report, Rounds
 
 _STEP_S = 1.0
 _COUNT, _ROWS, _COLUMNS = 18, 1024, 4096
 """Weights in bf16, each with three states in fp32: 59 MB."""
 _BYTES_EACH = 14 * _ROWS * _COLUMNS
 COPY, SAVE, STALL, WRITE, LOAD = "plain copy", "save", "stall of one in the background", "its write", "load"
+ROUNDS = (9, 3)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report."""
-    folder = {"type": Path, "help": "folder for 4 GB of temporary files (default: TMPDIR)"}
-    return run_benchmark(_run, argv, rounds=(9, 3), options={"--folder": folder})
-
-
-def _run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
     compat.apply(cuda=False)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, alone(CPU):
+    with tempfile.TemporaryDirectory() as folder, alone(CPU):
         seconds = _measure(Path(folder), arguments.rounds)
     num_bytes = _COUNT * _BYTES_EACH
     aims = [
@@ -58,10 +52,10 @@ def _run(arguments: argparse.Namespace) -> Report:
         Aim("load with checksums / plain copy", seconds.ratio(LOAD, COPY), 1 / 0.6),
         Aim("stall of a save in the background / save", seconds.ratio(STALL, SAVE), 0.1),
     ]
-    columns: Columns = {"GB/s": lambda way: f"{num_bytes / median(seconds.values[way]) / 1e9:.2f}"}
     head = f"{num_bytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n"
-    text = f"{head}\n{seconds.table('', COPY, columns)}"
-    return Report(text, aims, [seconds.panel()], {"bytes": num_bytes, "rounds": seconds.values})
+    speeds = {"GB/s": lambda way: f"{num_bytes / median(seconds.values[way]) / 1e9:.2f}"}
+    text = f"{head}\n{seconds.table('', COPY, speeds)}"
+    return Report(text, aims, {"bytes": num_bytes, "rounds": seconds.values})
 
 
 def _state() -> dict[str, dict[str, ShardedTensor]]:
@@ -79,49 +73,40 @@ def _measure(root: Path, rounds: int) -> Rounds:
     state, copies = _state(), HostCopies()
     save_checkpoint(root, 0, state, {})
 
-    def copy() -> dict[str, float]:
-        begin = time.perf_counter()
+    def copy() -> None:
         (root / "copy").mkdir()
         for file in (root / iteration_name(0)).iterdir():
             shutil.copyfile(file, root / "copy" / file.name)
             with (root / "copy" / file.name).open("rb") as written:
                 os.fsync(written.fileno())
-        return {COPY: time.perf_counter() - begin}
 
-    def save() -> dict[str, float]:
-        begin = time.perf_counter()
-        save_checkpoint(root, 1, state, {})
-        return {SAVE: time.perf_counter() - begin}
+    def load() -> None:
+        assert latest_iteration(root) == 0
+        load_checkpoint(root, 0, state)
 
-    def save_in_background() -> dict[str, float]:
+    def save_in_background() -> tuple[float, float]:
         begin = time.perf_counter()
         pending = start_save(root, 2, state, {}, copies)
         stall = time.perf_counter() - begin
         time.sleep(_STEP_S)
-        begin = time.perf_counter()
-        pending.wait_for_copies()
-        stall += time.perf_counter() - begin
+        stall += time_call(pending.wait_for_copies, CPU).wall
         pending.finish()
-        return {STALL: stall, WRITE: pending.seconds}
+        return stall, pending.seconds
 
-    def load() -> dict[str, float]:
-        begin = time.perf_counter()
-        found = latest_iteration(root)
-        assert found == 0
-        load_checkpoint(root, found, state)
-        return {LOAD: time.perf_counter() - begin}
-
-    def alone_on_disk(way: Callable[[], dict[str, float]]) -> dict[str, float]:
-        os.sync()  # what others have written is not waited for inside
+    def alone_on_disk(way: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        os.sync()  # else the writes of earlier ways would be a part of the time
         found = way()
         _clear(root)
         return found
 
-    ways = {"copy": copy, "save": save, "in background": save_in_background, "load": load}
-    found = take_turns({name: partial(alone_on_disk, way) for name, way in ways.items()}, rounds + 1)
-    return Rounds(
-        {name: [one[name] for one in rounds_of[1:]] for rounds_of in found.values() for name in rounds_of[0]}
-    )
+    save: Callable[[], object] = partial(save_checkpoint, root, 1, state, {})
+    ways = {COPY: copy, SAVE: save, LOAD: load}
+    calls: dict[str, Callable[[], tuple[float, float]]] = {
+        **{name: partial(time_call, way, CPU) for name, way in ways.items()}, STALL: save_in_background,
+    }  # fmt: skip
+    found = take_turns({name: partial(alone_on_disk, call) for name, call in calls.items()}, rounds + 1)
+    seconds = {name: [first for first, _ in times[1:]] for name, times in found.items()}
+    return Rounds({**seconds, WRITE: [write for _, write in found[STALL][1:]]})
 
 
 def _clear(root: Path) -> None:
@@ -129,7 +114,3 @@ def _clear(root: Path) -> None:
     for name in ("copy", iteration_name(1), iteration_name(2)):
         shutil.rmtree(root / name, ignore_errors=True)
     (root / "latest_checkpointed_iteration.txt").write_text("0\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

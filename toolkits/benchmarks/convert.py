@@ -4,13 +4,12 @@ The clock starts when the program has its imports, because a virtual machine han
 host after 2 s, and taking it again costs more than the copy: `cp`, which starts at once after the target of
 the round before was removed, would keep what a converter that imports first has lost.
 
-python -m toolkits.benchmarks.convert [--quick] [--json FILE] [--plot FILE] [--folder FOLDER]
+python -m toolkits.benchmarks convert [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -18,78 +17,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from patch.storage.atomic import sync
-from toolkits.benchmarks._measure import Columns, Rounds
-from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.benchmarks._report import Aim, Report, Rounds
 
 _LAYERS, _QUICK_LAYERS = 16, 4
-_SHAPE = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 65536, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 65536, "tie_word_embeddings": True,
 }  # fmt: skip
-_FILES = 2
 _WAYS = ("cp", "hf2mcore", "mcore2hf")
 _COPY = ["sh", "-c", 'echo ready; read line; exec cp -r "$@"', "cp"]
 _CONVERT = [
     sys.executable, "-W", "ignore", "-c",
-    "import sys, patch.convert; from toolkits import convert; print('ready', flush=True); "
-    "sys.stdin.readline(); sys.exit(convert.main(sys.argv[1:]))",
+    "import sys, patch.convert.offline, patch.data.chat_templates, patch.storage.hub, toolkits.convert; "
+    "print('ready', flush=True); sys.stdin.readline(); sys.exit(toolkits.convert.main(sys.argv[1:]))",
 ]  # fmt: skip
-"""Programs that begin when they get a line."""
+"""Programs that begin when they get a line; the converter has imported all that it needs."""
+ROUNDS = (5, 2)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report."""
-    folder = {"type": Path, "help": "folder for 8 GiB of temporary files (default: TMPDIR)"}
-    quick = "a quarter of the layers, fewer rounds"
-    return run_benchmark(_run, argv, rounds=(5, 2), quick=quick, options={"--folder": folder})
-
-
-def _run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
     layers = _QUICK_LAYERS if arguments.quick else _LAYERS
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writer = multiprocessing.get_context("spawn").Process(
-            target=_write_model, args=(folder / "source", layers)
-        )  # Linux counts the memory of the process that starts a program as the program's
-        writer.start()
-        writer.join()
+        # In a process of its own: Linux counts the memory of a program's parent as the memory of the program.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as writer:
+            writer.submit(_write_model, folder / "source", layers).result()
         size = sum(path.stat().st_size for path in (folder / "source").glob("*.safetensors"))
         seconds, peak_gib = _measure(folder, arguments.rounds)
     aims = [Aim(f"{way}: time / (cp + fsync)", seconds.ratio(way, _WAYS[0]), 1.8) for way in _WAYS[1:]]
     aims.append(Aim("peak memory, GiB", peak_gib, 1.5))
-    ends: Columns = {
-        "least": lambda way: f"{min(seconds.values[way]):.2f}",
-        "most": lambda way: f"{max(seconds.values[way]):.2f}",
-    }
-    head = f"{size / 2**30:.2f} GiB in {_FILES} files; peak memory {peak_gib:.2f} GiB\n"
-    text = f"{head}\n{seconds.table(f'{arguments.rounds} rounds', _WAYS[0], ends)}"
+    head = f"{size / 2**30:.2f} GiB; peak memory {peak_gib:.2f} GiB\n"
+    text = f"{head}\n{seconds.table(f'{arguments.rounds} rounds', _WAYS[0])}"
     content = {"bytes": size, "peak_gib": peak_gib, "rounds": seconds.values}
-    return Report(text, aims, [seconds.panel()], content)
+    return Report(text, aims, content)
 
 
 def _write_model(folder: Path, layers: int) -> None:
-    """Random weights in the form of a Hugging Face folder."""
+    """Write random weights as a Hugging Face folder."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from patch.convert.hf_config_files import model_of
-    from patch.families.adapters import hf_tensors
-
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(_SHAPE | {"num_hidden_layers": layers}))
-    tensors = hf_tensors(model_of(folder))
-    layout: dict[str, str] = {}
-    for number in range(_FILES):
-        name = f"model-{number + 1:05d}-of-{_FILES:05d}.safetensors"
-        of_file = tensors[number::_FILES]
-        bits = {t.name: torch.randint(-(2**15), 2**15, t.shape, dtype=torch.int16) for t in of_file}
-        save_file({key: value.view(torch.bfloat16) for key, value in bits.items()}, folder / name)
-        layout |= dict.fromkeys(bits, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": layout}))
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **_SHAPE)).save_pretrained(
+        folder, max_shard_size="1200MB"
+    )
 
 
 def _measure(folder: Path, rounds: int) -> tuple[Rounds, float]:
@@ -130,7 +107,3 @@ def _time(command: list[str | Path], target: Path) -> tuple[float, int]:
     process.stdout.close()
     assert process.returncode == 0, f"{command} ended with {process.returncode}"
     return seconds, usage.ru_maxrss
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
 """Measures a training step on a GPU with layers of LLaMA-3.1 8B: TFLOP/s, MFU, memory, the dearest kernels.
 
-    python -m toolkits.benchmarks.gpu_step [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
-        [--contenders NAME...]
+    python -m toolkits.benchmarks gpu_step [--quick] [--layers N] [--sequence N...] [--contenders NAME...]
 
 It needs a GPU. Contenders run in turns in one process, in the environment that the launcher gives a worker.
 """
@@ -13,14 +12,16 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
@@ -30,10 +31,8 @@ from patch.errors import PatchError
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, Contender, OurTrainer, run_config, time_round
-from toolkits.benchmarks._measure import dearest_kernels, kernel_table, ratio, take_turns
-from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
-from toolkits.benchmarks._runner import needs_gpu, try_alone
-from toolkits.benchmarks._upstream import DeepSpeedTrainer, UpstreamTrainer
+from toolkits.benchmarks._measure import dearest_kernels, needs_gpu, take_turns, try_alone
+from toolkits.benchmarks._report import Aim, Report, ratio, table
 
 _SEQUENCES = (8192, 4096)
 _STEPS, _QUICK_STEPS = 12, 5
@@ -51,27 +50,41 @@ class Recipe(NamedTuple):
 
     fields: Mapping[str, Any] = {}
     """Fields of the run that differ from those of our layers in bf16."""
-    upstream: float | None = None
-    """Not None: upstream's optimizer trains, with this share of its states on the host."""
-    is_deepspeed: bool = False
-    """DeepSpeed's ZeRO-Offload trains."""
+    trainer: Callable[[RunConfig, ProcessGroupCollection, torch.device], Contender] = OurTrainer
+    library: str = ""
+    """A library that the contender needs beside torch."""
 
 
 FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
-_ENGINE = {"transformer_impl": "transformer_engine"}
+_TE = "transformer_engine"
+_ENGINE = {"transformer_impl": _TE}
 _EXPERTS = {
     "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 7168, "moe_layer_freq": "1",
 }  # fmt: skip
 """A token has the FLOPs of 8B's MLP."""
 CONTENDERS = {
     "local bf16": Recipe(),
-    "TE bf16": Recipe(_ENGINE),
+    "TE bf16": Recipe(_ENGINE, library=_TE),
     "local fp8": Recipe(FP8),
-    "TE fp8": Recipe(FP8 | _ENGINE),
-    "TE fp8 delayed": Recipe(_DELAYED | _ENGINE),
+    "TE fp8": Recipe(FP8 | _ENGINE, library=_TE),
+    "TE fp8 delayed": Recipe(_DELAYED | _ENGINE, library=_TE),
     "experts bf16": Recipe(_EXPERTS),
 }
 _FIELDS = {"precision": "bf16", "transformer_impl": "local", "lr": 1e-5, "min_lr": 1e-5}
+
+
+def options_of(contenders: Mapping[str, Recipe], default: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of a benchmark with these contenders, and those that it measures by default."""
+    which = {"choices": [*contenders], "default": default, "help": "which, the first is the base"}
+    return {
+        "--layers": {"type": int, "default": 0, "help": "layers of the model (default: what fits)"},
+        "--sequence": {"type": int, "nargs": "+", "default": _SEQUENCES, "help": "sequence lengths"},
+        "--contenders": {"nargs": "+", **which},
+    }
+
+
+# All but experts, whose weights need more memory.
+OPTIONS = options_of(CONTENDERS, [name for name in CONTENDERS if "experts" not in name])
 
 
 class Steps(NamedTuple):
@@ -113,70 +126,46 @@ class Steps(NamedTuple):
         title = f"{self.layers} layers, {self.sequence} tokens"
         return table((title, *heads, "host GiB", "states on it"), rows)
 
-    def panel(self) -> Panel:
-        """Bars of TFLOP/s."""
-        rates = {name: [self.tflops(name)] for name, found in self.rounds.items() if any(found)}
-        return Panel("TFLOP/s of the model", rates, title=f"{self.sequence} tokens")
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
+    return report_steps(arguments, CONTENDERS, _MEMORY_SHARE, aims_of, with_kernels=True)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--layers": {"type": int, "default": 0, "help": "layers of the model (default: what fits)"},
-    "--sequence": {"type": int, "nargs": "+", "default": _SEQUENCES, "help": "sequence lengths"},
-}
-_CHOSEN = {
-    "--contenders": {
-        "nargs": "+",
-        "choices": [*CONTENDERS],
-        "default": [name for name in CONTENDERS if "experts" not in name],
-        "help": "which, the first is the base (all but experts, whose weights need more memory)",
-    },
-}
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report."""
-    return run_benchmark(_run, argv, quick="fewer steps", options=OPTIONS | _CHOSEN)
-
-
-def _run(arguments: argparse.Namespace) -> Report:
-    machine = needs_gpu()
-    has_engine = "transformer_engine" in machine.libraries
-    names = [name for name in arguments.contenders if has_engine or not name.startswith("TE")]
-    contenders = {name: CONTENDERS[name] for name in names}
-    found = steps_of(contenders, arguments, machine, _MEMORY_SHARE)
-    base, longest = next(iter(contenders)), max(found, key=lambda steps: steps.sequence)
-    texts = [steps.table(base, machine.cuda_name) for steps in found]
-    for name, (first, *_) in longest.rounds.items():
-        if first is not None:
-            title = f"{name}, {longest.sequence} tokens, one step:"
-            texts.append(kernel_table(title, first["kernels"]))
-    aims = [aim for steps in found for aim in aims_of(steps, machine.cuda_name)]
-    content = {"measured": [steps._asdict() for steps in found]}
-    return Report("\n".join(texts), aims, [steps.panel() for steps in found], content)
-
-
-def steps_of(
-    contenders: Mapping[str, Recipe], arguments: argparse.Namespace, machine: MachineFacts, share: float
-) -> list[Steps]:
-    """What contenders took for each length of sequences.
+def report_steps(
+    arguments: argparse.Namespace,
+    contenders: Mapping[str, Recipe],
+    share: float,
+    aims: Callable[[Steps, str], list[Aim]],
+    *,
+    with_kernels: bool = False,
+) -> Report:
+    """Measure the chosen contenders with each length of sequences.
 
     Args:
+        arguments: `contenders`, `layers`, `sequence`, `rounds` and `quick`.
         contenders: by name.
-        arguments: `layers`, `sequence`, `rounds` and `quick`.
-        machine: the GPU.
-        share: of its memory, for which layers are chosen.
+        share: of the GPU's memory, for which layers are chosen.
+        aims: returns the aims of a length on the named GPU.
+        with_kernels: show the dearest kernels of the longest sequences.
     """
-    found = []
+    machine, found = needs_gpu(), []
+    chosen = {name: contenders[name] for name in arguments.contenders}
+    recipes = {name: one for name, one in chosen.items() if not one.library or find_spec(one.library)}
     for length in arguments.sequence:
         layers = arguments.layers or layers_that_fit(machine, length, share)
         rounds = try_alone(
-            measure, _TIMEOUT_S * len(contenders) * arguments.rounds, on_gpu=True, threads=0,
+            measure, _TIMEOUT_S * len(recipes) * arguments.rounds, on_gpu=True, threads=0,
             environment=worker_environment(step_run(Recipe(), layers, length), machine, os.environ),
-            recipes={name: recipe._asdict() for name, recipe in contenders.items()}, layers=layers,
-            sequence=length, steps=_QUICK_STEPS if arguments.quick else _STEPS, rounds=arguments.rounds,
+            recipes=recipes, layers=layers, sequence=length,
+            steps=_QUICK_STEPS if arguments.quick else _STEPS, rounds=arguments.rounds,
         )  # fmt: skip
-        found.append(Steps(length, layers, rounds or dict.fromkeys(contenders, [None] * arguments.rounds)))
-    return found
+        found.append(Steps(length, layers, rounds or dict.fromkeys(recipes, [None] * arguments.rounds)))
+    texts = [steps.table(next(iter(recipes)), machine.cuda_name) for steps in found]
+    longest = max(found, key=lambda steps: steps.sequence).rounds if with_kernels else {}
+    texts += [first["kernels"] for first, *_ in longest.values() if first is not None]
+    content = {"measured": [steps._asdict() for steps in found]}
+    return Report("\n".join(texts), [aim for one in found for aim in aims(one, machine.cuda_name)], content)
 
 
 def aims_of(steps: Steps, gpu: str) -> list[Aim]:
@@ -216,12 +205,7 @@ def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
 
 
 def measure(
-    context: DeviceContext,
-    recipes: dict[str, dict[str, Any]],
-    layers: int,
-    sequence: int,
-    steps: int,
-    rounds: int,
+    context: DeviceContext, recipes: dict[str, Recipe], layers: int, sequence: int, steps: int, rounds: int
 ) -> dict[str, list[dict[str, Any] | None]]:
     """`time_steps` of models with layers of 8B, in turns in one process; None of one that fails.
 
@@ -229,10 +213,10 @@ def measure(
     """
 
     def timed(name: str) -> dict[str, Any] | None:
-        own, found = Recipe(**recipes[name]), None
+        found = None
         try:
-            run = step_run(own, layers, sequence)
-            found = time_steps(run, context, steps, own.upstream, is_deepspeed=own.is_deepspeed)
+            found = time_steps(recipes[name], layers, sequence, steps, context)
+            found["kernels"] = f"{name}, {sequence} tokens, one step:\n\n{found['kernels']}"
             figures = ", ".join(f"{key} {found[key]:.3f}" for key in ("seconds", "gpu_gib", "loss"))
             print(f"ended: {name}, {sequence} tokens: {figures}", flush=True)
         except (RuntimeError, MemoryError, PatchError) as error:
@@ -248,40 +232,25 @@ def measure(
 
 
 def time_steps(
-    config: RunConfig,
-    context: DeviceContext,
-    steps: int,
-    upstream: float | None = None,
-    *,
-    is_deepspeed: bool = False,
+    recipe: Recipe, layers: int, sequence: int, steps: int, context: DeviceContext
 ) -> dict[str, Any]:
-    """Measure a run in a job of one process.
+    """Measure a contender in a job of one process.
 
     A timed step includes the end of the previous update, but not the end of its own.
 
-    Args:
-        config: the run.
-        context: the device.
-        steps: number of timed steps.
-        upstream: see `Recipe`.
-        is_deepspeed: see `Recipe`.
     Returns:
         seconds a step, peak memory in GiB, the last loss, the dearest kernels of one more step, and the share
         of our states that is on the host.
     """
-    groups = initialize(config, context)
-    trainer: Contender
-    if is_deepspeed:
-        trainer = DeepSpeedTrainer(config, groups, context.device)
-    elif upstream is None:
-        trainer = OurTrainer(config, groups, context.device)
-    else:
-        trainer = UpstreamTrainer(config, groups, context.device, {}, upstream)
-    timed = time_round(trainer, steps, context.device, _UNTIMED_STEPS)
+    config = step_run(recipe, layers, sequence)
+    trainer = recipe.trainer(config, initialize(config, context), context.device)
+    seconds, loss = time_round(trainer, steps, context.device, _UNTIMED_STEPS)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    measured: dict[str, Any] = {**timed._asdict(), "host_gib": pages * resource.getpagesize() / 2**30}
-    measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30 if context.is_cuda else 0.0
+    measured: dict[str, Any] = {
+        "seconds": seconds, "loss": loss, "host_gib": pages * resource.getpagesize() / 2**30, "gpu_gib": 0.0,
+    }  # fmt: skip
     if context.is_cuda:
+        measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
         measured["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     if isinstance(trainer, OurTrainer):
         report = trainer.run.optimizer.report()
@@ -291,7 +260,3 @@ def time_steps(
     measured["kernels"] = dearest_kernels(trainer.step, context.device)
     trainer.settle()
     return measured
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

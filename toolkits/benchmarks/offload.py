@@ -1,7 +1,6 @@
 """Measures what optimizer offload costs on a GPU, ours and others', with layers of LLaMA-3.1 8B.
 
-    python -m toolkits.benchmarks.offload [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
-        [--contenders NAME...]
+    python -m toolkits.benchmarks offload [--quick] [--layers N] [--sequence N...] [--contenders NAME...]
 
 It needs a GPU. A process for each length, in which contenders take turns.
 """
@@ -9,14 +8,12 @@ It needs a GPU. A process for each length, in which contenders take turns.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
-from toolkits.benchmarks._report import Aim, Report, run_benchmark
-from toolkits.benchmarks._runner import needs_gpu
-from toolkits.benchmarks.gpu_step import FP8, OPTIONS, Recipe, Steps, steps_of
+from toolkits.benchmarks._contenders import DeepSpeedTrainer, UpstreamTrainer
+from toolkits.benchmarks._report import Aim, Report
+from toolkits.benchmarks.gpu_step import FP8, Recipe, Steps, options_of, report_steps
 
 _MOST = {"0.25": 1.01, "auto": 1.03, "1": 1.15, "fp8 auto": 1.15, "fp8 1": 1.15}
 """Ours -> largest acceptable ratio of the step time to that without offload, from 8192 tokens on."""
@@ -33,44 +30,36 @@ def _static(fraction: float) -> dict[str, Any]:
     return {"optimizer_offload_policy": "static", "optimizer_offload_fraction": fraction}
 
 
+def _upstream(fraction: float) -> Recipe:
+    return Recipe(trainer=partial(UpstreamTrainer, overlap={}, offload=fraction))
+
+
 NONE, NONE_FP8 = "ours: no offload", "ours: fp8"
 CONTENDERS = {
     NONE: Recipe(),
-    "upstream: no offload": Recipe(upstream=0.0),
-    **{f"upstream: {fraction:g}": Recipe(upstream=fraction) for fraction in _FRACTIONS},
+    "upstream: no offload": _upstream(0.0),
+    **{f"upstream: {fraction:g}": _upstream(fraction) for fraction in _FRACTIONS},
     **{f"ours: {fraction:g}": Recipe(_static(fraction)) for fraction in _FRACTIONS},
     "ours: auto": Recipe(_AUTO),
     "ours: weights": Recipe(_static(1.0) | _WEIGHTS),
     "ours: fp8": Recipe(FP8),
     "ours: fp8 auto": Recipe(FP8 | _AUTO),
     "ours: fp8 1": Recipe(FP8 | _static(1.0)),
-    "DeepSpeed: 1": Recipe(is_deepspeed=True),
+    "DeepSpeed: 1": Recipe(trainer=DeepSpeedTrainer, library="deepspeed"),
 }
 """A number is the share of states on the host, with our `static`, upstream's HybridDeviceOptimizer, or
 ZeRO-Offload; `weights`: they and their gradients are there too."""
-_WHICH = {"nargs": "+", "choices": [*CONTENDERS], "default": [*CONTENDERS], "help": "which (all)"}
-_OPTIONS = OPTIONS | {"--contenders": _WHICH}
+ROUNDS = (3, 1)
+OPTIONS = options_of(CONTENDERS, [*CONTENDERS])
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report."""
-    return run_benchmark(_run, argv, rounds=(3, 1), quick="one round of fewer steps", options=_OPTIONS)
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
+    return report_steps(arguments, CONTENDERS, _MEMORY_SHARE, aims_of)
 
 
-def _run(arguments: argparse.Namespace) -> Report:
-    machine = needs_gpu()
-    is_there = find_spec("deepspeed") is not None
-    names = [name for name in arguments.contenders if is_there or not CONTENDERS[name].is_deepspeed]
-    contenders = {name: CONTENDERS[name] for name in names}
-    found = steps_of(contenders, arguments, machine, _MEMORY_SHARE)
-    tables = [steps.table(NONE, machine.cuda_name) for steps in found]
-    aims = [aim for steps in found for aim in aims_of(steps)]
-    content = {"measured": [steps._asdict() for steps in found]}
-    return Report("\n".join(tables), aims, [steps.panel() for steps in found], content)
-
-
-def aims_of(steps: Steps) -> list[Aim]:
-    """The aims; a fraction of 0.25 is about what the whole 8B model needs on one H200."""
+def aims_of(steps: Steps, gpu: str) -> list[Aim]:
+    """Return the aims; a fraction of 0.25 is about what the whole 8B model needs on one H200."""
     title = f"sequence {steps.sequence}: ours at"
     limits = _MOST | (_MOST_OF_SHORT if steps.sequence < 8192 else {})
     aims = []
@@ -82,7 +71,3 @@ def aims_of(steps: Steps) -> list[Aim]:
         rival = steps.ratio("ours: 0.25", "upstream: 0.25")
         aims.append(Aim(f"{title} 0.25 / upstream's at 0.25", rival, 1.0))
     return aims
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

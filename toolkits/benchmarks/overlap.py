@@ -1,6 +1,6 @@
 """Measures how well data-parallel communication overlaps with compute, ours and megatron-core's DDP.
 
-    python -m toolkits.benchmarks.overlap [--quick] [--buckets N] [--json FILE]
+    python -m toolkits.benchmarks overlap [--quick] [--json FILE]
 
 Two ranks, then four, on one core each, in network namespaces connected by cables of limited speed (needs root
 and iproute2). Their layers wait instead of computing, as the host of an accelerator does. All contenders run
@@ -10,8 +10,6 @@ alternately in the same processes.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,12 +28,10 @@ from patch.distributed.groups import initialize
 from patch.optimizer import OverlappedDistributedOptimizer, domain, param_flat
 from patch.plan.parameters import total_parameters
 from patch.plan.resolve import resolve_sharding, with_sharding
-from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
-from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Rounds, time_on_ranks
-from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
-from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
-from toolkits.benchmarks._runner import run_ranks
-from toolkits.benchmarks._upstream import UpstreamTrainer, prepare_cpu
+from toolkits.benchmarks._contenders import Contender, OurTrainer, UpstreamTrainer, run_config, time_round
+from toolkits.benchmarks._measure import over_ranks, run_ranks, take_turns, time_call
+from toolkits.benchmarks._report import COMMUNICATION, COMPUTE, Aim, Report, Rounds
+from toolkits.benchmarks._rig import MANY_TIMES, connected, let_layers_wait, set_speed
 
 _SHAPE: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 96, "ffn_hidden_size": 256, "num_attention_heads": 3,
@@ -56,56 +52,42 @@ UPSTREAM: dict[str, dict[str, bool]] = {
 _LEFT_OUT = ("ours: none", "upstream: no overlap", "upstream: gradients")
 """Contenders that are not the best at any accumulation: one round of 16 micro-batches takes minutes."""
 _BUCKETS = 20
-_TIMEOUT_S = 1800
-
-
+"""Buckets of the model, if all were of one size."""
 WAIT_S = 0.5
 """Seconds of a micro-batch in all layers."""
+_TIMEOUT_S = 1800
 _NUM_RANKS = (2, 4)
 _FULL = {"1": (7, 2), "4": (3, 1), "16": (3, 1)}
 _QUICK = {"1": (2, 2), "4": (1, 1), "16": (1, 1)}
 """Number of accumulated micro-batches -> number of rounds, timed steps per round."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report."""
-    sizes = "the bucket size is the model's divided by this (default: %(default)s)"
-    options: dict[str, dict[str, Any]] = {
-        "--buckets": {"type": int, "default": _BUCKETS, "help": sizes},
-    }
-    return run_benchmark(_run, argv, quick="fewer rounds: about half the time", options=options)
-
-
-def _run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
     aims: list[Aim] = []
-    panels: list[Panel] = []
     reports: dict[str, Any] = {}
+    schedule = _QUICK if arguments.quick else _FULL
     for num_ranks in _NUM_RANKS:
-        begin = time.monotonic()
-        with Cables(num_ranks) as cables:
-            measured = run_ranks(
-                measure, num_ranks, _TIMEOUT_S, cables=cables, buckets=arguments.buckets,
-                schedule=_QUICK if arguments.quick else _FULL,
-            )  # fmt: skip
-        print(f"DP={num_ranks}: {way_of(measured['1'])}; {time.monotonic() - begin:.0f} s\n")
+        with connected(num_ranks) as namespaces:
+            measured = run_ranks(measure, num_ranks, _TIMEOUT_S, namespaces=namespaces, schedule=schedule)
+        print(f"DP={num_ranks}: cables of {measured['1']['mbit']:.0f} Mbit/s each way\n")
         figures = {accumulation: Rounds(found["rounds"]) for accumulation, found in measured.items()}
         for accumulation, found in figures.items():
             title = f"DP={num_ranks}, accumulation {accumulation}"
-            panels.append(found.panel(title))
             print(found.table(title, found.best("upstream")), flush=True)
         aims += aims_of(num_ranks, figures)
         reports[f"DP={num_ranks}"] = measured
-    return Report("", aims, panels, {"settings": reports})
+    return Report("", aims, {"settings": reports})
 
 
 def _auto_level(num_ranks: int) -> str:
-    """The level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
+    """Return the level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
     config = with_sharding(sharded_run(num_ranks, 4), "auto")
     return resolve_sharding(config, MachineFacts.probe())[0].zero_stage.name.lower()
 
 
 def aims_of(num_ranks: int, figures: dict[str, Rounds]) -> list[Aim]:
-    """What the issues ask of so many ranks."""
+    """Return the aims for this number of ranks."""
     auto, aims = f"ours: {_auto_level(num_ranks)}", []
     for accumulation, found in figures.items():
         is_first, where = accumulation == "1", f"DP={num_ranks}, accumulation {accumulation}"
@@ -117,33 +99,25 @@ def aims_of(num_ranks: int, figures: dict[str, Rounds]) -> list[Aim]:
     return aims
 
 
-def sharded_run(num_ranks: int, accumulation: int, buckets: int = _BUCKETS) -> RunConfig:
-    """The run that all contenders train: bf16 weights, fp32 gradients.
-
-    Args:
-        num_ranks: data-parallel ranks.
-        accumulation: micro-batches of a step.
-        buckets: of the model, if they were all of one size.
-    """
-    batch, numel = num_ranks * accumulation, total_parameters(run_config(8, **_SHAPE).model)
+def sharded_run(num_ranks: int, accumulation: int) -> RunConfig:
+    """Return the run that all contenders train: bf16 weights, fp32 gradients."""
+    numel = total_parameters(run_config(8, **_SHAPE).model)
     return run_config(
-        8, **_SHAPE, nproc_per_node=num_ranks, global_batch_size=batch, reduce_bucket_size=numel // buckets,
-        param_persistence_threshold=1000,  # matrices are small, and all of them come and go
-        precision="bf16",
+        8, **_SHAPE, nproc_per_node=num_ranks, global_batch_size=num_ranks * accumulation,
+        reduce_bucket_size=numel // _BUCKETS, precision="bf16",
+        param_persistence_threshold=1000,  # matrices are small, and all of them are freed and gathered
     )  # fmt: skip
 
 
 @contextmanager
 def _no_messages() -> Iterator[None]:
-    """Gradients and weights arrive at once, in which a rank's own part stands for those of all ranks."""
+    """Let gradients and weights arrive at once; a rank's own part stands for the parts of all ranks."""
 
     def arrived(*unused: Any) -> Pending:
         return Pending([])
 
-    with (
-        mock.patch.object(domain, "start_reduce_scatter", arrived),
-        mock.patch.object(param_flat, "start_all_gather", arrived),
-    ):
+    patch = mock.patch.object
+    with patch(domain, "start_reduce_scatter", arrived), patch(param_flat, "start_all_gather", arrived):
         yield
 
 
@@ -151,7 +125,7 @@ class ComputeAlone(OurTrainer):
     """Our sharded step without its messages."""
 
     def step(self) -> float:
-        """One optimizer step."""
+        """Take one optimizer step; return the loss."""
         with _no_messages():
             return super().step()
 
@@ -162,7 +136,7 @@ class ComputeAlone(OurTrainer):
 
 
 def communicate(optimizer: OverlappedDistributedOptimizer, num_gathers: int = 1) -> None:
-    """The bytes of one sharded step, bucket by bucket: all reductions, then all gathers, once or more."""
+    """Send the bytes of one sharded step, bucket by bucket: all reductions, then all gathers."""
     group, clock = optimizer.groups.dp_cp, WaitClock(optimizer.device)
     messages: list[tuple[Callable[..., Pending], torch.dtype]] = [(start_reduce_scatter, torch.float32)]
     messages += [(start_all_gather, optimizer.parameters[0].dtype)] * num_gathers
@@ -176,67 +150,81 @@ def communicate(optimizer: OverlappedDistributedOptimizer, num_gathers: int = 1)
 
 
 def build_contenders(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    device: torch.device,
-    without: Sequence[str] = (),
+    config: RunConfig, groups: ProcessGroupCollection, device: torch.device, without: Sequence[str] = ()
 ) -> dict[str, Contender]:
-    """The contenders by name, on this rank; each has its own model with the same first weights.
+    """Build the contenders on this rank; each has its own model with the same first weights.
 
     Args:
         config: the run that all contenders train.
         groups: the process groups of the job.
         device: the device of this rank.
-        without: the names of those that are left out.
+        without: names of contenders that are left out.
     """
-    sharded = with_sharding(config, ZeroStage.OPTIMIZER)
     wait = partial(let_layers_wait, wait_s=WAIT_S, rank=dist.get_rank())
-    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(sharded, groups, device, change=wait)}
-    for name, stage in OURS.items():
-        if name not in without:
-            contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, change=wait)
-    for name, overlap in UPSTREAM.items():
-        if name not in without:
-            contenders[name] = UpstreamTrainer(config, groups, device, overlap, change=wait)
-    return contenders
+    builds: dict[str, Callable[..., Contender]] = {
+        COMPUTE: partial(ComputeAlone, with_sharding(config, ZeroStage.OPTIMIZER)),
+        **{name: partial(OurTrainer, with_sharding(config, stage)) for name, stage in OURS.items()},
+        **{name: partial(UpstreamTrainer, config, overlap=overlap) for name, overlap in UPSTREAM.items()},
+    }
+    return {
+        name: build(groups=groups, device=device, change=wait)
+        for name, build in builds.items()
+        if name not in without
+    }
 
 
-def measure(context: DeviceContext, buckets: int, schedule: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """By accumulation: the cable's speed and the seconds of all contenders; equal on all ranks.
+def measure(context: DeviceContext, schedule: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return by accumulation the cable's speed and the seconds of all contenders; equal on all ranks.
 
     Args:
         context: the device of this rank.
-        buckets: see `sharded_run`.
         schedule: see _FULL.
     """
-    device, num_ranks = context.device, dist.get_world_size()
-    prepare_cpu()
+    num_ranks, mbit = dist.get_world_size(), 0.0
     groups = initialize(sharded_run(num_ranks, 1), context)
     found: dict[str, Any] = {}
     for accumulation, (rounds, steps) in schedule.items():
-        config = sharded_run(num_ranks, int(accumulation), buckets)
         without = _LEFT_OUT if int(accumulation) > 1 else ()
-        contenders = build_contenders(config, groups, device, without)
+        config = sharded_run(num_ranks, int(accumulation))
+        contenders = build_contenders(config, groups, context.device, without)
         trained = contenders["ours: optimizer"]
         assert isinstance(trained, OurTrainer)
-        timed = timed_steps(contenders, steps, partial(communicate, trained.run.optimizer), context)
-        found[accumulation] = compare(timed, rounds, share=0.0 if found else 1.0)
+        messages = partial(communicate, trained.run.optimizer)
+        found[accumulation] = compare(contenders, messages, rounds, steps, context, mbit)
+        mbit = found[accumulation]["mbit"]
     return found
 
 
-def timed_steps(
-    contenders: Mapping[str, Contender], steps: int, messages: Callable[[], None], context: DeviceContext
-) -> dict[str, Callable[[], float]]:
-    """What takes the seconds of a contender's step, and of its messages alone, by name."""
+def compare(
+    contenders: Mapping[str, Contender],
+    messages: Callable[[], None],
+    rounds: int,
+    steps: int,
+    context: DeviceContext,
+    mbit: float = 0.0,
+) -> dict[str, Any]:
+    """Time the rounds of contenders over a cable; return its speed and the seconds.
 
-    def seconds(contender: Contender) -> float:
-        return time_round(contender, steps, context.device).seconds
+    Args:
+        contenders: by name, with compute alone.
+        messages: sends the messages of a step.
+        rounds: the number of rounds.
+        steps: timed steps of a round.
+        context: the device of this rank.
+        mbit: the speed of the cable; 0 to set it so that messages take as long as compute alone.
+    """
 
-    timed: dict[str, Callable[[], float]] = {
-        name: partial(seconds, contender) for name, contender in contenders.items()
-    }
-    return timed | {COMMUNICATION: partial(time_on_ranks, messages, context)}
+    def communication() -> float:
+        dist.barrier()
+        return over_ranks(time_call(messages, context).wall, context.device)
 
+    def step_of(contender: Contender) -> float:
+        return time_round(contender, steps, context.device)[0]
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    seconds = {name: partial(step_of, contender) for name, contender in contenders.items()}
+    calls: dict[str, Callable[[], float]] = {**seconds, COMMUNICATION: communication}
+    if not mbit:
+        for step in calls.values():  # builds what the first step builds
+            step()
+        mbit = set_speed(communication, min(calls[COMPUTE]() for _ in range(MANY_TIMES)))
+    return {"mbit": mbit, "rounds": take_turns(calls, rounds)}

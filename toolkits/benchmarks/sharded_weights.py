@@ -1,6 +1,6 @@
 """Measures sharded weights (ZeRO-3) beside torch's FSDP2 (`fully_shard`): overlap, and peak memory.
 
-    python -m toolkits.benchmarks.sharded_weights [--quick] [--json FILE]
+    python -m toolkits.benchmarks sharded_weights [--quick] [--json FILE]
 
 Two ranks in network namespaces (needs root and iproute2) with layers that wait, as in `overlap`, one
 micro-batch a step. Peak memory is that of a model with real layers: what is resident of its processes from
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -21,23 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from patch.config.choices import ZeroStage
-from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.distributed.async_collectives import start_reduce_scatter
 from patch.distributed.groups import initialize
-from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.plan.resolve import with_sharding
-from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, run_config
-from toolkits.benchmarks._measure import COMPUTE, Rounds, over_ranks
-from toolkits.benchmarks._report import Aim, Report, run_benchmark
-from toolkits.benchmarks._rig import Cables, compare, let_layers_wait, way_of
-from toolkits.benchmarks._runner import run_ranks
-from toolkits.benchmarks._upstream import masked_mean
-from toolkits.benchmarks.overlap import WAIT_S, ComputeAlone, communicate, sharded_run, timed_steps
+from toolkits.benchmarks._contenders import Contender, LlamaTrainer, OurTrainer, masked_mean, run_config
+from toolkits.benchmarks._measure import over_ranks, run_ranks
+from toolkits.benchmarks._report import COMPUTE, Aim, Report, Rounds
+from toolkits.benchmarks._rig import connected, let_layers_wait
+from toolkits.benchmarks.overlap import WAIT_S, ComputeAlone, communicate, compare, sharded_run
 
 OURS, FSDP, FSDP_EXCHANGE = "ours", "fully_shard", "fully_shard, sums by exchange"
 _RANKS, _TIMEOUT_S = 2, 1200
@@ -49,22 +43,17 @@ _MEMORY_SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark and report."""
-    return run_benchmark(_run, argv, quick="fewer rounds")
-
-
-def _run(arguments: argparse.Namespace) -> Report:
-    with Cables(_RANKS) as cables:
-        measured = run_ranks(
-            measure, _RANKS, _TIMEOUT_S, cables=cables, schedule=_QUICK if arguments.quick else _FULL
-        )
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
+    schedule = _QUICK if arguments.quick else _FULL
+    with connected(_RANKS) as namespaces:
+        measured = run_ranks(measure, _RANKS, _TIMEOUT_S, namespaces=namespaces, schedule=schedule)
     # Freed memory goes back to the system at once, so that resident memory is what is in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks = run_ranks(measure_memory, _RANKS, _TIMEOUT_S, environment=environment)
     found = Rounds(measured["rounds"])
     rival = found.best(FSDP)
-    title = f"DP={_RANKS}, accumulation 1, {way_of(measured)}"
+    title = f"DP={_RANKS}, accumulation 1, a cable of {measured['mbit']:.0f} Mbit/s each way"
     lines = [f"{name}: peak {peak / 2**20:.1f} MiB" for name, peak in peaks.items()]
     print(found.table(title, rival), *lines, sep="\n", flush=True)
     aims = [
@@ -72,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> Report:
         Aim(f"{OURS} / {rival}", found.ratio(OURS, rival), 1.0),
         Aim(f"{OURS} / {FSDP}, peak memory", peaks[OURS] / peaks[FSDP], 1.0),
     ]
-    return Report("", aims, [found.panel(title)], {"overlap": measured, "peaks": peaks})
+    return Report("", aims, {"overlap": measured, "peaks": peaks})
 
 
 class _ExchangedSums:
@@ -91,61 +80,47 @@ class _ExchangedSums:
             output_tensor /= group.size()
 
 
-class FsdpTrainer:
+class FsdpTrainer(LlamaTrainer):
     """torch's FSDP2: fp32 shards, gathered as bf16, gradients summed in fp32, fused AdamW.
 
     Args:
-        config: the run.
-        groups: the process groups of the job.
-        device: the device of this rank.
+        of_model: see LlamaTrainer.
         is_exchanging: whether gradients are summed by `_ExchangedSums`.
-        is_prefetching: whether forward gathers the next layer meanwhile, as where a host runs ahead.
-        change: what is changed about the model before it is sharded.
+        is_waiting: whether layers wait; then forward gathers the next layer meanwhile, because the host of an
+            accelerator runs ahead.
+        more: see LlamaTrainer.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        groups: ProcessGroupCollection,
-        device: torch.device,
-        *,
-        is_exchanging: bool = False,
-        is_prefetching: bool = False,
-        change: Callable[[LlamaModel], None] = lambda model: None,
+        self, *of_model: Any, is_exchanging: bool = False, is_waiting: bool = False, **more: Any
     ) -> None:
-        (model,) = build_llama_model(config.model, groups, device, config.execution)
-        initialize_weights([model], config.model, config.training.seed)
-        change(model)
-        self._model, self._config, self._device = model.float(), config, device
+        super().__init__(*of_model, **more)
+        model, device, optimizer = self.stages[0].float(), self.device, self.config.optimizer
+        self._model = model
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         layers = model.get_submodule("decoder.layers")
         units = [fully_shard(module, mesh=mesh, mp_policy=policy) for module in (*layers.children(), model)]
-        for unit, following in pairwise(units[:-1] if is_prefetching else ()):
+        for unit, following in pairwise(units[:-1] if is_waiting else ()):
             unit.set_modules_to_forward_prefetch([following])
         if is_exchanging:
             for unit in units:
                 unit.set_custom_reduce_scatter(_ExchangedSums())
-        optimizer = config.optimizer
         self._adam = torch.optim.AdamW(
             model.parameters(), lr=optimizer.lr, weight_decay=optimizer.weight_decay, eps=optimizer.adam_eps,
             betas=(optimizer.adam_beta1, optimizer.adam_beta2), fused=True,
         )  # fmt: skip
-        self._batches = [batch.to(device) for batch in SameBatches(config, groups.dp.rank()).batches]
 
     def step(self) -> float:
         """One optimizer step; returns the mean loss over ranks."""
-        (batch,) = self._batches
+        (batch,) = self.batches
         losses = self._model(batch.tokens, None, None, labels=batch.labels)
         loss, _ = masked_mean(losses, mask=batch.loss_mask)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_grad)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self.config.optimizer.clip_grad)
         self._adam.step()
         self._adam.zero_grad()
-        return over_ranks(loss.item(), self._device, dist.ReduceOp.SUM) / dist.get_world_size()
-
-    def settle(self) -> None:
-        """Nothing of a step is left: FSDP2 gathers within forward and backward."""
+        return over_ranks(loss.item(), self.device, dist.ReduceOp.SUM) / dist.get_world_size()
 
 
 def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]:
@@ -158,13 +133,11 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
     contenders: dict[str, Contender] = {
         COMPUTE: ComputeAlone(with_sharding(config, ZeroStage.OPTIMIZER), groups, device, change=wait),
         OURS: ours,
-        FSDP: FsdpTrainer(config, groups, device, is_prefetching=True, change=wait),
-        FSDP_EXCHANGE: FsdpTrainer(
-            config, groups, device, is_exchanging=True, is_prefetching=True, change=wait
-        ),
+        FSDP: FsdpTrainer(config, groups, device, wait, is_waiting=True),
+        FSDP_EXCHANGE: FsdpTrainer(config, groups, device, wait, is_waiting=True, is_exchanging=True),
     }
     messages = partial(communicate, ours.run.optimizer, num_gathers=2)
-    return compare(timed_steps(contenders, steps, messages, context), rounds)
+    return compare(contenders, messages, rounds, steps, context)
 
 
 def measure_memory(context: DeviceContext) -> dict[str, float]:
@@ -175,36 +148,29 @@ def measure_memory(context: DeviceContext) -> dict[str, float]:
     groups = initialize(config, context)
     sharded = with_sharding(config, ZeroStage.PARAMETERS)
     builds: dict[str, Callable[[], Contender]] = {
-        OURS: lambda: OurTrainer(sharded, groups, context.device),
-        FSDP: lambda: FsdpTrainer(config, groups, context.device),
+        OURS: partial(OurTrainer, sharded, groups, context.device),
+        FSDP: partial(FsdpTrainer, config, groups, context.device),
     }
+    return {name: over_ranks(_resident_peak(build), context.device) for name, build in builds.items()}
 
-    def train(build: Callable[[], Contender]) -> None:
+
+def _resident_peak(build: Callable[[], Contender]) -> int:
+    """Return the bytes by which this process grows at most; it trains twice, the first time unmeasured."""
+
+    def train() -> None:
         contender = build()
         for _ in range(3):
             contender.step()
         contender.settle()
 
-    return {
-        name: over_ranks(_resident_peak(partial(train, build)), context.device)
-        for name, build in builds.items()
-    }
-
-
-def _resident_peak(run: Callable[[], None]) -> int:
-    """Bytes by which this process grows at most; `run` runs twice, the first time unmeasured."""
-    run()
+    train()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak counts from here
     before = _status_bytes("VmRSS")
-    run()
+    train()
     return _status_bytes("VmHWM") - before
 
 
 def _status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Measures a training step on CPUs beside what users write without us: a plain loop of transformers, DDP.
 
-python -m toolkits.benchmarks.step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16] [--dpo]
+python -m toolkits.benchmarks step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16] [--dpo]
 
 With --lora both train adapters, the plain loop PEFT's; beside them step ours with all weights and with a base
 in 4 bits, and the bytes of a rank are those of the plan. With --dpo both learn from pairs in fp32, TRL's
@@ -11,49 +11,44 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
-from statistics import median
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from patch.config.choices import Precision
+from patch.config.schema import RunConfig
 from patch.convert import iter_hf_weights
 from patch.convert.hf_config_files import transformers_family
+from patch.data import BatchReader, load_sft
+from patch.data.packing import PairSource
+from patch.data.sft.options import SftOptions
 from patch.device import DeviceContext, MachineFacts, usable_cores
 from patch.distributed.groups import initialize
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig
 from patch.families.shape import SHAPE_FIELDS
-from patch.numbers import size_text
 from patch.plan.memory import bytes_per_rank
+from patch.training.preference import Preference
 from patch.training.setup import Run
 from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
-from toolkits.benchmarks._measure import (
-    Rounds,
-    dearest_kernels,
-    kernel_table,
-    over_ranks,
-    peak_bytes,
-    ratio,
-    take_turns,
-)
-from toolkits.benchmarks._report import Aim, NotRunError, Panel, Report, run_benchmark
-from toolkits.benchmarks._runner import run_ranks
-from toolkits.benchmarks._trl import beside_trl
+from toolkits.benchmarks._measure import dearest_kernels, over_ranks, run_ranks, take_turns
+from toolkits.benchmarks._report import Aim, NotRunError, Report, Rounds, ratio
 
-_STEPS = 4
+_STEPS, _BATCH, _TIMEOUT_S = 4, 4, 900
 _AIMS = {"llama": 0.95, "bloom": 1.0, "mixtral": 1.0}
 _LOSS_BOUND = {"fp32": 1e-4, "bf16": 2e-2}
-_TIMEOUT_S = 900
 OURS, PLAIN = "the main job", "a plain loop"
 ALL, IN_4_BITS = "all weights", "a base in 4 bits"
 """With --lora, beside the main job."""
@@ -67,22 +62,19 @@ _MODELS: dict[str, dict[str, Any]] = {
               "untie_embeddings_and_output_weights": False},
     "mixtral": {**_SHAPE, "model_type": "mixtral", "num_layers": 4, "ffn_hidden_size": 704, "num_experts": 8},
 }  # fmt: skip
-_BATCH = 4
+ROUNDS = (9, 3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"help": "one case: precision,processes,accumulation, as fp32,2,4"},
+    "--model": {"help": "the family of the model", "choices": [*_MODELS], "default": "llama"},
+    "--lora": {"help": "rank of adapters; 0: all weights train", "type": int, "default": 0},
+    "--dpo": {"help": "preferred answers, beside TRL", "action": "store_true"},
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; an exit with 1 if the contenders do not learn the same."""
-    only = {"help": "one case: precision,processes,accumulation, as fp32,2,4"}
-    model = {"help": "whose step", "choices": [*_MODELS], "default": "llama"}
-    lora = {"help": "rank of adapters; 0: all weights train", "type": int, "default": 0}
-    dpo = {"help": "preferred answers, beside TRL", "action": "store_true"}
-    options: dict[str, Any] = {"--only": only, "--model": model, "--lora": lora, "--dpo": dpo}
-    return run_benchmark(_run, argv, rounds=(9, 3), options=options)
-
-
-def _run(arguments: argparse.Namespace) -> Report:
+def run(arguments: argparse.Namespace) -> Report:
+    """Measure and report."""
     found: dict[str, Any] = {}
-    ratios: dict[str, list[float]] = {}
+    aims: list[Aim] = []
     if arguments.lora and find_spec("peft") is None:
         raise NotRunError("needs peft, of the extra `test`")
     if arguments.dpo and find_spec("trl") is None:
@@ -90,39 +82,33 @@ def _run(arguments: argparse.Namespace) -> Report:
     for precision, num_ranks, accumulation in _cases("fp32,1,1" if arguments.dpo else arguments.only):
         name = f"{precision}, {num_ranks} process{'es'[: 2 * (num_ranks > 1)]}, accumulation {accumulation}"
         threads = max(1, min(2, usable_cores()) // num_ranks)
-        run = partial(
-            run_ranks, num_ranks=num_ranks, timeout_s=_TIMEOUT_S, threads=threads, model=arguments.model,
-            precision=precision, accumulation=accumulation, lora=arguments.lora, dpo=arguments.dpo,
+        found[name] = run_ranks(
+            measure, num_ranks, _TIMEOUT_S, threads=threads, rounds=arguments.rounds,
+            steps=max(1, _STEPS // accumulation), model=arguments.model, precision=precision,
+            accumulation=accumulation, lora=arguments.lora, dpo=arguments.dpo,
         )  # fmt: skip
-        found[name] = run(measure, rounds=arguments.rounds, steps=max(1, _STEPS // accumulation))
-        found[name]["bytes"] = {} if arguments.dpo else run(bytes_held)
         losses, rounds = found[name]["losses"], found[name]["rounds"]
         print(Rounds(rounds).table(name, PLAIN, {"loss": lambda contender: f"{losses[contender]:.5f}"}))  # noqa: B023
-        for what, sizes in found[name]["bytes"].items():
-            held = ", ".join(f"{of} {size_text(size)}" for of, size in sizes.items())
-            print(f"a rank, {what}: {held}")
         for contender, kernels in found[name]["kernels"].items():
-            print(kernel_table(f"{contender}, one step:", kernels), flush=True)
+            print(f"{contender}, one step:\n\n{kernels}", flush=True)
         if abs(losses[OURS] - losses[PLAIN]) > _LOSS_BOUND[precision] * losses[PLAIN]:
             sys.exit(f"FAILED: losses {losses}, expected equal ones")
-        ratios[name] = [a / b for a, b in zip(rounds[OURS], rounds[PLAIN], strict=True)]
-    most = 0.95 if arguments.lora or arguments.dpo else _AIMS[arguments.model]
-    aims = [Aim(f"{name}: {OURS} / {PLAIN}", median(values), most) for name, values in ratios.items()]
-    for name in found if arguments.lora and not arguments.dpo else ():
-        aims += _aims_of_adapters(name, **found[name])
-    panel = Panel(f"{OURS} / {PLAIN}, each round", ratios, {"equal": 1.0})
-    return Report("", aims, [panel], {"measured": found})
+        most = 0.95 if arguments.lora or arguments.dpo else _AIMS[arguments.model]
+        aims.append(Aim(f"{name}: {OURS} / {PLAIN}", ratio(rounds[OURS], rounds[PLAIN]), most))
+        if arguments.lora and not arguments.dpo:
+            aims += _aims_of_adapters(name, **found[name])
+    return Report("", aims, {"measured": found})
 
 
 def _aims_of_adapters(name: str, bytes: dict[str, Any], rounds: dict[str, Any], **more: Any) -> list[Aim]:
     """The bytes of each run of ours are the plan's, and its time is near that of others."""
     aims = [
-        Aim(f"{name}: {of}, {what} / planned", held[of] / held[f"planned {of}"], 1.01)
+        Aim(f"{name}: {of}, {what} / planned", measured / planned, 1.01)
         for what, held in bytes.items()
-        for of in ("weights", "gradients", "states")
+        for of, (measured, planned) in held.items()
     ]
-    own = (OURS, IN_4_BITS)
-    return aims + [Aim(f"{name}: {one} / {ALL}", ratio(rounds[one], rounds[ALL]), 1.0) for one in own]
+    times = {one: ratio(rounds[one], rounds[ALL]) for one in (OURS, IN_4_BITS)}
+    return aims + [Aim(f"{name}: {one} / {ALL}", time, 1.0) for one, time in times.items()]
 
 
 def _cases(only: str | None) -> list[tuple[str, int, int]]:
@@ -133,7 +119,7 @@ def _cases(only: str | None) -> list[tuple[str, int, int]]:
     return [(precision, ranks, n) for precision in precisions for ranks in (1, 2) for n in (1, 4)]
 
 
-class PlainLoop:
+class PlainLoop(Contender):
     """What a user writes without us: transformers' model, torch's fused AdamW and clipping, and its DDP.
 
     Args:
@@ -173,9 +159,6 @@ class PlainLoop:
         self._optimizer.zero_grad()
         return total
 
-    def settle(self) -> None:
-        """Do nothing: a step ends with its update."""
-
 
 def _transformers_model(run: Run) -> torch.nn.Module:
     """The class of the family in transformers, with the run's weights in fp32."""
@@ -202,31 +185,92 @@ def _with_adapters(model: torch.nn.Module, run: Run) -> torch.nn.Module:
     return found
 
 
-def _held(ours: OurTrainer, device: torch.device) -> dict[str, int]:
-    """Bytes of this rank, as they are and as `plan` counts them, and the most that a step asks for beside."""
-    run = ours.run
-    report, planned = run.optimizer.report(), bytes_per_rank(run.config)
+class DpoTrainer(Contender):
+    """A step of TRL's `DPOTrainer` with torch's fused AdamW and clipping, and with nothing of its loop.
 
-    def step() -> None:
-        ours.step()
-        ours.settle()  # a profiler that stops meanwhile crashes gloo's threads
-
-    return {
-        "weights": sum(parameter.nbytes for stage in run.stages for parameter in stage.parameters()),
-        "planned weights": planned.weights, "of a step beside": peak_bytes(step, device),
-        "gradients": run.optimizer.grad_buffer.num_bytes, "planned gradients": planned.gradients,
-        "states": report.host_bytes + report.device_bytes, "planned states": planned.optimizer,
-    }  # fmt: skip
-
-
-def bytes_held(context: DeviceContext, **case: Any) -> dict[str, dict[str, int]]:
-    """Bytes of this rank, of each run of ours, in a process without a profile of time: both crash torch.
+    The reference is computed before (`precompute_ref_log_probs`), as ours; the batch is collated before.
+    All sequences have one length: neither side has padding, and the gain of packing is not measured.
 
     Args:
-        context: the device of this rank.
-        case: see `_trainers`.
+        model: of transformers or PEFT; it is trained.
+        config: the run.
     """
-    return {name: _held(one, context.device) for name, one in _trainers(context, **case).items()}
+
+    def __init__(self, model: torch.nn.Module, config: RunConfig) -> None:
+        from datasets import Dataset
+        from trl import DPOConfig, DPOTrainer
+
+        settings, size = config.optimizer, config.training.global_batch_size
+        vocabulary = {str(number): number for number in range(2, config.model.vocab_size)}
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, **vocabulary}, unk_token="<pad>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
+        arguments = DPOConfig(
+            mkdtemp(), beta=config.training.dpo_beta, max_length=None, use_cpu=True, bf16=False,
+            precompute_ref_log_probs=True, gradient_checkpointing=False, learning_rate=settings.lr,
+            adam_beta1=settings.adam_beta1, adam_beta2=settings.adam_beta2, adam_epsilon=settings.adam_eps,
+            weight_decay=settings.weight_decay, per_device_train_batch_size=size, report_to=[],
+            disable_tqdm=True, optim="adamw_torch_fused",
+        )  # fmt: skip
+        self.rows = _rows(size, config.sample_length // 4, config.model.vocab_size)
+        own: Any = {"train_dataset": Dataset.from_list(self.rows), "processing_class": self.tokenizer}
+        self._trainer: Any = DPOTrainer(model, args=arguments, **own)
+        self._trainer.current_gradient_accumulation_steps = 1
+        self._optimizer = self._trainer.create_optimizer()
+        self._batch = self._trainer.data_collator(list(self._trainer.train_dataset))
+        self._clip = settings.clip_grad
+
+    def step(self) -> float:
+        """One optimizer step; the loss."""
+        loss = self._trainer.training_step(self._trainer.model, self._batch)
+        torch.nn.utils.clip_grad_norm_(self._trainer.model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item()
+
+
+def beside_trl(run: Run, model: torch.nn.Module) -> DpoTrainer:
+    """Return TRL's trainer, and let the run learn from the same rows.
+
+    Args:
+        run: has a folder to write to.
+        model: of transformers or PEFT, with the run's weights.
+    """
+    config, theirs = run.config, DpoTrainer(model, run.config)
+    file = Path(config.checkpoint.output_path, "pairs.json")
+    file.write_text(json.dumps(theirs.rows), encoding="utf-8")
+    pairs = load_sft(file, theirs.tokenizer, config.sample_length, SftOptions(pairs=True))
+    source = PairSource(pairs, config.sample_length, is_packed=False)
+    run.data.objective = objective = Preference(config)
+    objective.sets = [source]
+    run.data.train_reader = BatchReader(
+        source, micro_batch_size=config.training.micro_batch_size,
+        global_batch_size=config.training.global_batch_size, dp_rank=0, dp_size=1, seed=0, shuffle=True,
+        make_batch=objective.collate,
+    )  # fmt: skip
+    objective.prepare(run)
+    return theirs
+
+
+def _rows(number: int, length: int, vocab_size: int) -> list[dict[str, str]]:
+    """Pairs of random words, `length` of the prompt and of each answer: its end token is only a label."""
+    draw, keys = np.random.default_rng(0), ("prompt", "chosen", "rejected")
+
+    def text() -> str:
+        return "".join(f"{word} " for word in draw.integers(2, vocab_size, length))
+
+    return [{key: text() for key in keys} for _ in range(number)]
+
+
+def _held(run: Run) -> dict[str, tuple[int, int]]:
+    """Return the bytes of this rank, and the bytes that `plan` counts."""
+    report, planned = run.optimizer.report(), bytes_per_rank(run.config)
+    weights = sum(parameter.nbytes for stage in run.stages for parameter in stage.parameters())
+    return {
+        "weights": (weights, planned.weights),
+        "gradients": (run.optimizer.grad_buffer.num_bytes, planned.gradients),
+        "states": (report.host_bytes + report.device_bytes, planned.optimizer),
+    }
 
 
 def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dict[str, Any]:
@@ -247,11 +291,12 @@ def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dic
         {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
     )
     # Of the first round: later a token of nearly equal experts is sent to the one here, to the other there.
-    losses = {name: timed[0].loss for name, timed in found.items()}
+    losses = {name: timed[0][1] for name, timed in found.items()}
     losses[PLAIN] = over_ranks(losses[PLAIN], context.device, dist.ReduceOp.SUM) / dist.get_world_size()
     return {
-        "rounds": {name: [one.seconds for one in timed] for name, timed in found.items()},
+        "rounds": {name: [seconds for seconds, _ in timed] for name, timed in found.items()},
         "losses": losses,
+        "bytes": {name: _held(one.run) for name, one in ours.items()},
         "kernels": {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()},
     }
 
@@ -287,7 +332,3 @@ def _trainers(
         name: OurTrainer(dataclasses.replace(config, adapter=each), groups, context.device)
         for name, each in adapters.items()
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -52,7 +52,7 @@ from patch.model import build_llama_model, initialize_weights
 from patch.model.experts import Router
 from patch.model.rotary import inverse_frequencies
 from patch.optimizer import ParamGroup
-from toolkits.benchmarks._upstream import prepare_cpu
+from toolkits.benchmarks._contenders import prepare_cpu
 
 _EXPERTS = {"num_experts": 2, "moe_router_topk": 1, "expert_tensor_parallel_size": 1}
 _DEEPSEEK = {"model_type": "deepseek_v2", **SHAPE, **MIXTURES["deepseek-v2-lite"][1]}
