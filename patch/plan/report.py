@@ -80,19 +80,12 @@ def machine_line(machine: Machine) -> str:
 
 
 def _rates(machine: Machine) -> Iterator[str]:
-    reached = machine.reached
-    yield (
-        f"of a device: {machine.bf16_flops / 1e12:g} TFLOP/s in bf16, {machine.fp8_flops / 1e12:g} in fp8, "
-        f"{machine.device_bandwidth / 1e12:g} TB/s; GB/s each way: in a node "
-        f"{machine.node_link_bandwidth / 1e9:g}, to others {machine.network_bandwidth / 1e9:g}, to the host "
-        f"{machine.host_link_bandwidth / 1e9:g}"
-    )
-    yield (
-        f"assumed shares: products {reached.gemm}, attention {reached.attention_forward} and "
-        f"{reached.attention_backward}, memory {reached.device_bandwidth}, all three sustained "
-        f"{reached.sustained}; links {reached.node_link}, {reached.network} and {reached.host_link}"
-    )
-    yield f"a collective's step takes {timed(machine.node_link_latency)}, or {timed(machine.network_latency)}"
+    """All rates of a machine that are set, and the shares of them that a run reaches."""
+    fields = machine.to_json()
+    reached = fields.pop("reached")
+    for words, values in (("rates", fields), ("shares that are reached", reached)):
+        numbers = [f"{name} {value:g}" for name, value in values.items() if type(value) is float and value]
+        yield f"{words}: {', '.join(numbers)}"
 
 
 def rank_groups(config: RunConfig) -> dict[str, list[range]]:
@@ -119,17 +112,19 @@ def rank_lines(config: RunConfig) -> Iterator[str]:
 
 def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
     """A planned step and its parts."""
-    each, what = time.tokens_per_second / config.world_size, "GPU" if machine.is_gpu else "process"
+    what, total = "GPU" if machine.is_gpu else "process", time.tokens_per_second
+    both = [scaled(rate).rstrip() for rate in (total, total / config.world_size)]
     mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
     lines = [
-        f"time        {timed(time.seconds)} a step: {_count(time.tokens_per_second)} tokens/s, "
-        f"{_count(each)} a {what}, {scaled(time.model_flops)}FLOP/s a {what}{mfu} (planned, not measured)"
+        f"time        {timed(time.seconds)} a step: {both[0]} tokens/s, {both[1]} a {what}, "
+        f"{scaled(time.model_flops)}FLOP/s a {what}{mfu} (planned, not measured)"
     ]
     for part in time.parts:
         if part.seconds >= _SHOWN * time.seconds:
             share = f"{part.seconds / time.seconds:.1%}"
             lines.append(f"{INDENT}{share:>6}  {timed(part.seconds):>8}  {part.name}")
-    return PlanRow(lines, [f"{part.name}: {part.formula}" for part in time.parts if part.seconds])
+    formulas = [f"{part.name}: {part.formula}" for part in time.parts if part.seconds and part.formula]
+    return PlanRow(lines, formulas)
 
 
 def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
@@ -141,7 +136,7 @@ def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
     cost = budget(time, machine, tokens)
     price = "" if cost["price"] is None else f", price {cost['price']:,.0f}"
     days, hours = f"{cost['days']:.3g} days", f"{cost['device_hours']:,.0f} device hours"
-    return f"budget      {_count(tokens)} tokens take {days}, {hours}{price}"
+    return f"budget      {scaled(tokens).rstrip()} tokens take {days}, {hours}{price}"
 
 
 def budget(time: StepTime, machine: Machine, tokens: float) -> dict[str, Any]:
@@ -155,10 +150,6 @@ def budget(time: StepTime, machine: Machine, tokens: float) -> dict[str, Any]:
     hours = tokens / time.tokens_per_second / 3600
     devices, each = hours * machine.num_devices, machine.price_per_device_hour
     return {"days": hours / 24, "device_hours": devices, "price": None if each is None else devices * each}
-
-
-def _count(number: float) -> str:
-    return scaled(number).rstrip()
 
 
 def _advice(planned: Planned) -> Iterator[str]:
