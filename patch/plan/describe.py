@@ -13,36 +13,16 @@ from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
 from patch.numbers import counted, scaled, size_text
+from patch.plan import memory, parameters
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step, output_in_layers
-from patch.plan.memory import (
-    bytes_per_rank,
-    device_memory,
-    disk_bytes,
-    host_bytes,
-    state_bytes,
-    units_of,
-    usable_device_memory,
-)
-from patch.plan.parameters import (
-    active_elements,
-    element_bytes,
-    frozen_of,
-    layer_kinds,
-    parameters_of,
-    parameters_per_rank,
-    total_parameters,
-    trained_parameters,
-)
-from patch.plan.pipeline import Schedule, stage_work, step_timing
+from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step
+from patch.plan.pipeline import Schedule
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
 
 INDENT = " " * 12
 _AC_WORDS: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
-_ROUNDED = 0.0005
-"""A difference that one digit of a percentage does not show."""
 
 
 class PlanRow(NamedTuple):
@@ -97,10 +77,10 @@ def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     yield _row("processes", processes_text(config))
     if len(set(layers)) > 1:
         yield _row("layers", f"{model.num_layers} = {' + '.join(map(str, layers))} over the pipeline stages")
-    total, active = (total_parameters(model, active=active) for active in (False, True))
+    total, active = (parameters.total_parameters(model, active=active) for active in (False, True))
     size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
     if rank := config.adapter.lora_rank:
-        trained = trained_parameters(config)
+        trained = parameters.trained_parameters(config)
         size += f"; adapters of rank {rank} train: {scaled(trained)} ({trained / total:.2%})"
     yield _row("parameters", size, *_shapes(config), *_papers(config).parameters)
     if model.num_experts:
@@ -112,7 +92,7 @@ def _experts(config: RunConfig) -> PlanRow:
     model, experts, way = config.model, config.experts, dispatch_of(config)
     number, layers, visits = model.num_experts or 0, len(expert_layers(model)), model.moe_router_topk
     shared = " and a shared one" if model.moe_shared_expert_intermediate_size else ""
-    of_rank = max(parameters_per_rank(model, config.parallel, experts, of_experts=True))
+    of_rank = max(parameters.parameters_per_rank(model, config.parallel, experts, of_experts=True))
     return _row(
         "experts",
         f"{number} in each of {counted(layers, 'layer')}, of which a token visits {visits}{shared}; "
@@ -179,16 +159,16 @@ def _papers(config: RunConfig) -> _Papers:
 
 def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     """Model state of the heaviest rank, and of a checkpoint, which no layout changes."""
-    parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
-    host, instances = host_bytes(config), parallel.num_distributed_optimizer_instances
-    disk = disk_bytes(config, machine) if host.optimizer else 0
+    parallel, stage, state = config.parallel, config.zero_stage, memory.bytes_per_rank(config)
+    host, instances = memory.host_bytes(config), parallel.num_distributed_optimizer_instances
+    disk = memory.disk_bytes(config, machine) if host.optimizer else 0
     weights, gradients, optimizer = map(size_text, state)
     elsewhere = [f"{size_text(host.total - disk)} more in host memory"] if host.total else []
     elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
-    count, frozen = parameters_of(config, None), frozen_of(config, None)
+    count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
     beside = f", and {frozen.total} that do not train" if frozen.total else ""
     packed = f" + {frozen.in_4_bits} in 4 bits x 9 / 16" if frozen.in_4_bits else ""
-    experts = parameters_of(config, None, of_experts=True)
+    experts = parameters.parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     weight_parts, gradient_parts, state_parts = (
         f" / {config.num_state_shares}{of_experts}" if shared else ""
@@ -196,9 +176,10 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     )
     less = ", less what is on the host" if any(host[:2]) else ""
     if config.frees_weights:
-        whole = sum(unit.total for unit in units_of(config, None, as_kept=True))
+        whole = sum(unit.total for unit in memory.units_of(config, None, as_kept=True))
         less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
     kind = PRECISIONS[config.training.precision]
+    main = parameters.element_bytes(config.optimizer.main_grads_dtype)
     yield _row(
         "state/rank",
         f"{size_text(state.total)} = weights {weights} + gradients {gradients} + optimizer {optimizer}"
@@ -209,19 +190,18 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f"{parallel.tensor_model_parallel_size}{beside}",
         f"weights: {count + frozen.dense} x {kind.weight_bytes} bytes{packed}{weight_parts}{less} = "
         f"{weights}",
-        f"gradients: {count} x {element_bytes(config.optimizer.main_grads_dtype)} bytes{gradient_parts} = "
-        f"{gradients}",
-        f"optimizer: {count} x {state_bytes(config):g} bytes{state_parts} (moments "
+        f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
+        f"optimizer: {count} x {memory.state_bytes(config):g} bytes{state_parts} (moments "
         f"{config.optimizer.moment_bytes:g}, and what a float32 master has beyond the weight), less what is "
         f"on the host = {optimizer}",
     )
-    trained = trained_parameters(config)
-    saved = [int(trained * num_bytes) for num_bytes in (kind.weight_bytes, state_bytes(config))]
+    trained = parameters.trained_parameters(config)
+    saved = [int(trained * num_bytes) for num_bytes in (kind.weight_bytes, memory.state_bytes(config))]
     yield _row(
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
-        f"{trained:.0f} parameters x ({kind.weight_bytes} + {state_bytes(config):g} bytes); the weights "
-        f"alone are what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
+        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes); the "
+        f"weights alone are what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
     )
 
 
@@ -230,7 +210,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if config.model.precision_align is not None:
         return
     cuda, tokens = bool(machine.cuda_devices), config.micro_batch_tokens
-    dense, sparse = layer_kinds(config)
+    dense, sparse = parameters.layer_kinds(config)
     others, kept = (activation_bytes(run, cuda=cuda) for run in (dense, sparse))
     texts = [
         ", ".join(f"{_AC_WORDS[setting]} {size_text(size)}" for setting, size in of_kind.items())
@@ -256,7 +236,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     beside["8-bit weights"] = rank.eight_bits
     parts = "".join(f"+ {name} {size_text(size)} " for name, size in beside.items() if size)
     on_host = f"; {size_text(most.on_host)} more in host memory" if most.on_host else ""
-    usable, whole = map(size_text, (usable_device_memory(config, machine), machine.cuda_memory_bytes))
+    usable, whole = map(size_text, (memory.usable_device_memory(config, machine), machine.cuda_memory_bytes))
     yield _row(
         "memory/rank",
         f"{size_text(rank.total)} at most{where} = state {size_text(rank.state)} {parts}+ activations "
@@ -269,30 +249,16 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 
 def _bubble(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """Idle time of the pipeline by its schedule, and the stage that is to blame."""
-    schedule, timing = Schedule.of(config), step_timing(config)
-    if schedule.pp_size == 1:
-        return
-    equal = f"{schedule.num_micro_batches} micro-batches"
-    equal = f"(VPP {schedule.vp_size} x {equal})" if schedule.vp_size > 1 else equal
-    equal = f"(PP - 1) / {equal}"
-    formula = (
-        f"(p - 1) / (v m) = ({schedule.pp_size} - 1) / ({schedule.vp_size} x {schedule.num_micro_batches}); "
-        "unequal stages are simulated pass by pass"
-    )
-    idle = f"{timing.bubble:.1%} of the computing time"
-    if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
-        yield _row("bubble", f"{idle} = {equal}", formula)
-        return
-    first = _row("bubble", f"{idle}; if all stages took equally long, {equal} = {schedule.formula:.1%}")
-    work = stage_work(config).layers
-    heaviest = work.index(max(work))
-    second = (
-        f"{INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} "
-        f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
-        f"{output_in_layers(config):.1f})"
-    )
-    yield PlanRow([*first.lines, second], [formula])
+    """Idle time of the pipeline if all stages take equally long; the time of a step simulates it."""
+    schedule = Schedule.of(config)
+    stages, count = f"VPP {schedule.vp_size} x ", schedule.num_micro_batches
+    equal = f"({stages}{count} micro-batches)" if schedule.vp_size > 1 else f"{count} micro-batches"
+    if schedule.pp_size > 1:
+        yield _row(
+            "bubble",
+            f"{schedule.formula:.1%} of the computing time = (PP - 1) / {equal}, if all stages are equal",
+            f"(p - 1) / (v m) = ({schedule.pp_size} - 1) / ({schedule.vp_size} x {count})",
+        )
 
 
 def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
@@ -300,7 +266,7 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     model, samples, length = config.model, config.training.global_batch_size, config.sample_length
     flops, tokens = flops_per_step(config), samples * length
     again = f", {scaled(flops.hardware)}FLOP with recomputation" if flops.hardware > flops.model else ""
-    pairs = attended_pairs([length], model.window_size)
+    pairs, active = attended_pairs([length], model.window_size), parameters.active_elements(model)
     times, of_pairs = 3, f"{samples} x 4 x {model.num_layers} x {channels_of_heads(model)} x {pairs} pairs)"
     beside = "backward is twice forward"
     if config.adapter.lora_rank:
@@ -310,7 +276,7 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         "step",
         f"{samples} samples x {length} tokens = {tokens} tokens, "
         f"{counted(config.num_micro_batches, 'micro-batch')} a replica, {scaled(flops.model)}FLOP{again}",
-        f"{times} x (2 x {tokens} tokens x ({model.num_layers} layers x {active_elements(model)} + output "
+        f"{times} x (2 x {tokens} tokens x ({model.num_layers} layers x {active} + output "
         f"{config.padded_vocab_size} x {model.hidden_size}) + {of_pairs} = {flops.model:.4g}",
         f"a multiply-add is 2 FLOPs, {beside}, attention counts the pairs under its mask",
         *_papers(config).step,
@@ -340,7 +306,7 @@ def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     """A line for each memory that is too small."""
-    fit, device = fit_of(config, machine), device_memory(config, machine)
+    fit, device = fit_of(config, machine), memory.device_memory(config, machine)
     what = "model state" if config.model.precision_align is not None else "model state and activations"
     if 0 < device < fit.device_needed:
         name = "GPU" if machine.cuda_devices else "simulated device"
@@ -393,7 +359,7 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
     is_aligned = config.model.precision_align is not None
     rank = None if is_aligned else heaviest_rank(config, cuda=cuda)
     pp_rank = rank and rank.pp_rank
-    weights, gradients, states = bytes_per_rank(config, pp_rank)
+    weights, gradients, states = memory.bytes_per_rank(config, pp_rank)
     is_auto = rank is not None and config.optimizer.optimizer_offload_policy == "auto"
     kinds = {"weights": weights, "gradients": gradients, "optimizer states": 0 if is_auto else states}
     if rank is not None:
@@ -405,6 +371,6 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
         return layout, f"planned state of a rank: {text}; --precision-align's activations are not planned"
     if is_auto:
         text += f"; {size_text(states)} of optimizer states beside it as far as there is room"
-    on_host = host_bytes(config, pp_rank).total + rank.activations.on_host
+    on_host = memory.host_bytes(config, pp_rank).total + rank.activations.on_host
     text += f"; {size_text(on_host)} more in host memory" if on_host else ""
     return layout, f"planned memory of the heaviest rank: {text}"

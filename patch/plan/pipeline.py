@@ -11,8 +11,6 @@ from functools import cache
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.plan.flops import layer_flops, output_in_layers, recomputed_layers
-from patch.plan.parameters import by_layer
 
 
 class Pass(NamedTuple):
@@ -142,36 +140,3 @@ def _input_of(own: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:
     """The pass of a neighbour whose result this one needs; a backward's own forward is always done before."""
     neighbour = stage - 1 if own.is_forward else stage + 1
     return (own.is_forward, neighbour, own.micro_batch) if 0 <= neighbour <= last else None
-
-
-class StageWork(NamedTuple):
-    """Work of one micro-batch in each stage, in the order of the model.
-
-    The unit is a layer's forward, the mean of all layers.
-    """
-
-    forward: list[float]
-    backward: list[float]
-    """Twice the forward, and what is recomputed."""
-
-    @property
-    def layers(self) -> list[float]:
-        """The work of each stage: as many layers, computed without recomputation, would be as much work."""
-        return [sum(both) / 3 for both in zip(self.forward, self.backward, strict=True)]
-
-
-def stage_work(config: RunConfig) -> StageWork:
-    """The work of a run's stages by their FLOPs: of layers and output layer; the embedding has none."""
-    mean = layer_flops(config)
-    layers = by_layer(config, lambda run: layer_flops(run) / mean)
-    forward = [float(sum(stage)) for stage in layers]
-    forward[-1] += output_in_layers(config)
-    recomputed = map(sum, recomputed_layers(config, layers))
-    backward = [2 * own + again for own, again in zip(forward, recomputed, strict=True)]
-    return StageWork(forward, backward)
-
-
-def step_timing(config: RunConfig) -> Timing:
-    """The times of a step's passes; the unit is a layer's forward."""
-    work = stage_work(config)
-    return simulate(Schedule.of(config), work.forward, work.backward)

@@ -112,7 +112,9 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
                 launches=machine.launch_seconds * (LAUNCHES[place] + _OF_PIECE * pieces),
             )
         )
-    return LayerTimes(*passes, traffic[2], _offload(config, machine, *(each.total for each in passes)))
+    forward, backward = passes
+    offload = _offload(config, machine, forward.total, backward.total)
+    return LayerTimes(forward, backward, traffic[2], offload)
 
 
 def with_tensor_overlap(config: RunConfig, overlaps: bool) -> RunConfig:
