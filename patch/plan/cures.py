@@ -109,6 +109,16 @@ def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None
     return ""
 
 
+def suggestions(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[str]:
+    """A line for each set of changes, and one for adapters, with which a run would fit.
+
+    Args:
+        config, machine, timed_on: see `cures`.
+    """
+    lines = [*map(str, cures(config, machine, timed_on)), lora_line(config, machine, timed_on)]
+    return [line for line in lines if line]
+
+
 def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
     """What a run needs that no set of changes makes fit.
 
@@ -147,10 +157,8 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
         )
     else:
         return
-    found = "".join(f"\n    {cure}" for cure in cures(config, machine))
+    found = "".join(f"\n    {each}" for each in suggestions(config, machine))
     cure = f"it would fit with one of{found}\n" if found else f"{what_lacks(config, machine)} "
-    if lora := lora_line(config, machine):
-        cure = f"{cure.rstrip()}\n    {lora}\n"
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 

@@ -10,7 +10,7 @@ from patch.config.fields import scalars_of
 from patch.device import MachineFacts
 from patch.layout import groups_along
 from patch.numbers import counted, scaled, size_text, timed
-from patch.plan.cures import cures, lora_line, what_lacks
+from patch.plan.cures import suggestions, what_lacks
 from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
 from patch.plan.fits import fit_of
 from patch.plan.memory import bytes_per_rank
@@ -115,6 +115,8 @@ def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
     what, total = "GPU" if machine.is_gpu else "process", time.tokens_per_second
     both = [scaled(rate).rstrip() for rate in (total, total / config.world_size)]
     mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
+    has_stages = config.parallel.pipeline_model_parallel_size > 1
+    mfu += f", stages idle {time.idle:.1%} of their computing time" if has_stages else ""
     lines = [
         f"time        {timed(time.seconds)} a step: {both[0]} tokens/s, {both[1]} a {what}, "
         f"{scaled(time.model_flops)}FLOP/s a {what}{mfu} (planned, not measured)"
@@ -158,11 +160,9 @@ def _advice(planned: Planned) -> Iterator[str]:
     if fit_of(config, facts).is_whole:
         yield "fits        yes"
         return
-    found = cures(config, facts, planned.machine)
+    found = suggestions(config, facts, planned.machine)
     yield f"fits        no: {'it would with one of' if found else what_lacks(config, facts)}"
-    yield from (f"{INDENT}{cure}" for cure in found)
-    if lora := lora_line(config, facts, planned.machine):
-        yield f"{INDENT}{lora}"
+    yield from (f"{INDENT}{each}" for each in found)
 
 
 def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:

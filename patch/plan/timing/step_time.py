@@ -191,6 +191,8 @@ class StepTime(NamedTuple):
     """None for a CPU, whose peak is not known."""
     computing: float
     """Seconds of the step in which the process that computes longest does."""
+    idle: float
+    """Time that all processes wait for the pipeline, over their computing time."""
 
 
 def step_time(config: RunConfig, machine: Machine) -> StepTime:
@@ -212,7 +214,7 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     tokens = config.training.global_batch_size * config.sample_length
     flops = flops_per_step(config).model / seconds / config.world_size
     mfu = flops / machine.peak_flops(config.training.precision) if machine.is_gpu else None
-    return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing))
+    return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing), timing.bubble)
 
 
 def _timing(config: RunConfig, costs: StepCosts) -> Timing:
