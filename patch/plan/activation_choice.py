@@ -20,6 +20,7 @@ from patch.plan.memory import device_memory, usable_device_memory
 from patch.plan.parameters import layer_kinds
 from patch.plan.savings import Mix, with_changes
 from patch.plan.timing.layer_time import layer_times
+from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 
 _logger = get_logger(__name__)
@@ -41,15 +42,25 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     if config.training.recompute_granularity != "auto":
         return config, []
     config = with_changes(config, (Mix().change,))
-    costs, seen = _Costs(config, machine), list[Found]()
-    space = Space(ways=_ways(config, seen), cost=costs.of, kind=lambda changes, run: changes)
+    # A simulated device has no speed.
+    timed_on = machines_of(config, machine) if machine.cuda_devices else None
+    seen: list[Found] = []
+    space = Space(
+        ways=_ways(config, seen), cost=lambda run: _cost(run, timed_on), kind=lambda changes, _: changes
+    )
     chosen = best(config, machine, space, seen)[0]
     if not chosen.fit.is_whole:
         _logger.warning(
             "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more "
             "PP, TP or CP, a smaller micro-batch or optimizer offload need less"
         )
-    lines = [costs.room_line(), *(costs.line(each, is_chosen=each is chosen) for each in seen)]
+    sizes = [size_text(memory(config, machine)) for memory in (usable_device_memory, device_memory)]
+    speed = "speed unknown, so recomputation goes before offload"
+    if timed_on is not None:
+        seconds = layer_times(layer_kinds(config)[1], timed_on).forward.total
+        speed = f"a layer's forward takes {1e3 * seconds:.1f} ms by plan"
+    lines = [f"{sizes[0]} of the {sizes[1]} of a device may be used, {speed}"]
+    lines += [_line(each, timed_on, is_chosen=each is chosen) for each in seen]
     return chosen.run, [f"--recompute-granularity auto: {line}" for line in lines]
 
 
@@ -72,49 +83,24 @@ def _ways(config: RunConfig, seen: list[Found]) -> Iterator[Way]:
                 return
 
 
-class _Costs:
-    """The costs of mixes, and the lines about them.
+def _cost(config: RunConfig, timed_on: Machine | None) -> float:
+    """Cost of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
+    mix, num_layers = Mix.of(config), max(config.stage_layers)
+    if mix.granularity == "full":
+        return float(num_layers if mix.method == "uniform" else mix.recomputed)
+    selective, offload = SELECTIVE_COST, num_layers + 1.0  # rather recompute all
+    if timed_on is not None:
+        times = layer_times(layer_kinds(config)[1], timed_on)  # of layers with experts
+        forward = times.forward.total
+        selective, offload = times.selective / forward, OFFLOAD_COST + times.offload / forward
+    return (selective * num_layers if mix.granularity == "selective" else 0.0) + mix.offloaded * offload
 
-    Args:
-        config: the run, all activations kept.
-        machine: where it runs.
-    """
 
-    def __init__(self, config: RunConfig, machine: MachineFacts) -> None:
-        self._config, self._machine = config, machine
-        self._alike = layer_kinds(config)[1]  # costs are those of layers with experts
-        self._num_layers = max(config.stage_layers)
-        # A simulated device has no speed.
-        self._timed_on = machines_of(config, machine) if machine.cuda_devices else None
-
-    def of(self, config: RunConfig) -> float:
-        """Cost of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
-        mix = Mix.of(config)
-        if mix.granularity == "full":
-            return float(self._num_layers if mix.method == "uniform" else mix.recomputed)
-        selective, offload = SELECTIVE_COST, self._num_layers + 1.0  # rather recompute all
-        if self._timed_on is not None:
-            times = layer_times(with_changes(self._alike, (mix.change,)), self._timed_on)
-            forward = times.forward.total
-            selective, offload = times.selective / forward, OFFLOAD_COST + times.offload / forward
-        is_selective = mix.granularity == "selective"
-        return (selective * self._num_layers if is_selective else 0.0) + mix.offloaded * offload
-
-    def room_line(self) -> str:
-        """What the choice assumes."""
-        usable, total = (
-            size_text(memory(self._config, self._machine)) for memory in (usable_device_memory, device_memory)
-        )
-        speed = "speed unknown, so recomputation goes before offload"
-        if self._timed_on is not None:
-            seconds = layer_times(self._alike, self._timed_on).forward.total
-            speed = f"a layer's forward takes {1e3 * seconds:.1f} ms by plan"
-        return f"{usable} of the {total} of a device may be used, {speed}"
-
-    def line(self, found: Found, *, is_chosen: bool) -> str:
-        """A line about a mix."""
-        fit, cost = found.fit, self.of(found.run)
-        host = "" if fit.is_on_host else ", which host memory has no room for"
-        costs = f", costs {cost:.1f} forwards of a layer ({self._num_layers} in a stage)" if cost else ""
-        chosen = "" if not is_chosen else ", chosen" if fit.is_whole else ", chosen, although too much"
-        return f"{Mix.of(found.run).words} needs {size_text(fit.device_needed)} a rank{host}{costs}{chosen}"
+def _line(found: Found, timed_on: Machine | None, *, is_chosen: bool) -> str:
+    """A line about a mix."""
+    fit, cost = found.fit, _cost(found.run, timed_on)
+    host = "" if fit.is_on_host else ", which host memory has no room for"
+    in_stage = f"({max(found.run.stage_layers)} in a stage)"
+    costs = f", costs {cost:.1f} forwards of a layer {in_stage}" if cost else ""
+    chosen = "" if not is_chosen else ", chosen" if fit.is_whole else ", chosen, although too much"
+    return f"{Mix.of(found.run).words} needs {size_text(fit.device_needed)} a rank{host}{costs}{chosen}"

@@ -61,13 +61,7 @@ class _StageBytes(NamedTuple):
 
 
 def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> ActivationPeak:
-    """Activations of a process of this pipeline rank.
-
-    Args:
-        config: the run, without `--precision-align`.
-        pp_rank: the process's place in the pipeline.
-        cuda: whether it runs on a GPU.
-    """
+    """Activations of a process of this pipeline rank."""
     schedule = Schedule.of(config)
     stages = tuple(
         _stage_bytes(config, chunk * schedule.pp_size + pp_rank, cuda=cuda)
@@ -98,13 +92,7 @@ def _peaks_of(moment: Moment, stages: Sequence[_StageBytes]) -> Iterator[Activat
 
 
 def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
-    """Bytes of one micro-batch in a pipeline stage.
-
-    Args:
-        config: the run, without `--precision-align`.
-        stage: its number in the order of the model.
-        cuda: whether it runs on a GPU.
-    """
+    """Bytes of one micro-batch in a pipeline stage."""
     model, size = config.model, element_bytes(config.training.precision)
     tp_size, last = config.parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
     tokens, boundary = config.micro_batch_tokens, boundary_bytes(config)
@@ -160,13 +148,7 @@ class _LayerBytes(NamedTuple):
 
 
 def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes]:
-    """The layers of a stage, or its blocks of recomputed layers, in the order of forward.
-
-    Args:
-        config: the run.
-        stage: its number in the order of the model.
-        cuda: whether the layers are on a GPU.
-    """
+    """The layers of a stage, or its blocks of recomputed layers, in the order of forward."""
     training, num_layers = config.training, config.stage_layers[stage]
     boundary = boundary_bytes(config)
     granularity: Recompute | None = "selective" if config.recompute == "selective" else None

@@ -98,9 +98,6 @@ def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None
     """That adapters beside the weights of a run fit, or else in 4 bits, which is another training.
 
     "" if they do not, or the run itself fits.
-
-    Args:
-        config, machine, timed_on: see `cures`.
     """
     ways = ((_RANK,), (_RANK, _IN_4_BITS)) if config.adapter.lora_rank is None else ((_IN_4_BITS,),)
     for values in ways:
@@ -110,21 +107,13 @@ def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None
 
 
 def suggestions(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[str]:
-    """A line for each set of changes, and one for adapters, with which a run would fit.
-
-    Args:
-        config, machine, timed_on: see `cures`.
-    """
+    """A line for each set of changes, and one for adapters, with which a run would fit."""
     lines = [*map(str, cures(config, machine, timed_on)), lora_line(config, machine, timed_on)]
     return [line for line in lines if line]
 
 
 def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
-    """What a run needs that no set of changes makes fit.
-
-    Args:
-        config, machine: see `cures`.
-    """
+    """What a run needs that no set of changes makes fit."""
     if fit_of(config, machine).is_on_device:
         return (
             "more host memory, more machines (with TP, PP or sharded states), a smaller model or shorter "
@@ -138,10 +127,6 @@ def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
 
 def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
     """Refuse a run that needs more memory than its GPUs or their host have.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: one of its machines.
 
     Raises:
         ConfigError: it cannot fit; the message names the changes with which it would.

@@ -46,11 +46,7 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
-    """The lines of a plan without formulas.
-
-    Args:
-        config, machine: see `plan_rows`.
-    """
+    """The lines of a plan without formulas."""
     return "\n".join(line for row in plan_rows(config, machine) for line in row.lines)
 
 
@@ -344,12 +340,7 @@ def describe_length(config: RunConfig, one_pass: int) -> str:
 
 
 def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
-    """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind.
-
-    Args:
-        config: the run, its automatic choices made.
-        cuda: whether it runs on GPUs.
-    """
+    """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind."""
     micro_batches = counted(config.num_micro_batches, "micro-batch")
     samples = counted(config.training.micro_batch_size, "sample")
     layout = (

@@ -30,10 +30,6 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
     """The plan of a run on this machine, or on several like it: what `--dry-run` prints.
 
     A step's time is planned where the GPU's rates are known.
-
-    Args:
-        config: the run, its automatic choices made.
-        facts: this machine.
     """
     lines = describe_plan(config, facts).splitlines()
     machine = machines_of(config, facts)

@@ -28,10 +28,6 @@ _MIB = 2**20
 
 def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
     """Replace every `auto` of a run that has passed the rules.
-
-    Args:
-        config: the run.
-        machine: where it runs; all are taken to be equal.
     Returns:
         the run, and lines about what was looked at and chosen.
     """
@@ -59,11 +55,7 @@ def _remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
-    """A run with its `auto` replaced; None if a rule refuses it.
-
-    Args:
-        config, machine: see `resolve_run`.
-    """
+    """A run with its `auto` replaced; None if a rule refuses it."""
     return resolve_run(config, machine)[0] if is_legal(config, machine) else None
 
 

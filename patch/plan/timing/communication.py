@@ -143,12 +143,7 @@ def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
 
 
 def dispatch_seconds(config: RunConfig, machine: Machine) -> float:
-    """Seconds of the messages to experts and back in one pass through one layer.
-
-    Args:
-        config: the run.
-        machine: its links.
-    """
+    """Seconds of the messages to experts and back in one pass through one layer."""
     if not config.model.num_experts:
         return 0.0
     ranks = group_of(config, "tp", "ep", of_experts=True)

@@ -85,12 +85,7 @@ class LayerTimes(NamedTuple):
 
 
 def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
-    """The seconds of one layer of a run whose layers are all alike.
-
-    Args:
-        config: the run.
-        machine: its devices and links.
-    """
+    """The seconds of one layer of a run whose layers are all alike."""
     if config.parallel.tp_comm_overlap is None or (machine.is_gpu and not can_send_in_pieces(config)):
         ways = tensor_ways(config, machine)
         config = with_tensor_overlap(config, ways[True] < ways[False] if ways else not machine.is_gpu)
@@ -161,10 +156,6 @@ class _Products:
     """Seconds of a layer's products, all and one by one, each with the tokens that use its matrix.
 
     TP sums the results of those numbered in `summed`, and cuts those of `cut`.
-
-    Args:
-        config: the run.
-        machine: where.
     """
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:

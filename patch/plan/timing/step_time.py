@@ -79,12 +79,7 @@ class StepCosts:
 
 
 def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
-    """The seconds of what a run's step consists of.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: where it runs.
-    """
+    """The seconds of what a run's step consists of."""
     layers = by_layer(config, lambda run: layer_times(run, machine))
     loss, embedding = _loss(config, machine), _embedding(config, machine)
     forward, backward = _stages(config, layers)
@@ -196,12 +191,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(config: RunConfig, machine: Machine) -> StepTime:
-    """The planned time of a step.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: where it runs.
-    """
+    """The planned time of a step."""
     costs = step_costs(config, machine)
     timing = _timing(config, costs)
     parts = list(_passes(config, costs, timing))
@@ -357,12 +347,7 @@ def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> float:
 
 
 def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
-    """The share of a rank's optimizer states in host memory; with `auto` what the device has no room for.
-
-    Args:
-        config: the run.
-        machine: where it runs.
-    """
+    """The share of a rank's optimizer states in host memory; with `auto` what the device has no room for."""
     policy = config.optimizer.optimizer_offload_policy
     if policy == "static":
         return config.optimizer.optimizer_offload_fraction
