@@ -161,11 +161,8 @@ def scaled_run(
 
 def table(name: str, curves: Curves) -> str:
     """MFU of each variant in percent, in lines of text."""
-    lines = [
-        f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica",
-        f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: "
-        + ", ".join(VARIANTS),
-    ]
+    titles = f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: {', '.join(VARIANTS)}"
+    lines = [f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica", titles]
     for size, by_variant in curves.items():
         for points in zip(*by_variant.values(), strict=True):
             first = points[0]

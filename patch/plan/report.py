@@ -170,15 +170,13 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
     """
     config, machine = planned.resolved, planned.machine
     time, fit = step_time(config, machine), fit_of(config, machine.facts)
+    ranks = range(config.parallel.pipeline_model_parallel_size)
     report = {
         "machine": machine.to_json(),
         "run": scalars_of(config),
         "parameters": total_parameters(config.model),
         "parameters_per_rank": parameters_per_rank(config.model, config.parallel, config.experts),
-        "state": [
-            bytes_per_rank(config, rank)._asdict()
-            for rank in range(config.parallel.pipeline_model_parallel_size)
-        ],
+        "state": [bytes_per_rank(config, rank)._asdict() for rank in ranks],
         "memory": fit._asdict(),
         "fits": fit.is_whole,
         "time": {
