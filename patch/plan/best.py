@@ -38,10 +38,9 @@ class Found(NamedTuple):
     @property
     def rank(self) -> tuple[float, ...]:
         """Runs that fit first, of these the cheapest with the fewest changes; else the smallest."""
-        fit, size = self.fit, float(self.fit.device_needed)
-        if fit.is_whole:
-            return 0.0, self.cost, len(self.changes), fit.host_needed
-        return (1.0, float(not fit.is_on_host), size)
+        if self.fit.is_whole:
+            return 0, self.cost, len(self.changes), self.fit.host_needed
+        return 1, not self.fit.is_on_host, self.fit.device_needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +77,7 @@ def best(
             continue
         kind = space.kind(way.changes, resolved)
         so_far = found.get(kind)
-        is_better = so_far is None or not so_far.fit.is_whole or not space.is_bounded
-        if so_far is not None and not is_better and space.cost(resolved) >= so_far.cost:
+        if space.is_bounded and so_far and so_far.fit.is_whole and space.cost(resolved) >= so_far.cost:
             continue
         step, fit = _first_that_fits(resolved, machine, way.steps)
         resolved = with_changes(resolved, step)

@@ -86,7 +86,9 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     seen: list[Found] = []
     space = Space(ways=ways, cost=lambda run: stages.index(run.zero_stage), is_bounded=True)
     found = best(asked, machine, space, seen)
-    chosen = found[0].run.zero_stage if found[0].fit.is_whole else stages[-2:][0]
+    chosen = found[0].run.zero_stage
+    if not found[0].fit.is_whole and ZeroStage.GRADIENTS in stages:
+        chosen = ZeroStage.GRADIENTS
     lines = [
         f"--data-parallel-sharding auto: {each.run.zero_stage.name.lower()} needs "
         f"{size_text(each.fit.device_needed)} a rank" + (", chosen" if each.run.zero_stage is chosen else "")
