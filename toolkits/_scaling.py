@@ -160,17 +160,9 @@ def scaled_run(
 
 
 def table(name: str, curves: Curves) -> str:
-    """MFU of each variant in percent, in lines of text.
-
-    Args:
-        name: of the machine.
-        curves: what is shown.
-    """
-    lines = [
-        f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica",
-        f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: "
-        + ", ".join(VARIANTS),
-    ]
+    """MFU of each variant in percent, in lines of text."""
+    titles = f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: {', '.join(VARIANTS)}"
+    lines = [f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica", titles]
     for size, by_variant in curves.items():
         for points in zip(*by_variant.values(), strict=True):
             first = points[0]
@@ -180,13 +172,7 @@ def table(name: str, curves: Curves) -> str:
 
 
 def plot(file: Path, name: str, curves: Curves) -> None:
-    """Draw the efficiency of each model against the number of GPUs, a line for each variant.
-
-    Args:
-        file: a PNG.
-        name: of the machine.
-        curves: what is drawn.
-    """
+    """Draw the efficiency of each model against the number of GPUs, a line for each variant."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -94,6 +94,10 @@ def _count(text: str) -> float:
     return number
 
 
+def _removed_plot(file: str) -> None:
+    raise argparse.ArgumentTypeError("removed: plan a line that was found, which lists its parts")
+
+
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [--machine NAME] [--nodes N] [...] -- RUN"
     parser = ArgumentParser(prog=typed("python -m toolkits.plan"), usage=usage, description=__doc__)
@@ -102,29 +106,19 @@ def _parser() -> argparse.ArgumentParser:
         help="a100, h100, h200, b200 (nodes of eight), here, or a YAML or JSON file of a machine, such as "
         "toolkits.doctor writes [here]",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes",
-        type=_node_counts,
-        metavar="N",
-        help="how many [as the run says, else 1]; N,N,...: --search on each, and the cost",
-    )
-    parser.add_argument("--devices-per-node", type=members, metavar="N", help="of each [all]")
-    parser.add_argument("--tokens", type=_count, metavar="X", help="also days and device hours of so many")
-    parser.add_argument(
-        "--price", type=_count, metavar="X", help="of a device hour, for the cost of --tokens"
-    )
-    parser.add_argument("--explain", action="store_true", help="print the formulas behind each line")
+    add = parser.add_argument
+    add("--nodes", type=_node_counts, metavar="N", help="how many; N,N,...: --search on each, and its cost")
+    add("--devices-per-node", type=members, metavar="N", help="of each [all]")
+    add("--tokens", type=_count, metavar="X", help="also days and device hours of so many")
+    add("--price", type=_count, metavar="X", help="of a device hour, for the cost of --tokens")
+    add("--explain", action="store_true", help="print the formulas behind each line")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--ranks", action="store_true", help="also print which ranks form which process groups")
-    what.add_argument(
-        "--search", action="store_true", help="find the fastest layouts that fit, and their command lines"
-    )
-    parser.add_argument("--best", type=positive, default=5, metavar="N", help="--search: so many [5]")
-    parser.add_argument(
-        "--plot", type=output_file, metavar="FILE.png", help="--search: draw the parts of a step"
-    )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
-    parser.add_argument(
+    what.add_argument("--search", action="store_true", help="find the fastest layouts, as command lines")
+    add("--best", type=positive, default=5, metavar="N", help="--search: so many [5]")
+    add("--plot", type=_removed_plot, help=argparse.SUPPRESS)
+    add("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
+    add(
         "--scaling", type=output_file, metavar="PNG",
         help="plan LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
     )  # fmt: skip

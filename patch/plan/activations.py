@@ -61,13 +61,7 @@ class _StageBytes(NamedTuple):
 
 
 def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> ActivationPeak:
-    """Activations of a process of this pipeline rank.
-
-    Args:
-        config: the run, without `--precision-align`.
-        pp_rank: the process's place in the pipeline.
-        cuda: whether it runs on a GPU.
-    """
+    """Activations of a process of this pipeline rank."""
     schedule = Schedule.of(config)
     stages = tuple(
         _stage_bytes(config, chunk * schedule.pp_size + pp_rank, cuda=cuda)
@@ -98,13 +92,7 @@ def _peaks_of(moment: Moment, stages: Sequence[_StageBytes]) -> Iterator[Activat
 
 
 def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
-    """Bytes of one micro-batch in a pipeline stage.
-
-    Args:
-        config: the run, without `--precision-align`.
-        stage: its number in the order of the model.
-        cuda: whether it runs on a GPU.
-    """
+    """Bytes of one micro-batch in a pipeline stage."""
     model, size = config.model, element_bytes(config.training.precision)
     tp_size, last = config.parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
     tokens, boundary = config.micro_batch_tokens, boundary_bytes(config)
@@ -160,13 +148,7 @@ class _LayerBytes(NamedTuple):
 
 
 def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes]:
-    """The layers of a stage, or its blocks of recomputed layers, in the order of forward.
-
-    Args:
-        config: the run.
-        stage: its number in the order of the model.
-        cuda: whether the layers are on a GPU.
-    """
+    """The layers of a stage, or its blocks of recomputed layers, in the order of forward."""
     training, num_layers = config.training, config.stage_layers[stage]
     boundary = boundary_bytes(config)
     granularity: Recompute | None = "selective" if config.recompute == "selective" else None
@@ -268,6 +250,24 @@ def dispatch_of(config: RunConfig) -> Dispatch:
     return Dispatch(visits * etp_size, sent, words)
 
 
+class SavedBytes(NamedTuple):
+    """Bytes of one token that a layer keeps for its backward, in the order of forward."""
+
+    attention_norm: float
+    qkv_input: float
+    qkv: float
+    attention_result: float
+    mlp_norm: float
+    mlp_input: float
+    expert_input: float
+    gate_up: float
+    product: float
+
+    def without(self, *names: str) -> SavedBytes:
+        """The same with these at 0."""
+        return self._replace(**dict.fromkeys(names, 0.0))
+
+
 def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -> dict[Recompute | None, int]:
     """Bytes of one of equal layers and one micro-batch on one rank, by value of `recompute_granularity`.
 
@@ -283,52 +283,75 @@ def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -
             which keep two more values for each element.
         is_first: it has the run's first adapters, before which nothing is kept.
     """
-    training, model, hidden = config.training, config.model, _own_hidden(config)
-    tp_size, size = config.parallel.tensor_model_parallel_size, element_bytes(config.training.precision)
-    mlp, norm, given = widths(model, "mlp", tp_size), _norm_bytes(config, cuda=cuda), hidden * size
-    # The product of silu(gate) and up; that of experts is computed again.
-    of_experts = size * widths(model, "expert", tp_size).taken
-    inputs = 0.0  # of experts, kept beside the norm's output
-    if model.num_experts:
-        inputs = size * dispatch_of(config).rows * model.hidden_size / config.micro_batch_tokens
-    if are_experts_single(model, config.adapter):
-        inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
+    training, size = config.training, element_bytes(config.training.precision)
+    whole = selective = _saved_bytes(config, cuda=cuda)
+    selective = selective.without("product")
+    if cuda or size == _HALF:  # norms are recomputed
+        given = whole.qkv_input
+        selective = selective.without("qkv_input", "mlp_input")
+        selective = selective._replace(attention_norm=given, mlp_norm=given)
+    if config.adapter.lora_rank:
+        whole, selective = _beside_adapters(config, whole, selective, is_first=is_first)
     # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
     # Adapters keep them as they are, and weights that stay keep nothing.
     bytes_kept = size if config.adapter.lora_rank else PRECISIONS[training.precision].factor_bytes
-    narrowed = (size - bytes_kept) * (2 * hidden + mlp.taken)
-    result = size * model.value_channels * model.num_attention_heads // tp_size
-    attention, product = _attention_bytes(config, cuda=cuda), size * mlp.taken - of_experts
-    whole = [norm, given, attention - result, result, norm, given, inputs, size * mlp.given, product]
-    selective = [*whole[:_PRODUCT], 0]
-    if cuda or size == _HALF:  # norms are recomputed
-        selective[:2] = selective[4:6] = [given, 0]
-    if config.adapter.lora_rank:
-        taken = {_place_of_input(each.base) for each in adapters_of(model, config.adapter)}
-        others = {_NORM, _SECOND_NORM, _PRODUCT} - (set() if config.adapter.lora_dropout else taken)
-        for place in others - ({_SECOND_NORM} if model.num_experts else set()):  # a router keeps its input
-            selective[place] = 0
-            whole[place] *= config.recompute == "selective"  # which computes it again for nothing
-        before = min(taken, default=0) if is_first else 0
-        whole[:before] = selective[:before] = [0] * before
+    mlp = widths(config.model, "mlp", config.parallel.tensor_model_parallel_size)
+    narrowed = (size - bytes_kept) * (2 * _own_hidden(config) + mlp.taken)
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     of_adapters = _adapter_bytes(config)
     per_token: dict[Recompute | None, float] = {
         None: sum(whole) + of_adapters - narrowed,
         "selective": sum(selective) + of_adapters,
-        "full": given / layers_of_block,
+        "full": _own_hidden(config) * size / layers_of_block,
     }
     return {setting: int(config.micro_batch_tokens * num_bytes) for setting, num_bytes in per_token.items()}
 
 
-_NORM, _RESULT, _SECOND_NORM, _EXPERTS, _PRODUCT = 1, 3, 5, 6, 8
-"""Of what a layer keeps, in the order of forward: the inputs of products."""
+def _saved_bytes(config: RunConfig, *, cuda: bool) -> SavedBytes:
+    """Bytes that a layer without adapters keeps, nothing recomputed."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    size, norm = element_bytes(config.training.precision), _norm_bytes(config, cuda=cuda)
+    given, mlp = _own_hidden(config) * size, widths(model, "mlp", tp_size)
+    of_experts = size * widths(model, "expert", tp_size).taken  # computed again
+    inputs = 0.0
+    if model.num_experts:
+        inputs = size * dispatch_of(config).rows * model.hidden_size / config.micro_batch_tokens
+    if are_experts_single(model, config.adapter):
+        inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
+    result = size * model.value_channels * model.num_attention_heads // tp_size
+    return SavedBytes(
+        attention_norm=norm,
+        qkv_input=given,
+        qkv=_attention_bytes(config, cuda=cuda) - result,
+        attention_result=result,
+        mlp_norm=norm,
+        mlp_input=given,
+        expert_input=inputs,
+        gate_up=size * mlp.given,
+        product=size * mlp.taken - of_experts,
+    )
 
 
-def _place_of_input(base: WeightRow) -> int:
+def _beside_adapters(
+    config: RunConfig, whole: SavedBytes, selective: SavedBytes, *, is_first: bool
+) -> tuple[SavedBytes, SavedBytes]:
+    """Drop the inputs of products whose weights stay and have no adapter."""
+    taken = {_input_of(each.base) for each in adapters_of(config.model, config.adapter)}
+    others = {"qkv_input", "mlp_input", "product"} - (set() if config.adapter.lora_dropout else taken)
+    others -= {"mlp_input"} if config.model.num_experts else set()  # a router keeps its input
+    selective = selective.without(*others)
+    if config.recompute != "selective":  # which computes them again for nothing
+        whole = whole.without(*others)
+    first = min(map(SavedBytes._fields.index, taken), default=0) if is_first else 0
+    before = SavedBytes._fields[:first]
+    return whole.without(*before), selective.without(*before)
+
+
+def _input_of(base: WeightRow) -> str:
+    """The field of `SavedBytes` that is the input of a weight's product."""
     if base.kind is Kind.ROW_PARALLEL:
-        return _RESULT if base.part == "attention" else _PRODUCT
-    return _NORM if base.part == "attention" else _EXPERTS if base.part == "expert" else _SECOND_NORM
+        return "attention_result" if base.part == "attention" else "product"
+    return {"attention": "qkv_input", "expert": "expert_input"}.get(base.part, "mlp_input")
 
 
 def _rope_table_bytes(config: RunConfig) -> int:

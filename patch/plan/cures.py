@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from functools import reduce
-from itertools import combinations
+from collections.abc import Iterable, Iterator
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.numbers import size_text, timed
+from patch.plan.best import Found, Space, Way, best
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import SAVINGS, Change, less_offload
+from patch.plan.savings import SAVINGS, Change, Changes
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
@@ -25,10 +24,10 @@ _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 
 
-class ChangeSet(NamedTuple):
+class Cure(NamedTuple):
     """A set of changes with which a run fits."""
 
-    changes: tuple[Change, ...]
+    changes: Changes
     fit: Fit
     """With them."""
     seconds: float | None
@@ -51,7 +50,7 @@ class ChangeSet(NamedTuple):
         return f"{self.flags} ({', '.join(needs)}{positions})"
 
 
-def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[ChangeSet]:
+def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[Cure]:
     """The sets of changes that make a run fit, the fastest first; [] if it fits, or none is found.
 
     Of sets that differ only in a number (TP 2 or 4), the fastest one.
@@ -61,42 +60,60 @@ def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = N
         machine: one of its machines.
         timed_on: its machines with their rates; None: those that are like `machine`.
     """
+    changes = [change for saving in SAVINGS for change in saving.changes(config)]
+    seen: list[Found] = []
+
+    def ways() -> Iterator[Way]:
+        for some in chain.from_iterable(combinations(changes, n) for n in range(1, _MOST_CHANGES + 1)):
+            fields = [field for change in some for _, field, _ in change.values]
+            enough = (each.changes for each in seen if each.fit.is_whole)
+            if len(fields) == len(set(fields)) and not any(set(less) <= set(some) for less in enough):
+                yield Way(some)
+
+    return _fitting(config, machine, ways(), timed_on, seen)[:_NUM_SHOWN]
+
+
+def _fitting(
+    config: RunConfig,
+    machine: MachineFacts,
+    ways: Iterable[Way],
+    timed_on: Machine | None,
+    seen: list[Found] | None = None,
+) -> list[Cure]:
+    """The fastest ways of each kind that make a run fit; [] if it fits."""
     if fit_of(config, machine).is_whole:
         return []
-    timed_on = timed_on or machines_of(config, machine)
-    best: dict[frozenset[str], ChangeSet] = {}
-    for chosen, run, fit in _sufficient(config, machine):
-        cure = ChangeSet(chosen, fit, _seconds(run, timed_on))
-        kinds = frozenset(change.kind for change in chosen)
-        if kinds not in best or _rank(cure) < _rank(best[kinds]):
-            best[kinds] = cure
-    return sorted(best.values(), key=_rank)[:_NUM_SHOWN]
+    rates = timed_on or machines_of(config, machine)
+    space = Space(
+        ways=ways,
+        cost=lambda run: 0.0 if rates is None else step_time(run, rates).seconds,
+        resolve=lambda run: resolve_if_legal(run, machine),
+        kind=lambda changes, run: frozenset(change.kind for change in changes),
+    )
+    found = [each for each in best(config, machine, space, seen) if each.fit.is_whole]
+    return [Cure(each.changes, each.fit, None if rates is None else each.cost) for each in found]
 
 
 def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> str:
     """That adapters beside the weights of a run fit, or else in 4 bits, which is another training.
 
     "" if they do not, or the run itself fits.
-
-    Args:
-        config, machine, timed_on: see `cures`.
     """
     ways = ((_RANK,), (_RANK, _IN_4_BITS)) if config.adapter.lora_rank is None else ((_IN_4_BITS,),)
-    for values in () if fit_of(config, machine).is_whole else ways:
-        change = Change("adapter", values)
-        run = resolve_if_legal(change.applied(config), machine)
-        if run is not None and (fit := fit_of(run, machine)).is_whole:
-            cure = ChangeSet((change,), fit, _seconds(run, timed_on or machines_of(config, machine)))
+    for values in ways:
+        for cure in _fitting(config, machine, [Way((Change("adapter", values),))], timed_on):
             return f"{'QLoRA' if _IN_4_BITS in values else 'LoRA'} of this run fits: {cure}"
     return ""
 
 
-def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
-    """What a run needs that no set of changes makes fit.
+def suggestions(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[str]:
+    """A line for each set of changes, and one for adapters, with which a run would fit."""
+    lines = [*map(str, cures(config, machine, timed_on)), lora_line(config, machine, timed_on)]
+    return [line for line in lines if line]
 
-    Args:
-        config, machine: see `cures`.
-    """
+
+def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
+    """What a run needs that no set of changes makes fit."""
     if fit_of(config, machine).is_on_device:
         return (
             "more host memory, more machines (with TP, PP or sharded states), a smaller model or shorter "
@@ -110,10 +127,6 @@ def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
 
 def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
     """Refuse a run that needs more memory than its GPUs or their host have.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: one of its machines.
 
     Raises:
         ConfigError: it cannot fit; the message names the changes with which it would.
@@ -129,10 +142,8 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
         )
     else:
         return
-    found = "".join(f"\n    {cure}" for cure in cures(config, machine))
+    found = "".join(f"\n    {each}" for each in suggestions(config, machine))
     cure = f"it would fit with one of{found}\n  " if found else f"{what_lacks(config, machine)} "
-    if lora := lora_line(config, machine):
-        cure = f"{cure.rstrip()}\n    {lora}\n  "
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 
@@ -143,54 +154,20 @@ def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
         config, machine: see `cures`.
         on_device: whether a GPU, or the simulated one, lacked memory, not the host.
     """
-    limit, state = device_memory(config, machine), bytes_per_rank(config)
-    wanted, more, lead = {"states"}, ["more machines (TP, PP)"], ""
-    if on_device:
-        wanted = {"states", "activations", "weights"}
-        found = "; or with ".join(map(str, cures(config, machine)))
-        more = ["more processes (TP, PP)" + (f"; by the plan it fits with {found}" if found else "")]
-        if 0 < limit < (fixed := state.weights + state.gradients):
-            wanted = {"gradients", "weights"}
-            lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
-    elif machine.cuda_devices:
-        more = [*less_offload(config), *more]
-        wanted |= {"host memory"} if config.optimizer.optimizer_offload_policy else set()
-    else:
-        _, needed = needed_bytes(config, machine)
-        if 0 < (usable := machine.host_memory_bytes) < needed:
-            lead = f"the model's state alone takes {size_text(needed)} of {size_text(usable)}"
-        else:
-            wanted = {"states", "activations"}
-    savings = [each for each in SAVINGS if each.frees & wanted and (on_device or not each.goes_to_host)]
-    changes = [change for saving in savings for change in saving.changes(config, limit)]
-    *others, last = [*(change.words for change in changes if change.words), *more]
+    state, limit = bytes_per_rank(config), device_memory(config, machine)
+    needed, more = state.weights + state.gradients, ["more processes (TP, PP)"]
+    if not on_device:
+        needed, limit = needed_bytes(config, machine)[1], machine.host_memory_bytes
+        more = ["less offload"] * bool(machine.cuda_devices) + ["more machines (TP, PP)"]
+    ways: dict[str, str] = {}
+    for row in SAVINGS[:-1]:  # the last one's are in `more`
+        for change in row.changes(config) if on_device or row.frees_host else ():
+            if row.goes_to_host or change.kind not in ways:
+                ways[change.kind] = change.flags
+    *others, last = [*ways.values(), *more]
     take = f"take {', '.join(others)}, or {last}" if others else f"take {last}"
-    return f"{lead}: {take}" if lead else take
-
-
-def _sufficient(
-    config: RunConfig, machine: MachineFacts
-) -> Iterator[tuple[tuple[Change, ...], RunConfig, Fit]]:
-    """Sets of changes with which the run fits, and with each the run and its fit; none contains another."""
-    changes = [change for saving in SAVINGS for change in saving.changes(config, 0) if change.values]
-    found: list[set[Change]] = []
-    for number in range(1, _MOST_CHANGES + 1):
-        for some in combinations(changes, number):
-            fields = [field for change in some for _, field, _ in change.values]
-            is_enough_already = any(smaller <= set(some) for smaller in found)
-            if is_enough_already or len(fields) != len(set(fields)):
-                continue
-            changed = reduce(lambda run, change: change.applied(run), some, config)
-            run = resolve_if_legal(changed, machine)
-            if run is not None and (fit := fit_of(run, machine)).is_whole:
-                found.append(set(some))
-                yield some, run, fit
-
-
-def _seconds(run: RunConfig, machine: Machine | None) -> float | None:
-    return None if machine is None else step_time(run, machine).seconds
-
-
-def _rank(cure: ChangeSet) -> tuple[float, int, int]:
-    """The fastest first, then fewer changes, then less in host memory."""
-    return cure.seconds or math.inf, len(cure.changes), cure.fit.host_needed
+    if on_device and (found := cures(config, machine)):
+        take += f"; by the plan it fits with {'; or with '.join(map(str, found))}"
+    if 0 < limit < needed:
+        take = f"the model's state alone takes {size_text(needed)} of {size_text(limit)}: {take}"
+    return take

@@ -8,42 +8,21 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
-from patch.config.choices import PRECISIONS, Recompute, ZeroStage
+from patch.config.choices import PRECISIONS, Recompute
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
 from patch.numbers import counted, scaled, size_text
+from patch.plan import memory, parameters
 from patch.plan.activations import activation_bytes, dispatch_of
 from patch.plan.fits import fit_of, heaviest_rank
-from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step, output_in_layers
-from patch.plan.memory import (
-    all_bytes,
-    bytes_per_rank,
-    device_memory,
-    disk_bytes,
-    host_bytes,
-    state_bytes,
-    units_of,
-    usable_device_memory,
-)
-from patch.plan.parameters import (
-    active_elements,
-    element_bytes,
-    frozen_of,
-    layer_kinds,
-    parameters_of,
-    parameters_per_rank,
-    total_parameters,
-    trained_parameters,
-)
-from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
-from patch.plan.resolve import stage_cost, with_sharding
+from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step
+from patch.plan.pipeline import Schedule
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
 
 INDENT = " " * 12
-_ROUNDED = 0.0005
-"""A difference that one digit of a percentage does not show."""
+_AC_WORDS: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
 
 
 class PlanRow(NamedTuple):
@@ -62,98 +41,71 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         config: the run.
         machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
     """
-    model, layers = config.model, config.stage_layers
-    yield PlanRow([f"processes   {processes_text(config)}"])
-    if len(set(layers)) > 1:
-        split = " + ".join(map(str, layers))
-        yield PlanRow([f"layers      {model.num_layers} = {split} over the pipeline stages"])
-    total, active = (total_parameters(model, active=active) for active in (False, True))
-    size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
-    if config.adapter.lora_rank:
-        trained = trained_parameters(config)
-        size += (
-            f"; adapters of rank {config.adapter.lora_rank} train: {scaled(trained)} ({trained / total:.2%})"
-        )
-    papers = _papers(config)
-    yield PlanRow([f"parameters  {size}"], [*_shapes(config), *papers.parameters])
-    if model.num_experts:
-        yield _experts(config)
-    yield _state(config, machine)
-    yield _checkpoint(config)
-    if model.precision_align is None:  # which keeps more
-        yield _activations(config, machine, papers.activations)
-        yield _memory(config, machine)
-    if config.parallel.pipeline_model_parallel_size > 1:
-        yield _bubble(config, machine)
-    yield _step(config, papers.step)
-    if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
-        packed = f"several rows share a sequence of {config.sample_length} tokens"
-        yield PlanRow([f"packing     on: {packed}, a sample of the step is such a sequence"])
-    if config.training.objective == "dpo":
-        once = "before the first step one forward over all sets gives their reference, unless it is kept"
-        yield PlanRow([f"pairs       each lies in one sequence of {config.sample_length} tokens; {once}"])
-    if machine.cuda_devices:
-        yield PlanRow([f"kernels     {backends_of(config, machine).line}"])
-    yield PlanRow([f"run         {_length(config)}"])
-    if found := newest_saved(config):  # by its name: whether it is whole is not read
-        root, newest = found
-        of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
-        yield PlanRow([f"resume      after step {newest}{of_all}, from {root}"])
-    yield PlanRow(list(_shortages(config, machine)))
+    for rows in _TABLE:
+        yield from rows(config, machine)
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
-    """The lines of a plan without formulas.
-
-    Args:
-        config, machine: see `plan_rows`.
-    """
+    """The lines of a plan without formulas."""
     return "\n".join(line for row in plan_rows(config, machine) for line in row.lines)
 
 
 def processes_text(config: RunConfig) -> str:
     """Processes, their axes and machines: "8 = TP 2 x PP 1 x CP 1 x DP 4 on 1 machine"."""
     parallel, stages = config.parallel, config.virtual_pipeline_size
+    experts = f"EP {config.experts.expert_model_parallel_size} x ETP {config.etp_size}"
+    experts += f" x EDP {config.num_expert_copies}"
     return (
         f"{config.world_size} = TP {parallel.tensor_model_parallel_size} "
         f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
         f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
         + (f", {stages} interleaved stages each" if stages > 1 else "")
-        + (f", experts over {_expert_axes(config)}" if config.model.num_experts else "")
+        + (f", experts over {experts}" if config.model.num_experts else "")
     )
 
 
-def _expert_axes(config: RunConfig) -> str:
-    ep_size = config.experts.expert_model_parallel_size
-    return f"EP {ep_size} x ETP {config.etp_size} x EDP {config.num_expert_copies}"
+def _row(name: str, text: str, *formulas: str) -> PlanRow:
+    return PlanRow([f"{name:<12}{text}"], formulas)
+
+
+def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
+    model, layers = config.model, config.stage_layers
+    yield _row("processes", processes_text(config))
+    if len(set(layers)) > 1:
+        yield _row("layers", f"{model.num_layers} = {' + '.join(map(str, layers))} over the pipeline stages")
+    total, active = (parameters.total_parameters(model, active=active) for active in (False, True))
+    size = f"{scaled(total)} ({model.model_size})" + (f", {scaled(active)} active" if active < total else "")
+    if rank := config.adapter.lora_rank:
+        trained = parameters.trained_parameters(config)
+        size += f"; adapters of rank {rank} train: {scaled(trained)} ({trained / total:.2%})"
+    yield _row("parameters", size, *_shapes(config), *_papers(config).parameters)
+    if model.num_experts:
+        yield _experts(config)
 
 
 def _experts(config: RunConfig) -> PlanRow:
     """The experts of a layer and of a rank, and the messages to them."""
-    model, ep_size, way = config.model, config.experts.expert_model_parallel_size, dispatch_of(config)
-    number, layers = model.num_experts or 0, len(expert_layers(model))
-    parts, visits = config.etp_size, model.moe_router_topk
+    model, experts, way = config.model, config.experts, dispatch_of(config)
+    number, layers, visits = model.num_experts or 0, len(expert_layers(model)), model.moe_router_topk
     shared = " and a shared one" if model.moe_shared_expert_intermediate_size else ""
-    line = (
-        f"experts     {number} in each of {counted(layers, 'layer')}, of which a token visits {visits}"
-        f"{shared}; {number // ep_size} on a rank, which sends {size_text(int(way.sent))} a layer and "
-        f"micro-batch, and as much back ({way.words})"
-    )
-    parallel, experts = config.parallel, config.experts
-    of_rank = max(parameters_per_rank(model, parallel, experts, of_experts=True))
-    return PlanRow([line], [
+    of_rank = max(parameters.parameters_per_rank(model, config.parallel, experts, of_experts=True))
+    return _row(
+        "experts",
+        f"{number} in each of {counted(layers, 'layer')}, of which a token visits {visits}{shared}; "
+        f"{number // experts.expert_model_parallel_size} on a rank, which sends {size_text(int(way.sent))} a "
+        f"layer and micro-batch, and as much back ({way.words})",
         f"{of_rank} parameters of experts on the heaviest rank; {config.num_expert_copies} ranks have the "
         "same, and share their states if these are sharded",
         f"{way.rows:.0f} tokens of its own experts on a rank, if all are visited alike: {visits} x "
-        f"{config.micro_batch_tokens} tokens of a micro-batch" + (f", ETP {parts}" if parts > 1 else ""),
-    ])  # fmt: skip
+        f"{config.micro_batch_tokens} tokens of a micro-batch"
+        + (f", ETP {config.etp_size}" if config.etp_size > 1 else ""),
+    )
 
 
 def _shapes(config: RunConfig) -> Iterator[str]:
     """The weights that are counted."""
-    model = config.model
-    for row in weight_rows(model):
-        if row.name == TIED_OUTPUT and not model.untie_embeddings_and_output_weights:
+    for row in weight_rows(config.model):
+        if row.name == TIED_OUTPUT and not config.model.untie_embeddings_and_output_weights:
             continue
         times = f"{len(row.layers)} layers x " if row.is_per_layer else ""
         times += f"{row.num_experts} experts x " if row.num_experts > 1 else ""
@@ -201,213 +153,174 @@ def _papers(config: RunConfig) -> _Papers:
     )
 
 
-def _checkpoint(config: RunConfig) -> PlanRow:
-    """What one checkpoint takes on disk; no layout changes it."""
-    kind, count = PRECISIONS[config.training.precision], trained_parameters(config)
-    weights, states = (int(count * num_bytes) for num_bytes in (kind.weight_bytes, state_bytes(config)))
-    line = (
-        f"checkpoint  {size_text(weights + states)} = weights {size_text(weights)} + optimizer "
-        f"{size_text(states)}"
-    )
-    return PlanRow([line], [
-        f"{count:.0f} parameters x ({kind.weight_bytes} + {state_bytes(config):g} bytes); the weights alone "
-        f"are what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
-    ])  # fmt: skip
-
-
-def _state(config: RunConfig, machine: MachineFacts) -> PlanRow:
-    """Model state of the heaviest rank."""
-    parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
-    host, instances = host_bytes(config), parallel.num_distributed_optimizer_instances
-    disk = disk_bytes(config, machine) if host.optimizer else 0
+def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
+    """Model state of the heaviest rank, and of a checkpoint, which no layout changes."""
+    parallel, stage, state = config.parallel, config.zero_stage, memory.bytes_per_rank(config)
+    host, instances = memory.host_bytes(config), parallel.num_distributed_optimizer_instances
+    disk = memory.disk_bytes(config, machine) if host.optimizer else 0
     weights, gradients, optimizer = map(size_text, state)
-    count, shares = parameters_of(config, None), config.num_state_shares
-    precision, main = config.training.precision, element_bytes(config.optimizer.main_grads_dtype)
-    line = (
-        f"state/rank  {size_text(state.total)} = weights {weights} + gradients {gradients} "
-        f"+ optimizer {optimizer}"
-        + (f" ({size_text(host.total - disk)} more in host memory" if host.total else "")
-        + (f", {size_text(disk)} on a disk" if disk else "")
-        + (")" if host.total else "")
-        + f" (data-parallel sharding: {stage.name.lower()}"
-        + (f" in {instances} instances)" if instances > 1 else ")")
-    )
-    frozen = frozen_of(config, None)
+    elsewhere = [f"{size_text(host.total - disk)} more in host memory"] if host.total else []
+    elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
+    count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
     beside = f", and {frozen.total} that do not train" if frozen.total else ""
     packed = f" + {frozen.in_4_bits} in 4 bits x 9 / 16" if frozen.in_4_bits else ""
-    experts = parameters_of(config, None, of_experts=True)
+    experts = parameters.parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     weight_parts, gradient_parts, state_parts = (
-        f" / {shares}{of_experts}" if shared else ""
+        f" / {config.num_state_shares}{of_experts}" if shared else ""
         for shared in (config.frees_weights, stage.shares_gradients, stage.shares_states)
     )
-    moments = f"{config.optimizer.moment_bytes:g}"
     less = ", less what is on the host" if any(host[:2]) else ""
     if config.frees_weights:
-        whole = sum(unit.total for unit in units_of(config, None, as_kept=True))
+        whole = sum(unit.total for unit in memory.units_of(config, None, as_kept=True))
         less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
-    return PlanRow([line], [
+    kind = PRECISIONS[config.training.precision]
+    main = parameters.element_bytes(config.optimizer.main_grads_dtype)
+    yield _row(
+        "state/rank",
+        f"{size_text(state.total)} = weights {weights} + gradients {gradients} + optimizer {optimizer}"
+        + (f" ({', '.join(elsewhere)})" if elsewhere else "")
+        + f" (data-parallel sharding: {stage.name.lower()}"
+        + (f" in {instances} instances)" if instances > 1 else ")"),
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}{beside}",
-        f"weights: {count + frozen.dense} x {element_bytes(precision)} bytes{packed}{weight_parts}{less} = "
+        f"weights: {count + frozen.dense} x {kind.weight_bytes} bytes{packed}{weight_parts}{less} = "
         f"{weights}",
         f"gradients: {count} x {main} bytes{gradient_parts} = {gradients}",
-        f"optimizer: {count} x {state_bytes(config):g} bytes{state_parts} (moments {moments}, and what "
-        f"a float32 master has beyond the weight), less what is on the host = {optimizer}",
-        *(_levels(config) if shares > 1 and not frozen.total else ()),
-    ])  # fmt: skip
-
-
-def _levels(config: RunConfig) -> Iterator[str]:
-    """What each level of sharding holds and sends: ZeRO's table, for this run.
-
-    Source: Rajbhandari et al., arXiv:1910.02054, figure 1 and section 7.
-    """
-    shares, times = config.num_state_shares, config.num_micro_batches
-    sizes = element_bytes(config.training.precision), element_bytes(config.optimizer.main_grads_dtype)
-    of_each = [f"{num_bytes:g}" for num_bytes in (*sizes, state_bytes(config))]
-    sent = {
-        ZeroStage.NONE: 2,
-        ZeroStage.OPTIMIZER: 2,
-        ZeroStage.GRADIENTS: times + 1,
-        ZeroStage.PARAMETERS: 3 * times,
-    }
-    yield (
-        f"bytes of a parameter: weights {of_each[0]}, gradients {of_each[1]}, states {of_each[2]}; of psi "
-        f"parameters each of {shares} ranks keeps, on device and host, and sends in a step of "
-        f"{counted(times, 'micro-batch')}:"
+        f"optimizer: {count} x {memory.state_bytes(config):g} bytes{state_parts} (moments "
+        f"{config.optimizer.moment_bytes:g}, and what a float32 master has beyond the weight), less what is "
+        f"on the host = {optimizer}",
     )
-    for stage, elements in sent.items():
-        cost, held = stage_cost(config, stage), all_bytes(with_sharding(config, stage), None).total
-        is_shared = [stage.shares_parameters, stage.shares_gradients, stage.shares_states]
-        terms = [f"{each} psi" + f" / {shares}" * part for each, part in zip(of_each, is_shared, strict=True)]
-        yield (
-            f"{stage.name.lower()}: {' + '.join(terms)} = {size_text(held)}; {elements} psi elements = "
-            f"{size_text(cost.moved)}"
-        )
+    trained = parameters.trained_parameters(config)
+    saved = [int(trained * num_bytes) for num_bytes in (kind.weight_bytes, memory.state_bytes(config))]
+    yield _row(
+        "checkpoint",
+        f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
+        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes); the "
+        f"weights alone are what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
+    )
 
 
-def _activations(config: RunConfig, machine: MachineFacts, papers: Sequence[str]) -> PlanRow:
-    """What layers keep, and the run's mix."""
-    words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
-    dense, sparse = layer_kinds(config)
-    others, kept = (activation_bytes(run, cuda=bool(machine.cuda_devices)) for run in (dense, sparse))
+def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
+    """What layers keep, and the memory of the heaviest rank; not of --precision-align, which keeps more."""
+    if config.model.precision_align is not None:
+        return
+    cuda, tokens = bool(machine.cuda_devices), config.micro_batch_tokens
+    dense, sparse = parameters.layer_kinds(config)
+    others, kept = (activation_bytes(run, cuda=cuda) for run in (dense, sparse))
     texts = [
-        ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in of_kind.items())
+        ", ".join(f"{_AC_WORDS[setting]} {size_text(size)}" for setting, size in of_kind.items())
         for of_kind in (kept, others)
     ]
-    line = (
-        f"activations a layer and micro-batch keep {texts[0]} for backward"
+    yield _row(
+        "activations",
+        f"a layer and micro-batch keep {texts[0]} for backward"
         + (f" (without experts {texts[1]})" if dense is not sparse else "")
-        + f"; this run: {Mix.of(config).words} (AC)"
-    )
-    tokens = config.micro_batch_tokens
-    of_token = {setting or "none": f"{num_bytes / tokens:.0f}" for setting, num_bytes in kept.items()}
-    return PlanRow([line], [
-        *(f"{name}: {tokens} tokens x {number} bytes of a token" for name, number in of_token.items()),
+        + f"; this run: {Mix.of(config).words} (AC)",
+        *(f"{key or 'none'}: {tokens} tokens x {n / tokens:.0f} bytes of a token" for key, n in kept.items()),
         "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product",
         "sel leaves out what the norms give and the product; full keeps the layer's input",
-        *papers,
-    ])  # fmt: skip
-
-
-def _memory(config: RunConfig, machine: MachineFacts) -> PlanRow:
-    """Memory of the heaviest rank."""
-    rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
-    kept, pp_size = rank.activations, config.parallel.pipeline_model_parallel_size
-    where = f" on pipeline rank {rank.pp_rank} of {pp_size}" if pp_size > 1 else ""
-    in_flight = counted(kept.in_flight, "micro-batch") + " in flight"
-    if config.virtual_pipeline_size > 1:
-        in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
-    staging = f"+ gradients under way {size_text(rank.staging)} " if rank.staging else ""
-    staging += f"+ weights of a pass {size_text(rank.whole)} " if rank.whole else ""
-    narrow = f"+ 8-bit weights {size_text(rank.eight_bits)} " if rank.eight_bits else ""
-    on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
-    line = (
-        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}"
-        f"{narrow}+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
-        f"loss, borders and RoPE {size_text(kept.ends)}, "
-        f"the running pass {size_text(kept.transient)}{on_host})"
+        *_papers(config).activations,
     )
-    formulas = [
-        f"{rank.state} state + {rank.staging} of gradients under way + "
-        + (f"{rank.whole} of weights that are whole + " if rank.whole else "")
-        + f"{rank.eight_bits} 8-bit weights + "
-        f"{kept.layers} of layers + {kept.ends} of ends + {kept.transient} of the running pass = "
-        f"{rank.total} bytes",
+    rank, pp_size = heaviest_rank(config, cuda=cuda), config.parallel.pipeline_model_parallel_size
+    most = rank.activations
+    where = f" on pipeline rank {rank.pp_rank} of {pp_size}" if pp_size > 1 else ""
+    in_flight = counted(most.in_flight, "micro-batch") + " in flight"
+    if config.virtual_pipeline_size > 1:
+        in_flight += f" through {config.virtual_pipeline_size} stages"
+    beside = {"gradients under way": rank.staging, "weights of a pass": rank.whole}
+    beside["8-bit weights"] = rank.eight_bits
+    parts = "".join(f"+ {name} {size_text(size)} " for name, size in beside.items() if size)
+    on_host = f"; {size_text(most.on_host)} more in host memory" if most.on_host else ""
+    usable, whole = map(size_text, (memory.usable_device_memory(config, machine), machine.cuda_memory_bytes))
+    yield _row(
+        "memory/rank",
+        f"{size_text(rank.total)} at most{where} = state {size_text(rank.state)} {parts}+ activations "
+        f"{size_text(most.total)} ({in_flight}: layers {size_text(most.layers)}, loss, borders and RoPE "
+        f"{size_text(most.ends)}, the running pass {size_text(most.transient)}{on_host})",
         "the running pass: layers that are computed again, gradients of gate and up, a chunk of logits, "
         "messages; the worst moment of a step counts",
-    ]
-    if machine.cuda_devices:
-        usable = usable_device_memory(config, machine)
-        formulas.append(
-            f"may use {size_text(usable)} of {size_text(machine.cuda_memory_bytes)}: 5 % and 1 GiB are for "
-            "CUDA, NCCL, cuDNN and fragmentation"
-        )
-    return PlanRow([line], formulas)
-
-
-def _bubble(config: RunConfig, machine: MachineFacts) -> PlanRow:
-    """Idle time of the pipeline by its schedule, and the stage that is to blame."""
-    schedule, timing = Schedule.of(config), step_timing(config)
-    equal = f"(PP - 1) / {schedule.num_micro_batches} micro-batches"
-    if schedule.vp_size > 1:
-        equal = f"(PP - 1) / (VPP {schedule.vp_size} x {schedule.num_micro_batches} micro-batches)"
-    formula = (
-        f"(p - 1) / (v m) = ({schedule.pp_size} - 1) / ({schedule.vp_size} x {schedule.num_micro_batches}); "
-        "unequal stages are simulated pass by pass"
+        *([f"may use {usable} of {whole}: CUDA, NCCL and fragmentation need the rest"] if cuda else ()),
     )
-    idle = f"bubble      {timing.bubble:.1%} of the computing time"
-    if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
-        return PlanRow([f"{idle} = {equal}"], [formula])
-    work = stage_work(config).layers
-    heaviest = max(range(len(work)), key=lambda stage: work[stage])
-    lines = [
-        f"{idle}; if all stages took equally long, {equal} = {schedule.formula:.1%}",
-        f"{INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} "
-        f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
-        f"{output_in_layers(config):.1f})",
-    ]
-    if split := better_split(config, machine):
-        saved = 1 - split.timing.step / timing.step
-        line = f"{INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
-        if config.model.precision_align is None:
-            needed = heaviest_rank(split.run, cuda=bool(machine.cuda_devices)).total
-            line += f", with {size_text(needed)} a rank"
-        lines.append(line)
-    return PlanRow(lines, [formula])
 
 
-def _step(config: RunConfig, papers: Sequence[str]) -> PlanRow:
+def _bubble(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
+    """Idle time of the pipeline if all stages take equally long; the time of a step simulates it."""
+    schedule = Schedule.of(config)
+    stages, count = f"VPP {schedule.vp_size} x ", schedule.num_micro_batches
+    equal = f"({stages}{count} micro-batches)" if schedule.vp_size > 1 else f"{count} micro-batches"
+    if schedule.pp_size > 1:
+        yield _row(
+            "bubble",
+            f"{schedule.formula:.1%} of the computing time = (PP - 1) / {equal}, if all stages are equal",
+            f"(p - 1) / (v m) = ({schedule.pp_size} - 1) / ({schedule.vp_size} x {count})",
+        )
+
+
+def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     """Samples, tokens and FLOPs of a step, and those with what recomputation repeats if they are more."""
     model, samples, length = config.model, config.training.global_batch_size, config.sample_length
     flops, tokens = flops_per_step(config), samples * length
     again = f", {scaled(flops.hardware)}FLOP with recomputation" if flops.hardware > flops.model else ""
-    line = (
-        f"step        {samples} samples x {length} tokens = {tokens} tokens, "
-        f"{counted(config.num_micro_batches, 'micro-batch')} a replica, {scaled(flops.model)}FLOP{again}"
-    )
-    heads = channels_of_heads(model)
-    pairs = attended_pairs([length], model.window_size)
-    times, rest = 3, f"{samples} x 4 x {model.num_layers} x {heads} x {pairs} pairs)"
+    pairs, active = attended_pairs([length], model.window_size), parameters.active_elements(model)
+    times, of_pairs = 3, f"{samples} x 4 x {model.num_layers} x {channels_of_heads(model)} x {pairs} pairs)"
     beside = "backward is twice forward"
     if config.adapter.lora_rank:
-        times, rest = 2, f"3 / 2 x {rest[:-1]}) + 6 x {tokens} tokens x adapters that a token uses"
+        times, of_pairs = 2, f"3 / 2 x {of_pairs[:-1]}) + 6 x {tokens} tokens x adapters that a token uses"
         beside = "backward of weights beside adapters is one forward, else twice"
-    return PlanRow([line], [
-        f"{times} x (2 x {tokens} tokens x ({model.num_layers} layers x {active_elements(model)} + output "
-        f"{config.padded_vocab_size} x {model.hidden_size}) + {rest} = {flops.model:.4g}",
+    yield _row(
+        "step",
+        f"{samples} samples x {length} tokens = {tokens} tokens, "
+        f"{counted(config.num_micro_batches, 'micro-batch')} a replica, {scaled(flops.model)}FLOP{again}",
+        f"{times} x (2 x {tokens} tokens x ({model.num_layers} layers x {active} + output "
+        f"{config.padded_vocab_size} x {model.hidden_size}) + {of_pairs} = {flops.model:.4g}",
         f"a multiply-add is 2 FLOPs, {beside}, attention counts the pairs under its mask",
-        *papers,
-    ])  # fmt: skip
+        *_papers(config).step,
+    )
+    if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
+        packed = f"several rows share a sequence of {length} tokens"
+        yield _row("packing", f"on: {packed}, a sample of the step is such a sequence")
+    if config.training.objective == "dpo":
+        once = "before the first step one forward over all sets gives their reference, unless it is kept"
+        yield _row("pairs", f"each lies in one sequence of {length} tokens; {once}")
 
 
-def _length(config: RunConfig) -> str:
+def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     training = config.training
-    if training.train_epochs is not None:
-        return f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
+    if machine.cuda_devices:
+        yield _row("kernels", backends_of(config, machine).line)
     tokens = training.train_iters * training.global_batch_size * config.sample_length
-    return f"{training.train_iters} steps = {scaled(tokens)} tokens"
+    steps = f"{training.train_iters} steps = {scaled(tokens)} tokens"
+    if training.train_epochs is not None:
+        steps = f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
+    yield _row("run", steps)
+    if found := newest_saved(config):  # by its name: whether it is whole is not read
+        root, newest = found
+        of_all = "" if is_counted_in_samples(config) else f" of {training.train_iters}"
+        yield _row("resume", f"after step {newest}{of_all}, from {root}")
+
+
+def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
+    """A line for each memory that is too small."""
+    fit, device = fit_of(config, machine), memory.device_memory(config, machine)
+    what = "model state" if config.model.precision_align is not None else "model state and activations"
+    if 0 < device < fit.device_needed:
+        name = "GPU" if machine.cuda_devices else "simulated device"
+        needed = f"{size_text(fit.device_needed)} of {what}"
+        yield _row("warning", f"{needed} on a {name} that has {size_text(device)}")
+    if not fit.is_on_host:
+        processes = counted(config.parallel.nproc_per_node, "process")
+        of_host = "model state" if machine.cuda_devices else what
+        needed = f"{size_text(fit.host_needed)} of {of_host} in the host memory of {processes}"
+        yield _row("warning", f"{needed}, a machine has {size_text(fit.host_usable)}")
+
+
+_TABLE = (_model, _state, _memory, _bubble, _step, _run, _shortages)
+"""All rows of a plan, in order."""
+
+
+def _epochs(number: str) -> str:
+    return f"{number} epoch" if number == "1" else f"{number} epochs"
 
 
 def describe_length(config: RunConfig, one_pass: int) -> str:
@@ -426,69 +339,29 @@ def describe_length(config: RunConfig, one_pass: int) -> str:
     return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}"
 
 
-def _epochs(number: str) -> str:
-    return f"{number} epoch" if number == "1" else f"{number} epochs"
-
-
-def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """A line for each memory that is too small."""
-    fit, device = fit_of(config, machine), device_memory(config, machine)
-    what = "model state" if config.model.precision_align is not None else "model state and activations"
-    if 0 < device < fit.device_needed:
-        name = "GPU" if machine.cuda_devices else "simulated device"
-        yield f"warning     {size_text(fit.device_needed)} of {what} on a {name} that has {size_text(device)}"
-    if not fit.is_on_host:
-        processes = counted(config.parallel.nproc_per_node, "process")
-        of_host = "model state" if machine.cuda_devices else what
-        yield (
-            f"warning     {size_text(fit.host_needed)} of {of_host} in the host memory of {processes}, "
-            f"a machine has {size_text(fit.host_usable)}"
-        )
-
-
 def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
-    """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind.
-
-    Args:
-        config: the run, its automatic choices made.
-        cuda: whether it runs on GPUs.
-    """
+    """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind."""
     micro_batches = counted(config.num_micro_batches, "micro-batch")
     samples = counted(config.training.micro_batch_size, "sample")
     layout = (
         f"layout: processes {processes_text(config)}; replicas share {config.zero_stage.shared_text}; "
         f"a step has {micro_batches} of {samples} a replica"
     )
-    if config.model.precision_align is not None:
-        text = _by_kind(*bytes_per_rank(config))
+    is_aligned = config.model.precision_align is not None
+    rank = None if is_aligned else heaviest_rank(config, cuda=cuda)
+    pp_rank = rank and rank.pp_rank
+    weights, gradients, states = memory.bytes_per_rank(config, pp_rank)
+    is_auto = rank is not None and config.optimizer.optimizer_offload_policy == "auto"
+    kinds = {"weights": weights, "gradients": gradients, "optimizer states": 0 if is_auto else states}
+    if rank is not None:
+        kinds |= {"gradients under way": rank.staging, "weights of a pass": rank.whole}
+        kinds |= {"8-bit weights": rank.eight_bits, "activations": rank.activations.total}
+    parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
+    text = f"{size_text(sum(kinds.values()))} = {parts}"
+    if rank is None:
         return layout, f"planned state of a rank: {text}; --precision-align's activations are not planned"
-    rank = heaviest_rank(config, cuda=cuda)
-    weights, gradients, states = bytes_per_rank(config, rank.pp_rank)
-    is_auto = config.optimizer.optimizer_offload_policy == "auto"
-    text = _by_kind(
-        weights, gradients, 0 if is_auto else states,
-        rank.staging, rank.eight_bits, rank.activations.total, rank.whole,
-    )  # fmt: skip
     if is_auto:
         text += f"; {size_text(states)} of optimizer states beside it as far as there is room"
-    on_host = host_bytes(config, rank.pp_rank).total + rank.activations.on_host
+    on_host = memory.host_bytes(config, pp_rank).total + rank.activations.on_host
     text += f"; {size_text(on_host)} more in host memory" if on_host else ""
     return layout, f"planned memory of the heaviest rank: {text}"
-
-
-def _by_kind(
-    weights: int, gradients: int, states: int, staging: int = 0, eight_bits: int = 0, activations: int = 0,
-    whole: int = 0,
-) -> str:  # fmt: skip
-    """A sum of bytes and its parts, those that are not 0."""
-    kinds = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer states": states,
-        "gradients under way": staging,
-        "weights of a pass": whole,
-        "8-bit weights": eight_bits,
-        "activations": activations,
-    }
-    parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
-    return f"{size_text(sum(kinds.values()))} = {parts}"

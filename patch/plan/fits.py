@@ -38,12 +38,7 @@ class RankMemory(NamedTuple):
 
 
 def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
-    """The pipeline rank that needs the most memory for model state and activations together.
-
-    Args:
-        config: the run, without `--precision-align`, which keeps more.
-        cuda: whether it runs on GPUs.
-    """
+    """The pipeline rank that needs the most memory for model state and activations together."""
     ranks = (
         RankMemory(
             rank,
@@ -88,10 +83,6 @@ def fit_of(config: RunConfig, machine: MachineFacts) -> Fit:
 
     Of `--precision-align`, which keeps more activations, only the model state counts. The host of a CPU run
     holds all, that of GPUs what they offload.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: one of its machines.
     """
     on_device, on_host = needed_bytes(config, machine)
     if config.model.precision_align is None:

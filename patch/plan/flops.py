@@ -11,15 +11,13 @@ recomputation out, hardware FLOPs count it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import PRECISIONS, Precision
 from patch.families.adapters import adapter_rows
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import active_elements, by_layer
-
-_T = TypeVar("_T")
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.5), ("H200 NVL", 835.5), ("H200", 989.5),
@@ -61,29 +59,11 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     repeated = 0.0
     if config.training.recompute_granularity == "full":
         of_layers = by_layer(config, lambda run: sum(_forward_of_layers(run.model, tokens, pairs)))
-        repeated = sum(map(sum, recomputed_layers(config, of_layers))) / model.num_layers
+        again = (each[stage_activations(len(each), config.training).computed_again] for each in of_layers)
+        repeated = sum(map(sum, again)) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
     return StepFlops(needed, needed + repeated)
-
-
-def layer_flops(config: RunConfig) -> float:
-    """FLOPs of one layer's forward for one sample."""
-    model, length = config.model, config.sample_length
-    layers = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
-    return layers / model.num_layers
-
-
-def output_in_layers(config: RunConfig) -> float:
-    """Work of the output layer for each token, counted in transformer layers."""
-    tp_size = config.parallel.tensor_model_parallel_size
-    return _forward_of_output(config.model, config.sample_length, tp_size) / layer_flops(config)
-
-
-def recomputed_layers(config: RunConfig, stages: list[list[_T]]) -> list[list[_T]]:
-    """Of the layers of each stage those whose forward is repeated."""
-    training = config.training
-    return [layers[stage_activations(len(layers), training).computed_again] for layers in stages]
 
 
 def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:

@@ -1,4 +1,7 @@
-"""Bytes of model state on one rank: weights, gradients, optimizer states. activations.py has activations."""
+"""Bytes of model state on one rank: weights, gradients, optimizer states. activations.py has activations.
+
+`pp_rank` is a rank's place in the pipeline; None is that of the heaviest rank.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +52,6 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     Sharding divides the states over replicas (ZeRO-1), states and gradients (ZeRO-2), or the weights too
     (ZeRO-3); those of experts over the ranks that have the same experts. `whole_bytes` has the weights that
     are whole for a pass then.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     every = all_bytes(config, pp_rank)
     on_host = _on_host(config, pp_rank, every)
@@ -63,10 +62,6 @@ def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     """The same in host memory: states by `static` offload, freed weights and their gradients.
 
     No states with `auto`, which finds out during the first steps what fits on the device.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     return _on_host(config, pp_rank, all_bytes(config, pp_rank))
 
@@ -126,12 +121,7 @@ def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
 
 
 def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of freed weights that are whole at once: of neighbouring modules, while one of them computes.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-    """
+    """Bytes of freed weights that are whole at once: of neighbouring modules, while one of them computes."""
     sizes = [unit.total for unit in units_of(config, pp_rank)]
     training, number = config.training, NUM_WHOLE
     if (
@@ -142,12 +132,7 @@ def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of the weights that a rank trains, as its layers read them, and as replicas gather them.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-    """
+    """Bytes of the weights that a rank trains, as its layers read them, and as replicas gather them."""
     weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
     return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
@@ -157,11 +142,6 @@ def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = N
 
     With `auto` those of the first steps, when no states are on the device. The folder needs half as much more
     for speculative updates.
-
-    Args:
-        config: the run.
-        machine: one of its machines.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     is_auto = config.optimizer.optimizer_offload_policy == "auto"
     off_device = _state_bytes(config, pp_rank) if is_auto else host_bytes(config, pp_rank).optimizer
@@ -175,11 +155,6 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     Staging buffers of ZeRO-2, of which one is that of norms where these alone stay whole; of NCCL's bf16
     messages what one sends and one receives; over gloo what all that travel receive, and send as bf16; zeros
     for autograd where layers add up gradients themselves.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline.
-        cuda: whether it runs on GPUs.
     """
     stand_ins = _stand_in_bytes(config, cuda=cuda)
     shares, optimizer = config.num_state_parts, config.optimizer
@@ -219,10 +194,6 @@ def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
 
     Each matrix of a layer is there twice, for products that sum along its rows and along its columns; the
     first is the weight itself where replicas gather it in 8 bits.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline.
     """
     if not config.keeps_8_bit_weights:
         return 0
@@ -270,12 +241,7 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
 
 
 def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of model state that are on a rank's device in any case: not of states that `auto` places.
-
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-    """
+    """Bytes of model state that are on a rank's device in any case: not of states that `auto` places."""
     state, is_auto = bytes_per_rank(config, pp_rank), config.optimizer.optimizer_offload_policy == "auto"
     return state.total - (state.optimizer if is_auto else 0)
 

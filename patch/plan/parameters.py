@@ -99,6 +99,7 @@ def by_layer(config: RunConfig, measure: Callable[[RunConfig], _T]) -> list[list
     return [list(islice(every, count)) for count in config.stage_layers]
 
 
+@lru_cache(maxsize=1024)  # a search of layouts asks for the same ones many times
 def parameters_per_rank(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -119,25 +120,8 @@ def parameters_per_rank(
         of_base: only the matrices that may have adapters.
         adapter: with a rank, those of adapters in place of the model's.
     """
-    stage_layers, stages = (
-        tuple(parallel.stage_layers(model.num_layers)),
-        parallel.pipeline_model_parallel_size,
-    )
+    stages, stage_layers = parallel.pipeline_model_parallel_size, parallel.stage_layers(model.num_layers)
     cut = Cut.of(parallel, experts)
-    return list(_counts(model, cut, stages, stage_layers, of_experts, of_base, adapter))
-
-
-@lru_cache(maxsize=256)
-def _counts(
-    model: ModelConfig,
-    cut: Cut,
-    stages: int,
-    stage_layers: tuple[int, ...],
-    of_experts: bool,
-    of_base: bool,
-    adapter: AdapterConfig,
-) -> tuple[int, ...]:
-    """`parameters_per_rank`; a search of layouts asks for the same ones many times."""
     has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
     for row in base_rows(model) if of_base else adapter_rows(model, adapter) or weight_rows(model):
@@ -151,7 +135,7 @@ def _counts(
             counts[0] += elements
         elif row.part != "head" or has_output:
             counts[-1] += elements
-    return tuple(counts)
+    return counts
 
 
 def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
@@ -210,6 +194,7 @@ class Unit(NamedTuple):
         return self.others + self.experts
 
 
+@lru_cache(maxsize=256)  # a search of layouts asks for the same ones many times
 def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
     """What `--data-parallel-sharding parameters` frees between passes: embedding, layers, output layer.
 
@@ -219,26 +204,11 @@ def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
     Returns:
         those of each stage, in the order of the model and of a forward.
     """
-    size, below = element_bytes(config.training.precision), config.optimizer.param_persistence_threshold
-    is_packed = config.adapter.quantize_base is not None
-    cut, stage_layers = Cut.of(config.parallel, config.experts), tuple(config.stage_layers)
-    in_8_bits = config.training.fp8.layers(config.model.num_layers)
-    in_8_bits = in_8_bits if config.gathers_8_bit_weights else range(0)
-    return _units(config.model, cut, stage_layers, below, size, is_packed, in_8_bits)
-
-
-@lru_cache(maxsize=256)
-def _units(
-    model: ModelConfig,
-    cut: Cut,
-    stage_layers: tuple[int, ...],
-    below: int,
-    size: int,
-    is_packed: bool,
-    in_8_bits: range,
-) -> tuple[tuple[Unit, ...], ...]:
-    """`freed_units`; a search of layouts asks for the same ones many times."""
-    packed = {row.name for row in base_rows(model)} if is_packed else set()
+    model, size = config.model, element_bytes(config.training.precision)
+    cut, stage_layers = Cut.of(config.parallel, config.experts), config.stage_layers
+    below = config.optimizer.param_persistence_threshold
+    in_8_bits = config.training.fp8.layers(model.num_layers) if config.gathers_8_bit_weights else range(0)
+    packed = {row.name for row in base_rows(model)} if config.adapter.quantize_base else set()
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
     before, after = [Unit(0, 0)], [Unit(0, 0)]
     layers = [Unit(0, 0)] * model.num_layers

@@ -10,7 +10,7 @@ from patch.config.fields import scalars_of
 from patch.device import MachineFacts
 from patch.layout import groups_along
 from patch.numbers import counted, scaled, size_text, timed
-from patch.plan.cures import cures, lora_line, what_lacks
+from patch.plan.cures import suggestions, what_lacks
 from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
 from patch.plan.fits import fit_of
 from patch.plan.memory import bytes_per_rank
@@ -30,10 +30,6 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
     """The plan of a run on this machine, or on several like it: what `--dry-run` prints.
 
     A step's time is planned where the GPU's rates are known.
-
-    Args:
-        config: the run, its automatic choices made.
-        facts: this machine.
     """
     lines = describe_plan(config, facts).splitlines()
     machine = machines_of(config, facts)
@@ -80,19 +76,12 @@ def machine_line(machine: Machine) -> str:
 
 
 def _rates(machine: Machine) -> Iterator[str]:
-    reached = machine.reached
-    yield (
-        f"of a device: {machine.bf16_flops / 1e12:g} TFLOP/s in bf16, {machine.fp8_flops / 1e12:g} in fp8, "
-        f"{machine.device_bandwidth / 1e12:g} TB/s; GB/s each way: in a node "
-        f"{machine.node_link_bandwidth / 1e9:g}, to others {machine.network_bandwidth / 1e9:g}, to the host "
-        f"{machine.host_link_bandwidth / 1e9:g}"
-    )
-    yield (
-        f"assumed shares: products {reached.gemm}, attention {reached.attention_forward} and "
-        f"{reached.attention_backward}, memory {reached.device_bandwidth}, all three sustained "
-        f"{reached.sustained}; links {reached.node_link}, {reached.network} and {reached.host_link}"
-    )
-    yield f"a collective's step takes {timed(machine.node_link_latency)}, or {timed(machine.network_latency)}"
+    """All rates of a machine that are set, and the shares of them that a run reaches."""
+    fields = machine.to_json()
+    reached = fields.pop("reached")
+    for words, values in (("rates", fields), ("shares that are reached", reached)):
+        numbers = [f"{name} {value:g}" for name, value in values.items() if type(value) is float and value]
+        yield f"{words}: {', '.join(numbers)}"
 
 
 def rank_groups(config: RunConfig) -> dict[str, list[range]]:
@@ -119,17 +108,21 @@ def rank_lines(config: RunConfig) -> Iterator[str]:
 
 def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
     """A planned step and its parts."""
-    each, what = time.tokens_per_second / config.world_size, "GPU" if machine.is_gpu else "process"
+    what, total = "GPU" if machine.is_gpu else "process", time.tokens_per_second
+    both = [scaled(rate).rstrip() for rate in (total, total / config.world_size)]
     mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
+    has_stages = config.parallel.pipeline_model_parallel_size > 1
+    mfu += f", stages idle {time.idle:.1%} of their computing time" if has_stages else ""
     lines = [
-        f"time        {timed(time.seconds)} a step: {_count(time.tokens_per_second)} tokens/s, "
-        f"{_count(each)} a {what}, {scaled(time.model_flops)}FLOP/s a {what}{mfu} (planned, not measured)"
+        f"time        {timed(time.seconds)} a step: {both[0]} tokens/s, {both[1]} a {what}, "
+        f"{scaled(time.model_flops)}FLOP/s a {what}{mfu} (planned, not measured)"
     ]
     for part in time.parts:
         if part.seconds >= _SHOWN * time.seconds:
             share = f"{part.seconds / time.seconds:.1%}"
             lines.append(f"{INDENT}{share:>6}  {timed(part.seconds):>8}  {part.name}")
-    return PlanRow(lines, [f"{part.name}: {part.formula}" for part in time.parts if part.seconds])
+    formulas = [f"{part.name}: {part.formula}" for part in time.parts if part.seconds and part.formula]
+    return PlanRow(lines, formulas)
 
 
 def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
@@ -141,7 +134,7 @@ def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
     cost = budget(time, machine, tokens)
     price = "" if cost["price"] is None else f", price {cost['price']:,.0f}"
     days, hours = f"{cost['days']:.3g} days", f"{cost['device_hours']:,.0f} device hours"
-    return f"budget      {_count(tokens)} tokens take {days}, {hours}{price}"
+    return f"budget      {scaled(tokens).rstrip()} tokens take {days}, {hours}{price}"
 
 
 def budget(time: StepTime, machine: Machine, tokens: float) -> dict[str, Any]:
@@ -157,21 +150,15 @@ def budget(time: StepTime, machine: Machine, tokens: float) -> dict[str, Any]:
     return {"days": hours / 24, "device_hours": devices, "price": None if each is None else devices * each}
 
 
-def _count(number: float) -> str:
-    return scaled(number).rstrip()
-
-
 def _advice(planned: Planned) -> Iterator[str]:
     """Whether the run fits, and what would make it fit."""
     config, facts = planned.resolved, planned.machine.facts
     if fit_of(config, facts).is_whole:
         yield "fits        yes"
         return
-    found = cures(config, facts, planned.machine)
+    found = suggestions(config, facts, planned.machine)
     yield f"fits        no: {'it would with one of' if found else what_lacks(config, facts)}"
-    yield from (f"{INDENT}{cure}" for cure in found)
-    if lora := lora_line(config, facts, planned.machine):
-        yield f"{INDENT}{lora}"
+    yield from (f"{INDENT}{each}" for each in found)
 
 
 def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
@@ -183,15 +170,13 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
     """
     config, machine = planned.resolved, planned.machine
     time, fit = step_time(config, machine), fit_of(config, machine.facts)
+    ranks = range(config.parallel.pipeline_model_parallel_size)
     report = {
         "machine": machine.to_json(),
         "run": scalars_of(config),
         "parameters": total_parameters(config.model),
         "parameters_per_rank": parameters_per_rank(config.model, config.parallel, config.experts),
-        "state": [
-            bytes_per_rank(config, rank)._asdict()
-            for rank in range(config.parallel.pipeline_model_parallel_size)
-        ],
+        "state": [bytes_per_rank(config, rank)._asdict() for rank in ranks],
         "memory": fit._asdict(),
         "fits": fit.is_whole,
         "time": {

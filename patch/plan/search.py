@@ -7,20 +7,27 @@ which share of the states is on the host. Those that could be the fastest are ti
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.device import MachineFacts
-from patch.plan.fits import Fit, fit_of
+from patch.plan.best import Found, Space, Way, best
+from patch.plan.fits import Fit
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import SAVINGS, SHORTEST_PIECE, Change, share_on_host, without_savings
+from patch.plan.savings import (
+    SAVINGS,
+    SHORTEST_PIECE,
+    Change,
+    Changes,
+    changed,
+    share_on_host,
+    with_changes,
+    without_savings,
+)
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.step_time import StepTime, step_costs, step_time
 
@@ -40,8 +47,21 @@ class Layout(NamedTuple):
     micro_batch: int
     ep: int = 1
 
+    @classmethod
+    def of(cls, config: RunConfig) -> Layout:
+        """The sizes of a run."""
+        parallel, experts = config.parallel, config.experts
+        return cls(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            config.virtual_pipeline_size,
+            parallel.context_parallel_size,
+            config.training.micro_batch_size,
+            experts.expert_model_parallel_size,
+        )
 
-class Found(NamedTuple):
+
+class Candidate(NamedTuple):
     """A layout that fits."""
 
     layout: Layout
@@ -52,7 +72,7 @@ class Found(NamedTuple):
     time: StepTime
 
 
-def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Found]:
+def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Candidate]:
     """The fastest layouts, the best of each TP, PP and CP, fastest first; [] if nothing fits.
 
     Args:
@@ -60,42 +80,67 @@ def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Found
         machine: all nodes of it are used.
         num_best: at most so many.
     """
-    candidates: list[tuple[float, Layout, RunConfig, RunConfig]] = []
-    fastest, too_large = math.inf, set[Layout]()
-    for layout in _layouts(config, machine):
-        sizes = layout._replace(micro_batch=0)
-        if sizes in too_large:  # with a smaller micro-batch already
-            continue
-        run = _with_layout(config, machine, layout)
-        if _bound(run, machine) > _FAR * fastest:
-            continue
-        if (cheapest := _cheapest(run, machine)) is None:
-            too_large.add(sizes)
-        else:
-            bound = _bound(cheapest[1], machine)
-            fastest = min(fastest, bound)
-            candidates.append((bound, layout, *cheapest))
-    candidates.sort(key=lambda candidate: candidate[0])
-    found: dict[tuple[int, int, int], Found] = {}
-    for bound, layout, run, resolved in candidates[:_NUM_TIMED]:
+    seen: list[Found] = []
+    space = _space(config, machine, _ways(config, machine, seen))
+    fitting = [each for each in best(config, machine.facts, space, seen) if each.fit.is_whole][:_NUM_TIMED]
+    sizes = [Layout.of(each.run) for each in fitting]
+    found: dict[tuple[int, int, int], Candidate] = {}
+    for layout, (_, run, resolved, fit, bound) in zip(sizes, fitting, strict=True):
         worst = sorted(each.time.seconds for each in found.values())[:num_best]
         if len(worst) == num_best and bound > worst[-1]:
             break
-        one = Found(layout, run, resolved, fit_of(resolved, machine.facts), step_time(resolved, machine))
+        one = Candidate(layout, run, resolved, fit, step_time(resolved, machine))
         key = layout.tp, layout.pp, layout.cp
         if key not in found or one.time.seconds < found[key].time.seconds:
             found[key] = one
     return sorted(found.values(), key=lambda one: one.time.seconds)[:num_best]
 
 
-def fits_somewhere(config: RunConfig, machine: Machine) -> bool:
-    """Whether any layout fits.
+def _space(config: RunConfig, machine: Machine, ways: Iterable[Way]) -> Space:
+    usable = usable_device_memory(without_savings(config), machine.facts)
 
-    Args:
-        config, machine: see `search`.
-    """
-    smallest_last = list(_layouts(config, machine))
-    return any(_cheapest(_with_layout(config, machine, one), machine) for one in reversed(smallest_last))
+    def resolve(run: RunConfig) -> RunConfig | None:
+        # Looked at first, because activations take long to plan.
+        all_on_host = with_changes(run, _on_host(run)[-1])
+        is_too_large = 0 < usable < state_on_device(all_on_host)
+        return None if is_too_large else resolve_if_legal(run, machine.facts)
+
+    def cost(run: RunConfig) -> float:  # what the host delays is seen only when it is timed
+        return _bound(run, machine) * (1 + 0.02 * share_on_host(run))
+
+    return Space(ways=ways, cost=cost, is_bounded=True, resolve=resolve, kind=lambda _, run: Layout.of(run))
+
+
+def _ways(config: RunConfig, machine: Machine, seen: list[Found]) -> Iterator[Way]:
+    """The ways of all layouts that could be the fastest."""
+    fastest, too_large, num_seen = math.inf, set[Layout](), 0
+    for layout in _layouts(config, machine):
+        sizes = layout._replace(micro_batch=0)
+        plain = with_changes(config, (_layout_change(config, machine, layout),))
+        if sizes in too_large or _bound(without_savings(plain), machine) > _FAR * fastest:
+            continue
+        yield from _ways_of(layout, config, machine)
+        costs = [each.cost for each in seen[num_seen:] if each.fit.is_whole]
+        fastest, num_seen = min([fastest, *costs]), len(seen)
+        if not costs:  # with a smaller micro-batch already
+            too_large.add(sizes)
+
+
+def _ways_of(layout: Layout, config: RunConfig, machine: Machine) -> Iterator[Way]:
+    """A layout with every choice of one change of each saving on the device, and steps to the host."""
+    change = _layout_change(config, machine, layout)
+    run = without_savings(with_changes(config, (change,)))
+    tried = [saving.searched(run) for saving in SAVINGS if not saving.goes_to_host]
+    plain = tuple(each[0] for saving in SAVINGS if (each := saving.searched(run)))
+    for on_device in product(*filter(None, tried)):
+        changes = (change, *plain, *on_device)
+        yield Way(changes, _on_host(with_changes(config, changes)))
+
+
+def _on_host(config: RunConfig) -> list[Changes]:
+    """Every choice of one change of each saving that goes to the host; each leaves less on the device."""
+    tried = (saving.searched(config) for saving in SAVINGS if saving.goes_to_host)
+    return [*product(*filter(None, tried))]
 
 
 def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
@@ -127,75 +172,24 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConfig:
+def _layout_change(config: RunConfig, machine: Machine, layout: Layout) -> Change:
     num_layers = config.model.num_layers
     counted = _counted_layers(num_layers, layout.pp)
     of_stage = counted // (layout.pp * layout.vpp)
-    parallel = dataclasses.replace(
-        config.parallel,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        cp_comm_type=None,
-        sequence_parallel=layout.tp > 1,
+    parallel = changed(
+        "parallel", tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp, cp_comm_type=None, sequence_parallel=layout.tp > 1,
         num_layers_per_virtual_pipeline_stage=of_stage if layout.vpp > 1 else None,
-        pipeline_model_parallel_layout=None,
-        account_for_embedding_in_pipeline_split=counted > num_layers,
-        account_for_loss_in_pipeline_split=counted > num_layers,
-        nnodes=machine.nodes,
+        pipeline_model_parallel_layout=None, account_for_embedding_in_pipeline_split=counted > num_layers,
+        account_for_loss_in_pipeline_split=counted > num_layers, nnodes=machine.nodes,
         nproc_per_node=machine.devices_per_node,
+    )  # fmt: skip
+    of_experts = 1 if layout.ep > 1 else None
+    experts = changed(
+        "experts", expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=of_experts
     )
-    training = dataclasses.replace(config.training, micro_batch_size=layout.micro_batch)
-    experts = dataclasses.replace(
-        config.experts,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1 if layout.ep > 1 else None,
-    )
-    return without_savings(dataclasses.replace(config, parallel=parallel, training=training, experts=experts))
-
-
-def _searched(config: RunConfig, *, on_host: bool) -> Iterator[tuple[Change, ...]]:
-    """Every choice of one change of each saving: of those that move to the host, or of the others."""
-    tried = (saving.searched(config) for saving in SAVINGS if saving.goes_to_host == on_host)
-    return product(*filter(None, tried))
-
-
-def _with(config: RunConfig, changes: Sequence[Change]) -> RunConfig:
-    return reduce(lambda run, change: change.applied(run), changes, config)
-
-
-def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig] | None:
-    """A run that fits at the least cost, also with its choices made; None if none fits or is legal."""
-    best: tuple[float, RunConfig, RunConfig] | None = None
-    for on_device in _searched(config, on_host=False):
-        run = _with(config, on_device)
-        if (resolved := resolve_if_legal(run, machine.facts)) is None:
-            continue
-        if best is not None and _bound(resolved, machine) >= best[0]:  # the host only adds to it
-            continue
-        on_host = _least_on_host(resolved, machine.facts)
-        if on_host is None:
-            continue
-        run, resolved = _with(run, on_host), _with(resolved, on_host)
-        # What the host delays is seen only when it is timed.
-        bound = _bound(resolved, machine) * (1 + 0.02 * share_on_host(resolved))
-        if best is None or bound < best[0]:
-            best = bound, run, resolved
-    return best[1:] if best else None
-
-
-def _least_on_host(config: RunConfig, machine: MachineFacts) -> tuple[Change, ...] | None:
-    """What moves the least to the host of what lets a run fit; None if nothing does."""
-    nothing, *others = _searched(config, on_host=True)
-    all_on_host = _with(config, others[-1])
-    # Looked at first, because activations take long to plan.
-    if 0 < usable_device_memory(config, machine) < state_on_device(all_on_host):
-        return None
-    if fit_of(config, machine).is_whole:
-        return nothing
-    if not fit_of(all_on_host, machine).is_on_device:
-        return None
-    return next((some for some in others if fit_of(_with(config, some), machine).is_whole), None)
+    training = changed("training", micro_batch_size=layout.micro_batch)
+    return Change("layout", parallel.values + experts.values + training.values)
 
 
 def _bound(config: RunConfig, machine: Machine) -> float:

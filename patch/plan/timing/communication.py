@@ -65,6 +65,11 @@ class Collective:
     """Seconds for a byte of the whole data, not of a rank's part."""
     bytes_per_element: float
 
+    @property
+    def twice(self) -> Collective:
+        """Both of them, which are an all-reduce."""
+        return Collective(2 * self.latency, 2 * self.seconds_per_byte, self.bytes_per_element)
+
     def seconds(self, numel: float) -> float:
         """Seconds for so many elements of the whole data; 0 in a group of one."""
         return self.latency + numel * self.bytes_per_element * self.seconds_per_byte
@@ -138,12 +143,7 @@ def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
 
 
 def dispatch_seconds(config: RunConfig, machine: Machine) -> float:
-    """Seconds of the messages to experts and back in one pass through one layer.
-
-    Args:
-        config: the run.
-        machine: its links.
-    """
+    """Seconds of the messages to experts and back in one pass through one layer."""
     if not config.model.num_experts:
         return 0.0
     ranks = group_of(config, "tp", "ep", of_experts=True)
@@ -163,44 +163,29 @@ class GradientTravel(NamedTuple):
     """With several instances of the distributed optimizer: of all shards' sums, once a step."""
 
 
-def expert_travel(config: RunConfig, machine: Machine) -> GradientTravel:
-    """How the ranks that have the same experts exchange their gradients and weights.
+def gradient_travel(config: RunConfig, machine: Machine, *, of_experts: bool) -> GradientTravel:
+    """How the ranks that have the same weights exchange their gradients and new values.
 
     Args:
         config: the run.
         machine: its links.
-    """
-    optimizer, nothing = config.optimizer, Collective(0.0, 0.0, 0.0)
-    of_gradient = 2 if optimizer.grad_reduce_in_bf16 else element_bytes(optimizer.main_grads_dtype)
-    group = group_of(config, "dp", of_experts=True)
-    once = ring(machine, group, of_gradient)
-    if not config.zero_stage.shares_states:
-        twice = Collective(2 * once.latency, 2 * once.seconds_per_byte, of_gradient)
-        return GradientTravel(twice, nothing, nothing)
-    return GradientTravel(once, ring(machine, group, element_bytes(config.training.precision)), nothing)
-
-
-def gradient_travel(config: RunConfig, machine: Machine) -> GradientTravel:
-    """How the replicas of a run exchange gradients and weights, but those of experts.
-
-    Args:
-        config: the run.
-        machine: its links.
+        of_experts: whether these are experts, which several instances of the optimizer do not cut.
     """
     optimizer, instances = config.optimizer, config.parallel.num_distributed_optimizer_instances
-    of_gradient = 2 if optimizer.grad_reduce_in_bf16 else element_bytes(optimizer.main_grads_dtype)
-    nothing = Collective(0.0, 0.0, 0.0)
-    if not config.zero_stage.shares_states:
-        once = ring(machine, group_of(config, "dp", "cp"), of_gradient)
-        twice = Collective(2 * once.latency, 2 * once.seconds_per_byte, of_gradient)
-        return GradientTravel(twice, nothing, nothing)
-    group = group_of(config, "dp", "cp", instances=instances)
+    main = element_bytes(optimizer.main_grads_dtype)
+    of_gradient = 2 if optimizer.grad_reduce_in_bf16 else main
+    is_sharded, nothing = config.zero_stage.shares_states, Collective(0.0, 0.0, 0.0)
+    instances = instances if is_sharded and not of_experts else 1
+    axes = ("dp",) if of_experts else ("dp", "cp")
+    group = group_of(config, *axes, instances=instances, of_experts=of_experts)
+    once = ring(machine, group, of_gradient)
+    if not is_sharded:
+        return GradientTravel(once.twice, nothing, nothing)
     across = nothing
     if instances > 1:
         # Each rank sums its shard with those of the same place in the other instances, mostly on other nodes.
-        pairs = ring(machine, Group(instances, 1), element_bytes(optimizer.main_grads_dtype) / group.size)
-        across = Collective(2 * pairs.latency, 2 * pairs.seconds_per_byte, pairs.bytes_per_element)
-    # On average: of the layers' matrices less, if these travel in 8 bits.
-    of_weight = gathered_bytes(config) / parameters_of(config, None)
-    gather = ring(machine, group, of_weight)
-    return GradientTravel(ring(machine, group, of_gradient), gather, across)
+        across = ring(machine, Group(instances, 1), main / group.size).twice
+    of_weight: float = element_bytes(config.training.precision)
+    if not of_experts:  # on average: of the layers' matrices less, if these travel in 8 bits
+        of_weight = gathered_bytes(config) / parameters_of(config, None)
+    return GradientTravel(once, ring(machine, group, of_weight), across)

@@ -61,10 +61,15 @@ class LayerTime(NamedTuple):
     """What the host needs to start all kernels, if that is longer than they take."""
 
     @property
+    def waiting(self) -> float:
+        """Seconds in which the device has no kernel to run."""
+        return max(0.0, self.launches - (self.products + self.attention + self.memory))
+
+    @property
     def total(self) -> float:
         """All together; the kernels, or the host that starts them."""
-        messages = self.tensor + self.context + self.experts
-        return max(self.products + self.attention + self.memory, self.launches) + messages
+        computing = max(self.products + self.attention + self.memory, self.launches)
+        return computing + self.tensor + self.context + self.experts
 
 
 class LayerTimes(NamedTuple):
@@ -80,37 +85,31 @@ class LayerTimes(NamedTuple):
 
 
 def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
-    """The seconds of one layer of a run whose layers are all alike.
-
-    Args:
-        config: the run.
-        machine: its devices and links.
-    """
-    products = _Products(config, machine)
-    attention = _attention(config, machine)
-    forward_bytes, backward_bytes, again = _traffic(config)
-    is_apart = machine.is_gpu and not can_send_in_pieces(config)
-    if config.parallel.tp_comm_overlap is None or is_apart:
+    """The seconds of one layer of a run whose layers are all alike."""
+    if config.parallel.tp_comm_overlap is None or (machine.is_gpu and not can_send_in_pieces(config)):
         ways = tensor_ways(config, machine)
         config = with_tensor_overlap(config, ways[True] < ways[False] if ways else not machine.is_gpu)
-    bandwidth = machine.memory_rate
-    forward_cp, backward_cp = _context(config, machine, attention)
-    to_experts = dispatch_seconds(config, machine)
-    host = [
-        machine.launch_seconds
-        * (own + _OF_PIECE * _num_pieces(config, machine, products, is_forward=is_forward))
-        for own, is_forward in zip(LAUNCHES, (True, False), strict=True)
-    ]
-    forward = LayerTime(
-        products.forward, attention, forward_bytes / bandwidth,
-        _tensor(config, machine, products, is_forward=True), forward_cp, to_experts, host[0],
-    )  # fmt: skip
-    backward = LayerTime(
-        products.backward, attention * _backward_factor(machine), backward_bytes / bandwidth,
-        _tensor(config, machine, products, is_forward=False), backward_cp, to_experts, host[1],
-    )  # fmt: skip
+    products, attention = _Products(config, machine), _attention(config, machine)
+    reached, traffic = machine.reached, [num_bytes / machine.memory_rate for num_bytes in _traffic(config)]
+    again = BACKWARD_OF_ATTENTION * reached.attention_forward / reached.attention_backward
+    passes = []
+    for place, (of_products, factor) in enumerate(((products.forward, 1.0), (products.backward, again))):
+        is_forward = place == 0
+        tensor, pieces = _tensor(config, machine, products, is_forward=is_forward)
+        passes.append(
+            LayerTime(
+                products=of_products,
+                attention=attention * factor,
+                memory=traffic[place],
+                tensor=tensor,
+                context=_context(config, machine, attention * factor, is_forward=is_forward),
+                experts=dispatch_seconds(config, machine),
+                launches=machine.launch_seconds * (LAUNCHES[place] + _OF_PIECE * pieces),
+            )
+        )
+    forward, backward = passes
     offload = _offload(config, machine, forward.total, backward.total)
-    return LayerTimes(forward, backward, again / bandwidth, offload)
+    return LayerTimes(forward, backward, traffic[2], offload)
 
 
 def with_tensor_overlap(config: RunConfig, overlaps: bool) -> RunConfig:
@@ -157,10 +156,6 @@ class _Products:
     """Seconds of a layer's products, all and one by one, each with the tokens that use its matrix.
 
     TP sums the results of those numbered in `summed`, and cuts those of `cut`.
-
-    Args:
-        config: the run.
-        machine: where.
     """
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:
@@ -216,10 +211,6 @@ def _attention(config: RunConfig, machine: Machine) -> float:
     return flops / (rate * length / (length + HALF_ATTENTION))
 
 
-def _backward_factor(machine: Machine) -> float:
-    return BACKWARD_OF_ATTENTION * machine.reached.attention_forward / machine.reached.attention_backward
-
-
 def _traffic(config: RunConfig) -> tuple[float, float, float]:
     """Bytes that the other kernels of a layer read and write: forward, backward, and what AC=sel repeats."""
     model, parallel, precision = config.model, config.parallel, config.training.precision
@@ -239,65 +230,46 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
 
 
-def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forward: bool) -> float:
-    """Seconds of TP's messages that nothing hides.
+def _tensor(
+    config: RunConfig, machine: Machine, products: _Products, *, is_forward: bool
+) -> tuple[float, int]:
+    """Seconds of TP's messages that nothing hides, and the number of pieces in which they are sent on a GPU.
 
     Forward gathers (SP) or receives a layer's input before two products and sums after two others. In
-    backward what is sent for the first two travels while their weights' gradients are computed.
-    `--tp-comm-overlap` sends all but one of TP pieces while a product is computed, which is in pieces then.
+    backward what is sent for the first two is in flight while their weights' gradients are computed.
+    `--tp-comm-overlap` sends pieces of the other products while one is computed.
     """
-    parallel = config.parallel
-    tp_size = parallel.tensor_model_parallel_size
+    parallel, summed, cut = config.parallel, products.summed, products.cut
+    tp_size, is_cut = parallel.tensor_model_parallel_size, parallel.sequence_parallel
     if tp_size == 1:
-        return 0.0
+        return 0.0, 0
     once = gather = summing_seconds(config, machine)
-    if parallel.sequence_parallel and config.has_8_bits:  # behind a small all-reduce, of the largest numbers
-        gather = summing_seconds(config, machine, 0.5) + 2 * summing_seconds(config, machine, 0.0)
-    inputs, weights = products.inputs, products.weights
     if parallel.tp_comm_overlap:
-        every = products.each if is_forward else inputs
-        found = _in_pieces(config, products, is_forward=is_forward)
-        once *= 1 if parallel.sequence_parallel else 2
-        if machine.is_gpu:
-            return sum(
-                _piece_seconds(config, machine, products, i, once, is_forward=is_forward) for i in found
-            )
-        return sum(max(once / tp_size, once - every[index] * (1 - 1 / tp_size)) for index in found)
+        found = sorted(summed + cut) if is_cut else summed if is_forward else cut
+        message = once if is_cut else 2 * once
+        seconds = sum(_in_pieces(config, machine, products, n, message, is_forward=is_forward) for n in found)
+        again = len(cut) if is_cut and not is_forward else 0  # inputs of weights' gradients
+        pieces = tp_size - 1 if is_cut else 2 * tp_size
+        return seconds, pieces * (len(found) + again) if machine.is_gpu else 0
+    if is_cut and config.has_8_bits:  # behind a small all-reduce, of the largest numbers
+        gather = summing_seconds(config, machine, 0.5) + 2 * summing_seconds(config, machine, 0.0)
     if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
-        return len(products.summed) * once + len(products.cut) * gather
-    if not parallel.sequence_parallel:
-        return sum(max(0.0, 2 * once - weights[index]) for index in products.cut)
-    gathers = sum(max(0.0, gather - inputs[index]) for index in products.cut)
-    sums = len(products.summed) * once
-    return sums + gathers + sum(max(0.0, once - weights[index]) for index in products.cut)
+        return len(summed) * once + len(cut) * gather, 0
+    inputs, weights = products.inputs, products.weights
+    if not is_cut:
+        return sum(max(0.0, 2 * once - weights[index]) for index in cut), 0
+    gathers = sum(max(0.0, gather - inputs[index]) for index in cut)
+    return len(summed) * once + gathers + sum(max(0.0, once - weights[index]) for index in cut), 0
 
 
-def _in_pieces(config: RunConfig, products: _Products, *, is_forward: bool) -> list[int]:
-    """The products of a pass whose messages travel in pieces of them."""
-    if config.parallel.sequence_parallel:
-        return sorted(products.summed + products.cut)
-    return products.summed if is_forward else products.cut
-
-
-def _num_pieces(config: RunConfig, machine: Machine, products: _Products, *, is_forward: bool) -> int:
-    """Pieces that are sent in a pass. With SP backward gathers the inputs of weights' gradients, too."""
-    tp_size, is_cut = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
-    if not (machine.is_gpu and config.parallel.tp_comm_overlap):
-        return 0
-    gathers = len(products.cut) if is_cut and not is_forward else 0
-    of_product = tp_size - 1 if is_cut else 2 * tp_size
-    return of_product * (len(_in_pieces(config, products, is_forward=is_forward)) + gathers)
-
-
-def _piece_seconds(
+def _in_pieces(
     config: RunConfig, machine: Machine, products: _Products, index: int, message: float, *, is_forward: bool
 ) -> float:
-    """Seconds that a product in pieces takes longer on a GPU than one without messages.
+    """Seconds that a product in TP pieces takes longer than a whole one without messages.
 
-    The own rows of a gather come first, those of a sum last, so that all of a message is hidden if it is
-    shorter than the rest of the product; of an all-reduce the last piece is not, unless the product for a
-    weight's gradient follows. Small products reach less, messages need some of the SMs, and parts of a sum
-    are added by kernels of their own.
+    The first piece of a gather is a rank's own, and so is the last of a sum: these hide all messages that are
+    shorter than the rest of the product. Small products reach less, messages need some of the SMs, and parts
+    of a sum are added by kernels of their own.
 
     Args:
         config, machine, products: see there.
@@ -305,38 +277,34 @@ def _piece_seconds(
         message: seconds of its messages.
         is_forward: which pass.
     """
-    parallel, (times, m, n, k) = config.parallel, products.sides[index]
-    tp_size, is_cut = parallel.tensor_model_parallel_size, parallel.sequence_parallel
-    pieces = tp_size if is_cut else 2 * tp_size
+    (times, m, n, k), is_cut = products.sides[index], config.parallel.sequence_parallel
+    pieces = config.parallel.tensor_model_parallel_size * (1 if is_cut else 2)
     sides = (m / pieces, n, k) if is_forward else (m / pieces, k, n)
     each = times * product_seconds(machine, config.training.precision, sides, products.size)
     whole = products.each[index] if is_forward else products.inputs[index]
-    beside = 0.0 if is_forward or index in products.summed else products.weights[index]
-    last = 0.0 if is_cut or not is_forward else message / pieces
-    exposed = max(last, message - each * (pieces - 1) - beside)
-    is_sum = is_cut and (index in products.summed) == is_forward
-    added = 3 * (tp_size - 1) * boundary_bytes(config) / machine.memory_rate if is_sum else 0.0
-    return exposed + each * pieces - whole + machine.reached.contention * message + added
+    is_summed = index in products.summed
+    hidden = each * (pieces - 1) + (0.0 if is_forward or is_summed else products.weights[index])
+    is_sum = is_cut and is_summed == is_forward
+    last = message / pieces if is_forward and not is_cut else 0.0  # of an all-reduce
+    added = 3 * (pieces - 1) * boundary_bytes(config) / machine.memory_rate if is_sum else 0.0
+    lost = each * pieces - whole + machine.reached.contention * message + added
+    return max(last, message - hidden) + lost
 
 
-def _context(config: RunConfig, machine: Machine, attention: float) -> tuple[float, float]:
-    """Seconds of CP's messages that nothing hides, in forward and in backward."""
+def _context(config: RunConfig, machine: Machine, attention: float, *, is_forward: bool) -> float:
+    """Seconds of CP's messages that a pass of attention does not hide."""
     cp_size, way = config.parallel.context_parallel_size, config.parallel.cp_comm_type
     if cp_size == 1:
-        return 0.0, 0.0
+        return 0.0
     sent = sent_bytes(config, way or "p2p")
     if way == "a2a":
-        group = group_of(config, "cp")
         # An all-to-all of n bytes sends as much as a gather of n bytes in all.
-        half = ring(machine, group, 1).seconds(sent / 2 * cp_size / (cp_size - 1))
-        return half, half
+        return ring(machine, group_of(config, "cp"), 1).seconds(sent / 2 * cp_size / (cp_size - 1))
     # Keys and values in forward; with fp32 gradients in backward. All but the rank's own piece hides them.
-    size = element_bytes(config.training.precision)
-    steps, forward_share = cp_size - 1, size / (2 * size + _FP32)
-    hidden = attention * steps / cp_size
-    message = [sent * share / steps for share in (forward_share, 1 - forward_share)]
-    forward, backward = (steps * neighbour_seconds(machine, config, "cp", each) for each in message)
-    return max(0.0, forward - hidden), max(0.0, backward - hidden * _backward_factor(machine))
+    size, steps = element_bytes(config.training.precision), cp_size - 1
+    share = (size if is_forward else size + _FP32) / (2 * size + _FP32)
+    message = steps * neighbour_seconds(machine, config, "cp", sent * share / steps)
+    return max(0.0, message - attention * steps / cp_size)
 
 
 def _offload(config: RunConfig, machine: Machine, forward: float, backward: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from patch.config.choices import PRECISIONS, Precision
 from patch.device import MachineFacts
@@ -185,24 +185,18 @@ def _checked(values: Mapping[str, Any], cls: type, origin: str) -> dict[str, Any
 
 def _value(name: str, value: Any, annotation: str, origin: str) -> Any:
     """A value as the field's type."""
-    if annotation in ("str", "bool"):
-        is_right, expected = type(value).__name__ == annotation, {"str": "a text", "bool": "true or false"}
-        return value if is_right else _refuse(origin, name, value, expected[annotation])
-    if name == "compute_capability":
-        is_pair = isinstance(value, list) and len(value) == 2 and all(type(part) is int for part in value)
-        return tuple(value) if is_pair else _refuse(origin, name, value, "two whole numbers")
-    if annotation == "float | None" and value is None:
-        return None
     is_whole, may_be_zero = annotation == "int", name in _MAY_BE_ZERO
+    is_pair = isinstance(value, list) and len(value) == 2 and all(type(part) is int for part in value)
     # YAML reads 1e-05, which JSON writes, as a text.
     number = (to_int if is_whole else to_float)(str(value))
-    if name == "devices_per_node" and number is not None and number > _MOST_DEVICES:
-        _refuse(origin, name, value, f"at most {_MOST_DEVICES}")
-    if number is None or number < 0 or not (number or may_be_zero):
-        kind = f"a {'whole ' if is_whole else ''}number {'of at least' if may_be_zero else 'above'} 0"
-        _refuse(origin, name, value, kind)
-    return number
-
-
-def _refuse(origin: str, name: str, value: object, expected: str) -> NoReturn:
-    raise ConfigError(f"{origin}: {name}: got {value!r}, expected {expected}")
+    is_right = number is not None and number >= 0 and (number > 0 or may_be_zero)
+    is_right &= name != "devices_per_node" or (number or 0) <= _MOST_DEVICES
+    least = "of at least" if may_be_zero else "above"
+    expected, found = {
+        "str": ("a text", value if isinstance(value, str) else None),
+        "bool": ("true or false", value if isinstance(value, bool) else None),
+        "tuple[int, int]": ("two whole numbers", tuple(value) if is_pair else None),
+    }.get(annotation, (f"a {'whole ' * is_whole}number {least} 0", number if is_right else None))
+    if found is None and (annotation, value) != ("float | None", None):
+        raise ConfigError(f"{origin}: {name}: got {value!r}, expected {expected}")
+    return found

@@ -105,10 +105,6 @@ def this_machine(facts: MachineFacts, processes: int) -> Machine:
 
 def machines_of(config: RunConfig, facts: MachineFacts) -> Machine | None:
     """The machines of a run that starts on this one, all like it.
-
-    Args:
-        config: the run.
-        facts: of this machine.
     Returns:
         None if no preset is like its GPU.
     """

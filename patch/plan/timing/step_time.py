@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,6 @@ from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing.communication import (
     Collective,
     GradientTravel,
-    expert_travel,
     gradient_travel,
     neighbour_seconds,
     summing_seconds,
@@ -80,12 +79,7 @@ class StepCosts:
 
 
 def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
-    """The seconds of what a run's step consists of.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: where it runs.
-    """
+    """The seconds of what a run's step consists of."""
     layers = by_layer(config, lambda run: layer_times(run, machine))
     loss, embedding = _loss(config, machine), _embedding(config, machine)
     forward, backward = _stages(config, layers)
@@ -103,8 +97,8 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         waits=pass_waits(config, machine, forward, backward),
         message=message,
         has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
-        travel=gradient_travel(config, machine),
-        of_experts=expert_travel(config, machine),
+        travel=gradient_travel(config, machine, of_experts=False),
+        of_experts=gradient_travel(config, machine, of_experts=True),
         parameters=tuple(parameters_of(config, rank) for rank in ranks),
         experts=tuple(parameters_of(config, rank, of_experts=True) for rank in ranks),
         states=kept_parts(config, None, is_shared=config.zero_stage.shares_states),
@@ -174,8 +168,8 @@ class StepPart(NamedTuple):
 
     name: str
     seconds: float
-    formula: str
-    """How it was computed, with its numbers."""
+    formula: str = ""
+    """How it was computed, with its numbers; "" for messages."""
 
 
 class StepTime(NamedTuple):
@@ -192,23 +186,25 @@ class StepTime(NamedTuple):
     """None for a CPU, whose peak is not known."""
     computing: float
     """Seconds of the step in which the process that computes longest does."""
+    idle: float
+    """Time that all processes wait for the pipeline, over their computing time."""
 
 
 def step_time(config: RunConfig, machine: Machine) -> StepTime:
-    """The planned time of a step.
-
-    Args:
-        config: the run, its automatic choices made.
-        machine: where it runs.
-    """
+    """The planned time of a step."""
     costs = step_costs(config, machine)
     timing = _timing(config, costs)
-    parts = [*_passes(config, machine, costs, timing), *_around(config, machine, costs, timing)]
+    parts = list(_passes(config, costs, timing))
+    if config.parallel.pipeline_model_parallel_size > 1:
+        formula = f"the order of passes, simulated; equal stages idle {Schedule.of(config).formula:.1%}"
+        idle = timing.step - sum(part.seconds for part in parts)
+        parts.append(StepPart("pipeline bubble and messages", idle, formula))
+    parts += _around(config, machine, costs, timing)
     seconds = sum(part.seconds for part in parts)
     tokens = config.training.global_batch_size * config.sample_length
     flops = flops_per_step(config).model / seconds / config.world_size
     mfu = flops / machine.peak_flops(config.training.precision) if machine.is_gpu else None
-    return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing))
+    return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing), timing.bubble)
 
 
 def _timing(config: RunConfig, costs: StepCosts) -> Timing:
@@ -220,85 +216,63 @@ def _timing(config: RunConfig, costs: StepCosts) -> Timing:
     return simulate(Schedule.of(config), forward, backward, costs.message if is_hidden else 0.0)
 
 
-def _passes(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> list[StepPart]:
+_PARTS = {
+    "products with weights": "products", "attention": "attention", "norms, RoPE, SwiGLU": "memory",
+    "TP messages, exposed": "tensor", "CP messages, exposed": "context",
+    "messages to experts and back": "experts",
+}  # fmt: skip
+"""Parts of a step that are sums over layers, by their field of `LayerTime`."""
+
+
+def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> Iterator[StepPart]:
     """The parts of all passes of the process that computes longest, and the time that it waits for others."""
     pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
-    rank = max(range(pp_size), key=lambda rank: timing.computing[rank])
+    rank = timing.computing.index(max(timing.computing))
     own = range(rank, len(costs.forward), pp_size)
     kinds = sum((costs.layers[stage] for stage in own), Counter[LayerTimes]())
-    both = [(layers, each.forward, each.backward) for each, layers in kinds.items()]
-    parts = []
-    for name, title in (
-        ("products", "products with weights"), ("attention", "attention"), ("memory", "norms, RoPE, SwiGLU"),
-        ("tensor", "TP messages, exposed"), ("context", "CP messages, exposed"),
-        ("experts", "messages to experts and back"),
-    ):  # fmt: skip
-        seconds, texts = 0.0, []
-        for layers, first, second in ((n, getattr(f, name), getattr(b, name)) for n, f, b in both):
-            seconds += count * layers * (first + second)
-            texts.append(f"{layers} layers x ({timed(first)} + {timed(second)} backward)")
-        parts.append(StepPart(title, seconds, f"{count} micro-batches x {', and '.join(texts)}"))
-    total = sum(count * layers * (first.total + second.total) for layers, first, second in both)
-    waiting = total - sum(part.seconds for part in parts)
-    launches = [timed(each.launches) for _, *passes in both[:1] for each in passes]
-    text = f"a layer's kernels take the host {' + '.join(launches)} to start"
-    # What is less than a millionth is a rounding.
-    parts.append(StepPart("waiting for the host", waiting if waiting > 1e-6 * total else 0.0, text))
-    plain = sum(layers * second.total for layers, _, second in both)
-    plain += costs.embedding[1] if 0 in own else 0
-    again = sum(costs.backward[stage] for stage in own) - plain
+    for title, name in _PARTS.items():
+        both = [(n, getattr(each.forward, name), getattr(each.backward, name)) for each, n in kinds.items()]
+        texts = [f"{n} layers x ({timed(first)} + {timed(second)} backward)" for n, first, second in both]
+        seconds = count * sum(n * (first + second) for n, first, second in both)
+        yield StepPart(title, seconds, f"{count} micro-batches x {', and '.join(texts)}")
+    waiting = sum(n * (each.forward.waiting + each.backward.waiting) for each, n in kinds.items())
+    yield StepPart("waiting for the host", count * waiting, "kernels run faster than the host starts them")
+    again = sum(costs.backward[stage] for stage in own) - sum(n * e.backward.total for e, n in kinds.items())
+    again -= costs.embedding[1] if 0 in own else 0.0
     text = f"{count} x {timed(again)}: forwards and activations that AC computes or copies again"
-    parts.append(StepPart("recomputation, offload of activations", count * max(0.0, again), text))
+    yield StepPart("recomputation, offload of activations", count * max(0.0, again), text)
     if 0 in own:
         first, second = costs.embedding
         text = f"{count} x ({timed(first)} + {timed(second)} backward)"
-        text += "; its gradient is a whole one" if second else ""
-        parts.append(StepPart("embedding", count * sum(costs.embedding), text))
+        yield StepPart("embedding", count * sum(costs.embedding), text)
     if len(costs.forward) - 1 in own:
-        number = "two" if config.adapter.lora_rank else "three"
-        text = (
-            f"{count} x {timed(costs.loss)}: {number} products with {config.padded_vocab_size} rows, logits"
-        )
-        parts.append(StepPart("output layer and loss", count * costs.loss, text))
+        text = f"{count} x {timed(costs.loss)}: products with {config.padded_vocab_size} rows, logits"
+        yield StepPart("output layer and loss", count * costs.loss, text)
     if config.frees_weights:
-        waits = [costs.waits[stage] for stage in own]
-        each = [sum(wait.forward for wait in waits), sum(wait.backward for wait in waits)]
-        text = f"{count} x ({timed(each[0])} + {timed(each[1])} backward): {waits[0].words}"
-        parts.append(StepPart("weights of each pass, exposed", count * sum(each), text))
-    if pp_size > 1:
-        idle = timing.step - sum(part.seconds for part in parts)
-        formula = Schedule.of(config).formula
-        text = (
-            f"the order of passes, simulated; a message takes {timed(costs.message)}, "
-            f"{'hidden' if costs.has_hidden_messages else 'waited for'}; equal stages idle {formula:.1%}"
-        )
-        parts.append(StepPart("pipeline bubble and messages", idle, text))
-    return parts
+        exposed = sum(costs.waits[stage].forward + costs.waits[stage].backward for stage in own)
+        yield StepPart("weights of each pass, exposed", count * exposed)
 
 
-def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> list[StepPart]:
+def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> Iterator[StepPart]:
     """The parts after the last backward: gradients, norm, update, weights."""
-    parts = []
     if config.num_weight_copies > 1:
         contention = machine.reached.contention
-        parts.append(_reduction(config, costs, timing, contention))
+        yield StepPart("gradients, exposed", _reduction(config, costs, timing, contention))
         if not config.frees_weights:  # else the passes gather them
-            parts.append(_gathering(config, costs, contention))
-    fraction = offloaded_fraction(config, machine)
-    own = costs.states
+            yield StepPart("weights, exposed", _gathering(config, costs, contention))
+    fraction, own = offloaded_fraction(config, machine), costs.states
     held = kept_parts(config, None, is_shared=config.zero_stage.shares_gradients)
     read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
-    seconds = own * (read + costs.update * (1 - fraction)) + held * read + latency
+    update = own * costs.update * (1 - fraction)
     text = (
-        f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam "
-        f"{timed(own * costs.update * (1 - fraction))}; {held / 1e6:.0f} M gradients cleared"
+        f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam {timed(update)}; "
+        f"{held / 1e6:.0f} M gradients cleared"
     )
-    parts.append(StepPart("norm and update", seconds, text))
+    yield StepPart("norm and update", own * read + update + held * read + latency, text)
     if fraction:
-        parts.append(_host_update(config, machine, costs, own * fraction))
-    return parts
+        yield StepPart("states on the host, exposed", _host_update(config, machine, costs, own * fraction))
 
 
 class Travel(NamedTuple):
@@ -346,52 +320,34 @@ def _travels(
     return found
 
 
-def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> StepPart:
-    """Gradients that are still on their way when the last process ends its last backward."""
+def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> float:
+    """Seconds of gradients that are in flight when the last process ends its last backward."""
     pp_size, times = config.parallel.pipeline_model_parallel_size, config.reductions_per_step
     travels = _travels(config, costs, costs.travel.reduce, costs.of_experts.reduce)
     latest = timing.step
     for rank, travel in enumerate(travels):
         waits = costs.waits[rank::pp_size]  # gathers of weights take the links, too
         backward = sum(costs.backward[rank::pp_size]) + sum(each.backward - each.gather for each in waits)
-        both = backward + sum(costs.forward[rank::pp_size])
-        both += sum(each.forward - each.gather for each in waits)
-        latest = max(latest, timing.ends[rank] + travel.exposed(backward, both, times))
+        forward = sum(costs.forward[rank::pp_size]) + sum(each.forward - each.gather for each in waits)
+        latest = max(latest, timing.ends[rank] + travel.exposed(backward, backward + forward, times))
     across = costs.travel.across.seconds(max(costs.parameters))
-    seconds = max(travels).seconds
-    slower = Travel(seconds, travels[0].unhidden).slowed(contention, times)
-    text = (
-        f"{times} x {timed(seconds)} travel behind backward "
-        f"({timed(sum(costs.backward[::pp_size]))} of the first rank), except {timed(travels[0].unhidden)}"
-        f"; {timed(slower)} of slower kernels beside"
-        + (f"; sums across instances {timed(across)}" if across else "")
-    )
-    return StepPart("gradients, exposed", latest - timing.step + across + slower, text)
+    slower = Travel(max(travels).seconds, travels[0].unhidden).slowed(contention, times)
+    return latest - timing.step + across + slower
 
 
-def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> StepPart:
-    """Weights that the first forward waits for. A later stage's forward begins later."""
+def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> float:
+    """Seconds of weights that the first forward waits for. A later stage's forward begins later."""
     pp_size = config.parallel.pipeline_model_parallel_size
     travels = _travels(config, costs, costs.travel.gather, costs.of_experts.gather)
     worst, later = 0.0, 0.0
     for rank, travel in enumerate(travels):
         worst = max(worst, travel.exposed(sum(costs.forward[rank::pp_size])) - later)
         later += costs.forward[rank] + costs.message
-    slower = Travel(max(travels).seconds, travels[0].unhidden).slowed(contention)
-    text = (
-        f"{timed(max(travels).seconds)} travel behind forward ({timed(sum(costs.forward[::pp_size]))} of the "
-        f"first rank), except {timed(travels[0].unhidden)}; {timed(slower)} of slower kernels beside"
-    )
-    return StepPart("weights, exposed", worst + slower, text)
+    return worst + Travel(max(travels).seconds, travels[0].unhidden).slowed(contention)
 
 
 def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
-    """The share of a rank's optimizer states in host memory; with `auto` what the device has no room for.
-
-    Args:
-        config: the run.
-        machine: where it runs.
-    """
+    """The share of a rank's optimizer states in host memory; with `auto` what the device has no room for."""
     policy = config.optimizer.optimizer_offload_policy
     if policy == "static":
         return config.optimizer.optimizer_offload_fraction
@@ -402,8 +358,8 @@ def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
     return min(1.0, max(0.0, 1 - room / states))
 
 
-def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements: float) -> StepPart:
-    """What a step waits for states on the host.
+def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements: float) -> float:
+    """Seconds that a step waits for states on the host.
 
     Gradients go down behind the last backward. So many states are updated meanwhile as there is time for, at
     most half; the others after the norm, while the next forward runs, which needs its first weights at once.
@@ -411,22 +367,14 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     """
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
     link = machine.host_link_bandwidth * machine.reached.host_link
-    travelling = max(0.0, elements - costs.states * weights_on_host(config))
-    down, up = travelling * (main + weight) / link, travelling * weight / link
+    copied = max(0.0, elements - costs.states * weights_on_host(config))
+    down, up = copied * (main + weight) / link, copied * weight / link
     update = elements * _update_bytes(config) / host_rate(config, machine)
     processes = config.parallel.nproc_per_node
     stays = config.optimizer.host_state_bytes(machine.host_memory_bytes // processes)
     on_disk = max(0.0, elements * state_bytes(config) - stays)  # read and written beside the kernel
-    disk = 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk)
-    update = max(update, disk)
+    update = max(update, 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk))
     pp_size = config.parallel.pipeline_model_parallel_size
     backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
-    late = max(update * (1 - early), up)
-    exposed = max(0.0, down - backward) + max(0.0, late - forward)
-    text = (
-        f"{elements / 1e6:.0f} M states: down {timed(down)} behind backward ({timed(backward)}), update "
-        f"{timed(update)}, {early:.0%} of it early, up {timed(up)} behind forward ({timed(forward)})"
-        + (f"; {on_disk / 1e9:.0f} GB on the disk, read and written in {timed(disk)}" if disk else "")
-    )
-    return StepPart("states on the host, exposed", exposed, text)
+    return max(0.0, down - backward) + max(0.0, max(update * (1 - early), up) - forward)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.numbers import timed
 from patch.plan.memory import weights_on_host
 from patch.plan.parameters import Unit, element_bytes, freed_units
 from patch.plan.timing.communication import group_of, ring
@@ -24,8 +23,6 @@ class PassWaits(NamedTuple):
     backward: float = 0.0
     gather: float = 0.0
     """In each of both passes weights travel so long between ranks."""
-    words: str = ""
-    """How the waits were computed."""
 
 
 def pass_waits(
@@ -40,9 +37,8 @@ def pass_waits(
     """
     if not config.frees_weights:
         return (PassWaits(),) * len(forward)
-    rates = _Rates(config, machine)
-    stages = zip(freed_units(config), forward, backward, strict=True)
-    return tuple(_waits(rates, *stage) for stage in stages)
+    stages = zip(freed_units(config), zip(forward, backward, strict=True), strict=True)
+    return tuple(_waits(config, machine, units, own) for units, own in stages)
 
 
 def host_rate(config: RunConfig, machine: Machine) -> float:
@@ -50,60 +46,36 @@ def host_rate(config: RunConfig, machine: Machine) -> float:
     return machine.host_bandwidth * machine.reached.host_bandwidth / config.parallel.nproc_per_node
 
 
-class _Rates:
-    """Seconds of units of weights on each way.
+def _waits(config: RunConfig, machine: Machine, units: Sequence[Unit], own: Sequence[float]) -> PassWaits:
+    """The waits of a stage.
 
     Args:
         config, machine: see `pass_waits`.
+        units: its weights, in the order of forward.
+        own: seconds of its forward and its backward.
     """
+    instances = config.parallel.num_distributed_optimizer_instances
+    between = ring(machine, group_of(config, "dp", "cp", instances=instances), 1)
+    of_experts = ring(machine, group_of(config, "dp", of_experts=True), 1)
+    link, memory = machine.host_link_bandwidth * machine.reached.host_link, host_rate(config, machine)
+    main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
+    # Gradients on the host are added up there: two are read, one is written.
+    touches = 1 if config.num_micro_batches == 1 else 4
 
-    def __init__(self, config: RunConfig, machine: Machine) -> None:
-        instances = config.parallel.num_distributed_optimizer_instances
-        self._others = ring(machine, group_of(config, "dp", "cp", instances=instances), 1)
-        self._experts = ring(machine, group_of(config, "dp", of_experts=True), 1)
-        self._parts = config.num_state_shares, config.num_expert_copies
-        self._on_host, self._memory = weights_on_host(config), host_rate(config, machine)
-        self._link = machine.host_link_bandwidth * machine.reached.host_link
-        sizes = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
-        main, weight = sizes
-        self._gradients = main / weight
-        self._touches = (
-            1 if config.num_micro_batches == 1 else 4
-        )  # added up there: two are read, one is written
-        self.contention = machine.reached.contention
+    def gather(unit: Unit) -> float:
+        return between.seconds(unit.others) + (of_experts.seconds(unit.experts) if unit.experts else 0.0)
 
-    def gather(self, unit: Unit) -> float:
-        """Between the ranks that share it."""
-        experts = self._experts.seconds(unit.experts) if unit.experts else 0.0
-        return self._others.seconds(unit.others) + experts
+    def down(unit: Unit, gradients: float = 0.0) -> float:
+        """Copy a rank's part from the host, beside this many bytes of gradients for each byte to it."""
+        part = unit.others / config.num_state_shares + unit.experts / config.num_expert_copies
+        part *= weights_on_host(config)
+        return part * max(1 / link, gradients / link, (1 + gradients * touches) / memory)
 
-    def from_host(self, unit: Unit) -> float:
-        """Of this rank's part to its device."""
-        num_bytes = self._part(unit)
-        return max(num_bytes / self._link, num_bytes / self._memory)
-
-    def beside_host(self, unit: Unit) -> float:
-        """The same while the part's gradients travel the other way, where the host adds them up."""
-        weights = self._part(unit)
-        gradients = weights * self._gradients
-        in_memory = (weights + gradients * self._touches) / self._memory
-        return max(weights / self._link, gradients / self._link, in_memory)
-
-    def _part(self, unit: Unit) -> float:
-        others, experts = (num_bytes / parts for num_bytes, parts in zip(unit, self._parts, strict=True))
-        return self._on_host * (others + experts)
-
-
-def _waits(rates: _Rates, units: Sequence[Unit], forward: float, backward: float) -> PassWaits:
-    gather, down, both = (sum(map(way, units)) for way in (rates.gather, rates.from_host, rates.beside_host))
-    first, last = (rates.gather(unit) + rates.from_host(unit) for unit in (units[0], units[-1]))
-    slower = rates.contention * gather
-    words = f"gathers {timed(gather)} a pass"
-    if down:
-        words += f", from the host {timed(down)}, and with gradients to it {timed(both)}"
-    return PassWaits(
-        max(first, max(gather, down) - forward) + slower,
-        max(last, max(gather, both) - backward) + slower,
-        gather,
-        f"{words}; first modules {timed(first)} and {timed(last)}",
+    gathers, slower = sum(map(gather, units)), machine.reached.contention * sum(map(gather, units))
+    copies = sum(map(down, units)), sum(down(unit, main / weight) for unit in units)
+    first, last = (gather(unit) + down(unit) for unit in (units[0], units[-1]))
+    forward, backward = (
+        max(alone, max(gathers, copy) - seconds) + slower
+        for alone, copy, seconds in zip((first, last), copies, own, strict=True)
     )
+    return PassWaits(forward, backward, gathers)

@@ -8,8 +8,9 @@ from small_runs import small_run
 from patch.checks.rules import is_legal
 from patch.config import RunConfig, to_yaml
 from patch.device import MachineFacts
-from patch.plan.activation_choice import Mix, resolve_activations, with_mix
+from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import heaviest_rank
+from patch.plan.savings import Mix, with_changes
 from patch.preflight.parse import parse_args
 
 CPU = MachineFacts(0, 2)
@@ -37,7 +38,7 @@ def mixes(num_layers: int) -> list[tuple[float, Mix]]:
 def test_auto_is_the_cheapest_of_all_mixes_that_fit(name: str) -> None:
     """On a device of unknown speed, for every budget between all and nothing."""
     config = small_run(**RUNS[name])
-    runs = [(cost, with_mix(config, mix)) for cost, mix in mixes(max(config.stage_layers))]
+    runs = [(cost, with_changes(config, (mix.change,))) for cost, mix in mixes(max(config.stage_layers))]
     legal = [(cost, heaviest_rank(run, cuda=False).total) for cost, run in runs if is_legal(run, CPU)]
     for budget in sorted({needed + extra for _, needed in legal for extra in (-1, 0)}):
         chosen, _ = resolve_activations(asking(budget, RUNS[name]), CPU)
@@ -77,7 +78,7 @@ def of_8b(name: str, memory: int, *flags: str, host: int = 2**40) -> tuple[RunCo
 def test_a_gpu_keeps_some_memory_for_what_is_not_planned() -> None:
     chosen, lines = of_8b(B200, 60 * 2**30)
     assert chosen.recompute == "full"
-    assert "56.00 GiB of the 60.00 GiB of a GPU may be used, a layer's forward takes" in lines[0]
+    assert "56.00 GiB of the 60.00 GiB of a device may be used, a layer's forward takes" in lines[0]
     assert of_8b(B200, 63 * 2**30)[0].recompute == "selective"
 
 

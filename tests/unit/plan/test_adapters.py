@@ -15,7 +15,6 @@ from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import frozen_of, parameters_of, total_parameters, trained_parameters
-from patch.plan.resolve import stage_cost
 from patch.plan.timing.step_time import step_time
 
 REASON = "peft is not installed: make test installs it"
@@ -67,8 +66,6 @@ def test_weights_beside_adapters_have_no_gradients_states_or_messages() -> None:
     model = total_parameters(run.model)
     state = bytes_per_rank(run)
     assert state == ((model + OF_8B) * 2, OF_8B * 4, OF_8B * 10 // 8)  # bf16, fp32, ZeRO-1
-    assert stage_cost(run, run.zero_stage).moved == OF_8B * (4 + 2) * 7 // 8
-    assert stage_cost(full, full.zero_stage).moved == model * (4 + 2) * 7 // 8
     dropped = planned_run(dp=8, flags="--lora-rank 16 --lora-dropout 0.1")
     needed = [fit_of(each, H100.facts).device_needed for each in (run, dropped, full)]
     assert needed == sorted(needed)

@@ -107,60 +107,25 @@ def test_a_cpu_is_told_of_its_host_memory():
     assert "of a machine's host memory" in str(cure) and cure.fit.host_needed <= 22 * 2**30
 
 
-BATCH, PAD, AC = "3 BATCH_SIZE", "8 PAD_LEN", "17 AC"
-DO, GRADIENTS, MORE = "14 DO", "gradients at --data-parallel-sharding", "more processes (TP, PP)"
-POLICY, FRACTION, THRESHOLD = "18 OPTIMIZER_OFFLOAD", "OFFLOAD_FRACTION", "--optimizer-offload-auto-threshold"
-CURES = {BATCH, PAD, AC, DO, GRADIENTS, MORE, POLICY, FRACTION, THRESHOLD}
 GPU = MachineFacts(cuda_devices=8, cpu_cores=2, cuda_memory_bytes=2**30, host_memory_bytes=2**31)
-BLOCK = {"recompute_granularity": "full", "recompute_method": "block"}
-STATIC, AUTO = {"optimizer_offload_policy": "static"}, {"optimizer_offload_policy": "auto"}
+DO, GRADIENTS = "--use-distributed-optimizer", "--data-parallel-sharding gradients"
+HOST = "--optimizer-offload"
 LARGE = {"hidden_size": 4096, "vocab_size": 50_000}
 """Weights and gradients of more than 1 GiB."""
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "machine", "on_device", "present", "absent"),
     [
-        ({}, {BATCH, AC, POLICY, MORE}),
-        ({"dp": 2}, {BATCH, AC, DO, GRADIENTS, POLICY, MORE}),
-        ({"dp": 2, "use_distributed_optimizer": True}, {BATCH, AC, GRADIENTS, POLICY, MORE}),
-        ({"dp": 2, "data_parallel_sharding": "gradients"}, {BATCH, AC, POLICY, MORE}),
-        ({"micro_batch_size": 1, "recompute_granularity": "full"}, {PAD, POLICY, MORE}),
-        ({"tp": 2, "optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, FRACTION, POLICY, MORE}),
-        ({"tp": 2, **STATIC}, {BATCH, AC, MORE}),
-        ({"tp": 2, **AUTO}, {BATCH, AC, THRESHOLD, MORE}),
-        ({"tp": 2, "optimizer_offload_auto_threshold": 2**30, **AUTO}, {BATCH, AC, MORE}),
-        # a process that holds the whole model has moved all of its states before it gives up
-        (AUTO, {BATCH, AC, MORE}),
-        ({"dp": 2, "data_parallel_sharding": "gradients", **AUTO}, {BATCH, AC, MORE}),
-        ({"optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, MORE}),
-        ({**LARGE, "dp": 2, **AUTO}, {GRADIENTS, MORE}),
-        (LARGE, {MORE}),
+        ({}, GPU, True, ["--micro-batch-size 1", "full", HOST, "processes"], [DO, "alone", "less offload"]),
+        ({"dp": 2}, GPU, True, [DO, GRADIENTS, HOST], []),
+        ({"dp": 2, "data_parallel_sharding": "gradients"}, GPU, True, ["parameters"], [DO, GRADIENTS]),
+        ({"recompute_granularity": "full"}, GPU, True, [HOST], ["--recompute-granularity"]),
+        (LARGE, GPU, True, ["the model's state alone takes"], []),
+        ({"dp": 2, "optimizer_offload_policy": "static"}, GPU, False, [DO, "--offload-folder"], ["batch"]),
+        ({"dp": 2}, CPU, False, [DO, "more machines (TP, PP)"], ["offload"]),
     ],
 )
-def test_out_of_memory_on_a_gpu_names_the_cures_that_are_left(changes: dict, named: set[str]) -> None:
-    config = small_run(**{"optimizer_offload_auto_threshold": 2**20} | changes)
-    text = advice(config, GPU, on_device=True)
-    assert {cure for cure in CURES if cure in text} == named, text
-    assert ("weights and gradients alone take" in text) == (LARGE.items() <= changes.items())
-
-
-@pytest.mark.parametrize(
-    ("changes", "on_device", "present", "absent"),
-    [
-        ({"recompute_granularity": "none"}, True, [", selective (sel) or full at --rec"], []),
-        ({"recompute_granularity": "selective"}, True, [", full at --rec"], []),
-        (BLOCK, True, ["true at --cpu-offloading (position 17 AC)", "uniform at --recompute-method"], []),
-        ({**BLOCK, "cpu_offloading": True}, True, [], ["--cpu-offloading ", "--recompute-method"]),
-        ({"cpu_offloading": True}, False, ["less offload (a smaller --cpu-offloading-num-layers)"], []),
-        ({"dp": 2, **STATIC}, False, [DO, "(a smaller --optimizer-offload-fraction"], [BATCH, AC]),
-    ],
-)
-def test_out_of_memory_names_what_is_left_of_device_and_host(changes, on_device, present, absent) -> None:
-    text = advice(small_run(**changes), GPU, on_device=on_device)
-    assert all(words in text for words in present) and not any(words in text for words in absent)
-
-
-def test_out_of_memory_on_a_cpu_names_no_offload():
-    text = advice(small_run(dp=2), CPU, on_device=False)
-    assert all(name in text for name in (BATCH, AC, DO)) and "OFFLOAD" not in text and "offload" not in text
+def test_out_of_memory_names_what_is_left_of_device_and_host(changes, machine, on_device, present, absent):
+    text = advice(small_run(**changes), machine, on_device=on_device)
+    assert all(words in text for words in present) and not any(words in text for words in absent), text

@@ -12,7 +12,7 @@ from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.families import weight_rows
 from patch.plan.describe import plan_rows
-from patch.plan.flops import flops_per_step, layer_flops, output_in_layers
+from patch.plan.flops import flops_per_step
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.pipeline import Schedule, simulate
 from patch.plan.timing.step_time import Travel
@@ -204,9 +204,8 @@ def test_bloom_on_384_gpus() -> None:
 
 def recomputed(size: str, length: int) -> float:
     """Speed with all layers recomputed, over that without."""
-    config = _llama(size, length)
-    layers, output = config.model.num_layers, output_in_layers(config)
-    return 3 * (layers + output) / (4 * layers + 3 * output)
+    model, hardware = flops_per_step(_llama(size, length, "--recompute-granularity=full"))
+    return model / hardware
 
 
 def test_pai_offload_against_recomputation() -> None:
@@ -247,8 +246,9 @@ def test_pai_overlap_of_tensor_parallelism_is_a_range(tp_size: int) -> None:
 
     Eight collectives a layer of hidden states, of which overlap leaves one piece in TP.
     """
-    config = _llama("70B", 8192)
-    compute = 3 * layer_flops(config) / tp_size / A.pai_best
+    config = _llama("70B", 8192, "--recompute-granularity=full")
+    model, hardware = flops_per_step(config)
+    compute = 3 * (hardware - model) / 64 / 80 / tp_size / A.pai_best
     messages = 8 * 2 * config.model.hidden_size * 8192 * (tp_size - 1) / tp_size / A.node_link
     gain = (compute + messages) / (compute + messages / tp_size)
     assert gain == pytest.approx(1.10, rel=0.05)

@@ -2,12 +2,11 @@
 
 from small_runs import small_run
 
-from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import heaviest_rank
 from patch.plan.memory import bytes_per_rank, eight_bit_bytes, staging_bytes, whole_bytes
-from patch.plan.resolve import resolve_8_bit_weights, stage_cost
+from patch.plan.resolve import resolve_8_bit_weights
 
 UNKNOWN = MachineFacts(0, 2)
 LAYERS = {"precision": "fp8", "num_layers": 8, "global_batch_size": 8, "micro_batch_size": 1}
@@ -45,16 +44,12 @@ def test_gathered_ones_are_one_byte_for_each_element_beside_the_shards_in_bf16()
         assert after.optimizer - before.optimizer == 2 * elements // 4
         assert after.gradients == before.gradients
         assert eight_bit_bytes(run, 0) - eight_bit_bytes(gathered, 0) == elements
-        costs = [stage_cost(each, ZeroStage.OPTIMIZER).moved for each in (run, gathered)]
-        assert costs[0] - costs[1] == elements * 3 // 4
     units = {**sharded, "data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
     run, gathered = (small_run(**units, fp8_param_gather=use) for use in (False, True))
     layer = matrices(run) - 64 * 64  # the projection stays whole in bf16
     assert bytes_per_rank(gathered) == bytes_per_rank(run)  # shards are bf16
     assert whole_bytes(run) - whole_bytes(gathered) == layer  # beside one of the two in bf16
     assert staging_bytes(gathered, 0, cuda=True) == staging_bytes(run, 0, cuda=True)
-    moved = [stage_cost(each, ZeroStage.PARAMETERS).moved for each in (run, gathered)]
-    assert moved[0] - moved[1] == 2 * run.num_micro_batches * 6 * layer * 3 // 4
     for changes in ({"dp": 1}, {"data_parallel_sharding": "none"}):
         run, gathered = (small_run(**sharded | changes, fp8_param_gather=use) for use in (False, True))
         assert bytes_per_rank(gathered) == bytes_per_rank(run)

@@ -1,17 +1,11 @@
 """The simulated schedule against the formulas where they hold, and by hand where they do not."""
 
-import dataclasses
 
 import pytest
-from small_runs import small_run
 
-from patch.config import RunConfig
-from patch.device import MachineFacts
-from patch.layout.pipeline_stages import layout_text, smallest_micro_batch_group
-from patch.plan.flops import flops_per_step, output_in_layers
-from patch.plan.pipeline import Schedule, better_split, simulate, stage_work, step_timing
+from patch.layout.pipeline_stages import smallest_micro_batch_group
+from patch.plan.pipeline import Schedule, simulate
 
-CPU = MachineFacts(0, 2)
 SIZES = [(pp, vp, count) for pp in (2, 3, 4, 8) for vp in (1, 2, 3) for count in (pp, pp + 1, 2 * pp, 37)]
 
 
@@ -48,77 +42,6 @@ def test_a_slow_first_stage_of_several_interleaved_ones_is_waited_for() -> None:
     """
     timing = simulate(schedule_of(2, 2, 2), [2.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0])
     assert (timing.step, timing.computing, timing.ends) == (14, [12, 8], [14, 11])
-
-
-def test_work_is_counted_as_flops_are() -> None:
-    config = small_run(pp=2, num_layers=5, recompute_granularity="full")
-    work = stage_work(config)
-    computed = sum(work.forward) + sum(work.backward)
-    model, hardware = flops_per_step(config)
-    assert sum(work.layers) - 5 == pytest.approx(sum(work.forward) - 5 + 5 / 3)
-    of_output = sum(work.forward) - 5
-    assert computed / (3 * (5 + of_output)) == pytest.approx(hardware / model)
-
-
-def test_a_layer_without_experts_counts_as_it_is() -> None:
-    """By hand, in multiplications of a token with weights and of pairs."""
-    width, length = 64, 32
-    attention = 2 * width * (width + 32) + 2 * width * (length + 1) / 2  # its matrices, and pairs
-    of_experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
-    sparse = attention + 4 * width + 2 * 3 * width * 16
-    dense = attention + 3 * width * 256
-    config = small_run(pp=2, moe_layer_freq="[0]+[1]*3", ffn_hidden_size=256, **of_experts)
-    first, last = stage_work(config).forward
-    mean = (dense + 3 * sparse) / 4
-    assert first == pytest.approx((dense + sparse) / mean)
-    assert last - output_in_layers(config) == pytest.approx(2 * sparse / mean)
-    blocks = {"recompute_granularity": "full", "recompute_method": "block"}
-    again = dataclasses.replace(config, training=dataclasses.replace(config.training, **blocks))
-    assert flops_per_step(again).hardware / flops_per_step(config).model == pytest.approx(
-        1 + (dense + sparse) / mean / 3 / (4 + output_in_layers(config))
-    )
-
-
-SMALL_OUTPUT = {"vocab_size": 16, "ffn_hidden_size": 4096, "global_batch_size": 16}
-
-
-def with_layout(layout: str | None, **changes: object) -> RunConfig:
-    own = {} if layout is None else {"pipeline_model_parallel_layout": layout}
-    return small_run(pp=4, num_layers=16, global_batch_size=64, **own, **changes)
-
-
-@pytest.mark.parametrize("vocab_size", [2000, 4000, 8000])
-def test_the_better_split_is_the_best_of_all(vocab_size: int) -> None:
-    """Against every layout of 16 layers over 4 stages that has a layer in each."""
-    config = with_layout(None, vocab_size=vocab_size)
-    split = better_split(config, CPU)
-    cuts = [
-        (first, second, third, 16 - first - second - third)
-        for first in range(1, 14) for second in range(1, 14) for third in range(1, 14)
-        if first + second + third < 16
-    ]  # fmt: skip
-    output = stage_work(config).forward[-1] - 4
-    heaviest = [max(*cut[:3], cut[3] + output) for cut in cuts]
-    assert split is not None
-    fastest = [
-        step_timing(with_layout(layout_text(list(cut)), vocab_size=vocab_size)).step
-        for cut, weight in zip(cuts, heaviest, strict=True)
-        if weight < min(heaviest) + 1
-    ]
-    assert split.timing.step <= 1.01 * min(fastest) < step_timing(config).step
-
-
-def test_stages_that_are_even_get_no_advice() -> None:
-    assert better_split(small_run(pp=2, **SMALL_OUTPUT), CPU) is None
-
-
-def test_a_split_that_rules_refuse_is_not_named() -> None:
-    """Blocks of two layers divide no stage of three."""
-    blocks = {"recompute_granularity": "full", "recompute_num_layers": 2}
-    config = small_run(pp=2, num_layers=4, vocab_size=1000, global_batch_size=16)
-    assert better_split(config, CPU).flags == "--account-for-loss-in-pipeline-split"  # three and one
-    in_blocks = dataclasses.replace(config, training=dataclasses.replace(config.training, **blocks))
-    assert better_split(in_blocks, CPU) is None
 
 
 PIPELINE = [

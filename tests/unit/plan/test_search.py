@@ -9,7 +9,7 @@ from patch.checks.rules import RULES
 from patch.plan import cures, savings
 from patch.plan import search as search_module
 from patch.plan.savings import SAVINGS, Change, MemorySaving
-from patch.plan.search import Found, search
+from patch.plan.search import Candidate, search
 from patch.plan.timing.machine_presets import PRESETS
 from patch.preflight.parse import parse_args
 from toolkits._search import launch_argv
@@ -17,7 +17,7 @@ from toolkits._search import launch_argv
 ENVIRONMENT = {**ENVIRON, "WORLD_SIZE": "4", "RANK": "0"}
 
 
-def found(size="8B", nodes=1, per_node=8, name="h100", length=8192, batch=512) -> list[Found]:
+def found(size="8B", nodes=1, per_node=8, name="h100", length=8192, batch=512) -> list[Candidate]:
     machine = dataclasses.replace(PRESETS[name], nodes=nodes, devices_per_node=per_node)
     run = planned_run(size=size, length=length, flags=f"--global-batch-size {batch}")
     return search(run, machine)
@@ -84,18 +84,13 @@ def test_a_model_that_fits_nowhere_is_not_found():
 
 def test_a_saving_is_taught_in_one_row(monkeypatch):
     """Gradients in bf16, which no row has: search, cures and advice take them up."""
-    none, halved = (
-        Change("grads", (("optimizer", "main_grads_dtype", dtype),), f"{dtype} gradients")
-        for dtype in ("fp32", "bf16")
-    )
-    row = MemorySaving(
-        frozenset({"states"}), lambda run, limit: iter([halved]), searched=lambda run: (none, halved)
-    )
+    none, halved = (Change("grads", (("optimizer", "main_grads_dtype", each),)) for each in ("fp32", "bf16"))
+    row = MemorySaving(lambda run: iter([halved]), frees_host=True, searched=lambda run: (none, halved))
     machine = dataclasses.replace(H100, devices_per_node=1, host_memory_bytes=140 * 10**9)  # for states alone
     run = planned_run(size="llama2-13B", flags="--global-batch-size 8", length=2048)
     assert not search(run, machine)
     for module in (cures, savings, search_module):
-        monkeypatch.setattr(module, "SAVINGS", (*SAVINGS, row))
+        monkeypatch.setattr(module, "SAVINGS", (row, *SAVINGS))
     assert {each.run.optimizer.main_grads_dtype for each in search(run, machine)} == {"bf16"}
     assert any("--main-grads-dtype" in each.flags for each in cures.cures(run, machine.facts, machine))
-    assert "bf16 gradients" in cures.advice(run, machine.facts, on_device=True)
+    assert "--main-grads-dtype bf16" in cures.advice(run, machine.facts, on_device=True)

@@ -13,7 +13,7 @@ from patch.plan.fits import fit_of
 from patch.plan.memory import all_bytes, bytes_per_rank, host_bytes, staging_bytes, whole_bytes
 from patch.plan.parameters import total_parameters
 from patch.plan.planned_run import plan_run
-from patch.plan.resolve import resolve_run, resolve_sharding, resolve_weights, stage_cost, with_sharding
+from patch.plan.resolve import resolve_run, resolve_sharding, resolve_weights, with_sharding
 from patch.plan.timing.machine_presets import PRESETS
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
@@ -26,29 +26,11 @@ def _run(level, micro_batches=1, **changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "moved"),
-    [
-        (
-            {},
-            {"none": 8, "optimizer": 6, "gradients": 18, "parameters": 32},
-        ),  # from ZeRO-2 on each micro-batch
-        ({"grad_reduce_in_bf16": True}, {"none": 8, "optimizer": 4, "gradients": 10, "parameters": 24}),
-        # half of 4 + 2, or of 4 x 4 + 2, bytes inside a pair, and of half of the gradients 2 x 4 / 2 across
-        ({"num_distributed_optimizer_instances": 2}, {"none": 8, "optimizer": 20 / 3, "gradients": 44 / 3}),
-    ],
-)
-def test_bytes_moved_in_a_step_of_four_micro_batches(changes, moved):
-    config = _run("auto", micro_batches=4, param_persistence_threshold=0, **changes)
-    for level, of_parameter in moved.items():
-        expected = of_parameter * total_parameters(config.model) * 3 / 4
-        assert stage_cost(config, ZeroStage[level.upper()]).moved == pytest.approx(expected, abs=1)
-
-
 @pytest.mark.parametrize(("instances", "states"), [(1, 2.5), (2, 5)])
 def test_bytes_held_follow_the_level_and_the_ranks_that_share(instances, states):
     config = _run("auto", num_distributed_optimizer_instances=instances, param_persistence_threshold=0)
-    held, count = [stage_cost(config, stage).held for stage in ZeroStage], total_parameters(config.model)
+    held = [bytes_per_rank(with_sharding(config, stage)).total for stage in ZeroStage]
+    count = total_parameters(config.model)
     assert held[:3] == [(2 + 4 + 10) * count, (2 + 4 + states) * count, (2 + (4 / 10 + 1) * states) * count]
     assert held[3] == (2 + 4 + 10) * count * instances / 4
 
@@ -66,13 +48,15 @@ def test_all_rounded_gradients_travel_in_two_pairs_of_buffers():
 def test_auto_goes_by_accumulation(micro_batches, level):
     config, lines = resolve_sharding(_run("auto", micro_batches), CPU)
     assert config.zero_stage is ZeroStage[level.upper()]
-    assert len(lines) == 4 and [line for line in lines if level in line.split(": ")[1]][0].endswith("chosen")
+    assert [line for line in lines if level in line.split(": ")[1]][0].endswith("chosen")
 
 
-def test_auto_takes_the_smaller_level_where_only_that_fits():
-    fits = stage_cost(_run("auto", 4), ZeroStage.GRADIENTS).held
-    gpu = MachineFacts(cuda_devices=4, cpu_cores=2, cuda_memory_bytes=fits + 1)
-    assert resolve_sharding(_run("auto", 4), gpu)[0].zero_stage is ZeroStage.GRADIENTS
+@pytest.mark.parametrize("level", [ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS])
+def test_auto_takes_the_first_level_that_fits(level):
+    asked = planned_run(dp=8, sharding="--data-parallel-sharding auto")
+    needed = fit_of(with_sharding(asked, level), MachineFacts(8, 2, 2**40)).device_needed
+    gpu = MachineFacts(cuda_devices=8, cpu_cores=2, cuda_memory_bytes=int((needed + 2**30) / 0.95) + 4)
+    assert resolve_sharding(asked, gpu)[0].zero_stage is level
 
 
 @pytest.mark.parametrize("do", [False, True])
@@ -197,4 +181,4 @@ def test_auto_shards_parameters_where_only_that_fits():
         size="70B", dp=32, sharding="--data-parallel-sharding auto", flags="--recompute-granularity auto"
     )
     found, lines = resolve_sharding(run, PRESETS["h100"].facts)
-    assert found.zero_stage is ZeroStage.PARAMETERS and lines[3].endswith("chosen")
+    assert found.zero_stage is ZeroStage.PARAMETERS and lines[-1].endswith("chosen")
