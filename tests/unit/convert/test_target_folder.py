@@ -76,7 +76,7 @@ def test_target_that_another_conversion_made_in_the_meantime_is_not_replaced(tmp
             held.set()
             time.sleep(0.3)
             (partial / "config.json").write_text("theirs")
-            publish(target)
+            publish(target, "checkpoint")
 
     other = threading.Thread(target=convert)
     other.start()
@@ -94,7 +94,7 @@ def test_target_is_replaced_when_all_bytes_are_on_the_disk(tmp_path, monkeypatch
     (partial / "below" / "new").touch()
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
-    publish(target)
+    publish(target, "checkpoint")
     assert (target / "config.json").read_text() == "new" and os.listdir(tmp_path) == ["hf"]
     assert {f"{partial}/{name}" for name in ("config.json", "below", "below/new")} <= set(synced)
 
@@ -102,7 +102,7 @@ def test_target_is_replaced_when_all_bytes_are_on_the_disk(tmp_path, monkeypatch
 def test_publishing_what_is_gone_leaves_the_target(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="cannot put"):
-        publish(target)
+        publish(target, "checkpoint")
     assert (target / "config.json").read_text() == "old" and os.listdir(tmp_path) == ["hf"]
 
 

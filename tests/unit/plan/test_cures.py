@@ -88,7 +88,7 @@ def test_what_cannot_fit_is_refused_with_its_cures():
     ) as error:
         refuse_what_cannot_fit(planned_run(), H100.facts)
     assert "\n    --recompute" in str(error.value) and str(error.value).endswith(
-        "\n(--force starts it all the same)"
+        "\n  (--force starts it all the same)"
     )
     with pytest.raises(ConfigError, match="more or larger devices are needed"):
         refuse_what_cannot_fit(planned_run(size="405B", tp=8), H100.facts)
