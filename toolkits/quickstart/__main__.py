@@ -69,8 +69,7 @@ def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str]
         "WARMUP_TOKENS_OR_ITERS": "60",
         "OUTPUT_BASEPATH": str(space.run),
     }
-    # A rate this high makes norms jump, which is no news here.
-    flags = ["--eval-interval", "300", "--eval-iters", "3", "--spike-factor", "0", "--export-hf", *more_flags]
+    flags = ["--eval-interval", "300", "--eval-iters", "3", "--export-hf", *more_flags]
     return ["bash", str(LAUNCHER), *positions.values(), *flags]
 
 

@@ -1,13 +1,11 @@
-"""Small hooks of a run: the last save, the plot of losses, the forecast of a step's time."""
+"""Small hooks of a run: the last save, the plot of losses."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from patch.optimizer import OptimizerReport
-from patch.training.hooks import LastSaved, StepTimeForecast, TrainerHook
+from patch.training.hooks import LastSaved, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog, plot_losses
 
 
@@ -57,25 +55,3 @@ def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> Non
         drawn.append(picture.read_bytes())
     log.close()
     assert drawn[0] != drawn[1]
-
-
-def test_predicted_and_measured_step_times_are_logged(logged: list[str]) -> None:
-    reports = [OptimizerReport(8, 100, 800, 800, 1.0, 0.0, 0.0, 0)]
-    forecast = StepTimeForecast(SimpleNamespace(report=lambda: reports[-1]))  # type: ignore[arg-type]
-    for seconds, fraction, busy, waited in [
-        (1.0, 1.0, 0.8, 0.5),  # 0.3 s are hidden
-        (1.0, 1.0, 0.8, 0.5),
-        (9.9, 0.5, 0.4, 0.1),  # holds the move
-        (0.63, 0.5, 0.4, 0.1),
-        (0.6, 0.5, 0.4, 0.1),
-        (0.7, 0.25, 0.2, 0.0),
-        (0.51, 0.25, 0.2, 0.0),
-    ]:
-        last = reports[-1]
-        totals = last.host_busy_s + busy, last.host_wait_s + waited
-        reports.append(OptimizerReport(8, 100, 800, 800, fraction, *totals, 0))
-        forecast.on_step(1, seconds)
-    assert logged == [
-        "optimizer offload: fraction 0.500: 600.0 ms predicted, 630.0 ms measured, 1000.0 ms before",
-        "optimizer offload: fraction 0.250: 500.0 ms predicted, 510.0 ms measured, 600.0 ms before",
-    ]
