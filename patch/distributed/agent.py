@@ -63,14 +63,13 @@ class Guardian:
 
     def __enter__(self) -> Guardian:
         command = ["/bin/sh", "-c", f"exec 2>/dev/null; {self._PROGRAM}"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
     def watch(self, sessions: Iterable[int]) -> None:
         """Kill these sessions, by their first processes, instead of those of an earlier call."""
         with suppress(OSError):  # without a guardian the run goes on
             self._process.stdin.write(" ".join(map(str, sessions)).encode() + b"\n")  # type: ignore[union-attr]
-            self._process.stdin.flush()  # type: ignore[union-attr]
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
@@ -172,12 +171,14 @@ class Agent(LocalElasticAgent):
 
     def _judge(self, failures: dict[int, Reply]) -> None:
         """Find the failure that caused the others, name it, and decide whether to start again."""
+        # A forwarded signal also ends a worker that has no handlers yet: that is no failure.
+        forwarded = {code for number in self._signals for code in (-number, 128 + number)}
 
         def demerits(local: int) -> tuple[bool, bool, bool]:
-            """The code of a PatchError says most, that another rank ended little, what we did nothing."""
+            """The code of a PatchError says most, of a lost rank little, of our own kill nothing."""
             code = failures[local].exit_code
-            is_ours = local in self._killed or -code in self._signals  # a worker that had no handlers yet
-            return is_ours and code < 0, code not in range(2, 6), code == LOST_RANK_CODE
+            is_ours = code in forwarded or (code < 0 and local in self._killed)
+            return is_ours, code not in range(2, 6), code == LOST_RANK_CODE
 
         cause, restarts = min(failures, key=demerits), self._worker_group.spec.max_restarts
         self._cause = 0 if demerits(cause)[0] else failures[cause].exit_code

@@ -56,25 +56,19 @@ ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUD
     ("changes", "name", "expected"),
     [
         ({}, "OMP_NUM_THREADS", "4"),
-        ({}, "RAYON_NUM_THREADS", "4"),
         ({"deterministic_mode": True}, "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
-        ({}, "CUBLAS_WORKSPACE_CONFIG", None),
         # NVLS reductions differ from call to call (pytorch#154880).
         ({"deterministic_mode": True}, "NCCL_ALGO", "^NVLS"),
-        ({}, "NCCL_ALGO", None),
         # How long S3 keeps a save waiting.
         ({"save": "s3://bucket/run"}, "AWS_MAX_ATTEMPTS", "3"),
-        ({}, "AWS_MAX_ATTEMPTS", None),
         ({}, ALLOCATOR, "expandable_segments:True"),
         ({}, OLDER, None),
         # One queue where tensor-parallel layers need it: up to Hopper, Blackwell keeps the order by itself.
         ({"capability": (9, 0)}, QUEUES, None),
-        ({"tp": 2, "capability": (0, 0)}, QUEUES, "1"),
         ({"tp": 2, "capability": (9, 0)}, QUEUES, "1"),
         ({"tp": 2, "capability": (9, 0), "tp_comm_overlap": True}, QUEUES, None),
         ({"tp": 2, "capability": (9, 0), "tp_comm_overlap": True, "precision": "fp8"}, QUEUES, "1"),
         ({"tp": 2, "capability": (10, 0)}, QUEUES, None),
-        ({"tp": 2, "capability": (12, 0)}, QUEUES, None),
     ],
 )
 def test_environment_has_what_the_run_needs_but_for_the_users_own_choices(
@@ -90,8 +84,8 @@ def test_environment_has_what_the_run_needs_but_for_the_users_own_choices(
 
 def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
-    core = max(os.sched_getaffinity(0))
-    monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{core + 1}, {core}])
+    other, *_, core = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{other}, {core}])
     assert launch_workers(write_script(tmp_path, f"if rank:\n    {body}"), 2) == 0
     assert (tmp_path / "cores").read_text() == str({core})
 
@@ -137,16 +131,6 @@ def test_log_dir_that_cannot_be_is_refused_before_a_process_starts(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_worker_claims_the_error_report(tmp_path: Path) -> None:
-    body = f"""
-open(f'{tmp_path}/claimed{{rank}}', 'w').write(str(worker_process.claim_error_report()))
-sys.exit(2)
-"""
-    assert launch_workers(write_script(tmp_path, body), 2) == 2
-    claims = [(tmp_path / f"claimed{rank}").read_text() for rank in (0, 1)]
-    assert sorted(claims) == ["False", "True"]
-
-
 CRASH, LOST, WAITING = "sys.exit(1)", f"sys.exit({LOST_RANK_CODE})", "time.sleep(60)"
 
 
@@ -181,7 +165,7 @@ def wait_for_ever():
 
 
 def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_where_it_stood(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = f"{ENDLESS}\nworker_process.END_S = worker_process.FAILED_END_S = 1\n"
     body += "announce_end((Reply(0), Reply(3, 'why'))[rank])\nwait_for_ever()"
@@ -189,7 +173,6 @@ def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_w
     assert launch_workers(write_script(tmp_path, body), 2) == 3
     assert time.monotonic() - begin < 60
     assert "in wait_for_ever" in capfd.readouterr().err
-    assert "local rank 0 had done its work but did not end by itself" in caplog.text
 
 
 def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
@@ -205,7 +188,7 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
 
 
 def test_worker_that_is_done_and_crashes_does_not_end_one_that_still_works(
-    tmp_path: Path, short_waits: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, short_waits: None
 ) -> None:
     """As rank 0 that still deletes superseded checkpoints."""
     body = f"""
@@ -219,7 +202,6 @@ sys.exit(announce_end(Reply(0)))
 """
     assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 0
     assert (tmp_path / "deleted").exists()
-    assert "local rank 1 had done its work but did not end by itself: killed by SIGSEGV" in caplog.text
 
 
 @pytest.mark.parametrize("code", [75, 143])
@@ -235,14 +217,6 @@ sys.exit(announce_end(Reply({code})))
 """
     assert launch_workers(write_script(tmp_path, body), 1, max_restarts=1) == code
     assert (tmp_path / "starts").read_text() == "1", "it was stopped: nobody wants it to start again"
-
-
-def test_process_that_was_not_launched_lives_on_when_it_is_done() -> None:
-    body = "import time; from patch.distributed import worker_process; worker_process.END_S = 0.2; "
-    body += "worker_process.announce_end(worker_process.Reply(0)); "
-    environment = {name: text for name, text in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
-    program = [sys.executable, "-c", body + "time.sleep(1)"]
-    assert subprocess.run(program, env=environment, cwd=REPOSITORY, check=False).returncode == 0
 
 
 COUNT = "\nopen(f'{folder}/starts{rank}', 'a').write(os.environ['PATCH_ROUND'])\n"
