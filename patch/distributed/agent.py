@@ -136,7 +136,7 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._has_workers = False
         for number in self._signals:
-            self._note_signal(number, None)
+            self._note_signal(number, None)  # raises
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

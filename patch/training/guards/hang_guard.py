@@ -196,8 +196,8 @@ class _HangGuard:
     def _write_stacks(self, message: str) -> None:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"rank_{self._rank}.txt").open("a") as stream:
-                print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {message}", file=stream, flush=True)
+            with (self._folder / f"rank_{self._rank}.txt").open("a", buffering=1) as stream:
+                stream.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
                 faulthandler.dump_traceback(stream)
 
 
