@@ -139,9 +139,6 @@ class Writing(NamedTuple):
     """Whether only the last files of rank 0 are missing."""
     num_bytes: int
     """Written to this rank's data files so far."""
-    num_flushing: int
-    """Number of the files among them that are being made durable, which may take long without a sign of
-    progress."""
 
 
 class Save:
@@ -206,9 +203,7 @@ class Save:
         """How far this rank is; None if it writes nothing at present. Not a collective, and of any thread."""
         if not self.is_busy:
             return None
-        lengths = [(file.tell(), file.is_flushing) for file in self._files]
-        flushing = sum(length for length, is_flushing in lengths if is_flushing)
-        return Writing(self.iteration, self._is_publishing, sum(length for length, _ in lengths), flushing)
+        return Writing(self.iteration, self._is_publishing, sum(file.tell() for file in self._files))
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""

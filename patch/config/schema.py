@@ -239,11 +239,6 @@ class TrainingConfig:
         "after a step whose loss or gradient is not finite: stop, or skip its update (at most 9 in a row)",
         "stop",
     )
-    spike_factor: float | None = flag(
-        "warn of a loss or gradient norm so many standard deviations above those of 100 steps; 0: never",
-        10.0,
-        none=0,
-    )
     exit_duration_in_mins: float | None = flag(
         "so many minutes after the start a checkpoint is saved and the run ends with 75; 0: no limit", none=0
     )

@@ -17,8 +17,15 @@ from patch.errors import ConfigError, nearest, shown
 from patch.storage.places import AnyPath
 from patch.storage.text_files import parse_yaml, read_small, read_text
 
-_GONE = [("model", "cuda_graph_impl", "none"), ("optimizer", "use_nccl_ub", False)]
-"""Keys that the config.yaml of earlier runs has, at the values that changed nothing: passed over."""
+_GONE = [
+    ("model", "cuda_graph_impl", "none"),
+    ("optimizer", "use_nccl_ub", False),
+    ("training", "spike_factor", 10.0),
+    ("training", "spike_factor", 0),
+]
+"""Keys that the config.yaml of earlier runs has, at the values that changed nothing: passed over.
+
+At another value the answer is that of foreign_flags.txt, section "earlier versions of this project"."""
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -117,6 +124,8 @@ def _mapping(value: object, origin: str) -> dict[str, Any]:
 
 def _check_known(name: str, section: str, origin: str) -> None:
     if name not in FIELDS:
-        raise ConfigError(f"{origin}: unknown key {section}.{name}{nearest(name, list(FIELDS))}")
+        row = foreign_flag(name)
+        said = nearest(name, list(FIELDS)) if row is None else f": {row.answer}"
+        raise ConfigError(f"{origin}: unknown key {section}.{name}{said}")
     if FIELDS[name].section != section:
         raise ConfigError(f"{origin}: unknown key {section}.{name}: {name} belongs to {FIELDS[name].section}")

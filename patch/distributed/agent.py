@@ -15,17 +15,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -33,14 +31,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from patch.distributed.guardian import Guardian
 from patch.distributed.rendezvous import Meeting
 from patch.distributed.worker_process import (
-    CORES,
     END_S,
     LOST_RANK_CODE,
     NCCL_MARK,
-    TIME_LIMIT_CODE,
     Reply,
     read_reply,
     stop_signals,
@@ -50,15 +45,13 @@ from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
-POLL_S = 0.1
-# Ctrl-C at least this long after the first signal kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
+"""Ctrl-C at least this long after the first signal ends all without a checkpoint."""
 SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
 KILL_GRACE_S = 10.0
 """Seconds beyond END_S that a worker that is done may live, which then could not end itself."""
-PATCH_ERROR_CODES = range(2, 6)
-# The usual reasons of signals that nobody of us has sent.
+# The usual reasons of signals that the launcher has not sent.
 _KILLERS: dict[int, str] = {
     signal.SIGKILL: "that the machine ran out of memory",
     signal.SIGABRT: "an error of a library, which its last lines on stderr name",
@@ -66,248 +59,155 @@ _KILLERS: dict[int, str] = {
 _WATCHDOG = "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)"
 
 
-class WorkerFiles(LogsSpecs):
-    """The files of each worker: all write to stderr, only local rank 0 to stdout; error files in `folder`.
+class Guardian:
+    """A process that kills sessions when this process has ended, even by kill -9; use it as a context.
 
-    Args:
-        folder: each start of the workers gets a folder of its own in it.
-        cores: the cores of each local rank; None: those of the launcher.
-        log_dir: what a worker writes to stderr also gets into a file of its own there; None: into none.
+    A worker dies with its launcher (`worker_process.begin`). Its children (readers of data, a compiler) do
+    not: the kernel's signal at a parent's death is not inherited.
     """
 
-    def __init__(
-        self, folder: Path, cores: Sequence[set[int]] | None = None, log_dir: Path | None = None
-    ) -> None:
-        super().__init__(str(folder))
-        self._folder, self._cores, self._log_dir = folder, cores, log_dir
-        self.error_files: dict[int, str] = {}
-        """Error file by local rank, of the last start."""
+    # It ignores signals: a scheduler sends its signals to every process of a job.
+    _PROGRAM = "trap '' 1 2 3 10 12 15; while read -r i; do l=$i; done; for i in $l; do kill -9 -$i; done"
 
-    @property
-    def root_log_dir(self) -> str:
-        """See the base class."""
-        return str(self._folder)
+    def __enter__(self) -> Guardian:
+        command = ["/bin/sh", "-c", f"exec 2>/dev/null; {self._PROGRAM}"]
+        self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def watch(self, sessions: Iterable[int]) -> None:
+        """Kill these sessions, by their first processes, instead of those of an earlier call."""
+        with suppress(OSError):  # without a guardian the run goes on
+            self._process.stdin.write(" ".join(map(str, sessions)).encode() + b"\n")  # type: ignore[union-attr]
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class WorkerFiles(DefaultLogsSpecs):
+    """torch's files of the workers, in a folder of its own for each start of them."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Complete each worker's environment, and say where it writes. See the base class."""
-        start = Path(tempfile.mkdtemp(dir=self._folder))
-        for local_rank, environment in envs.items():
-            folder = start / str(local_rank)
-            folder.mkdir()
-            self.error_files[local_rank] = environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
-            if self._cores:
-                environment[CORES] = ",".join(map(str, sorted(self._cores[local_rank])))
-        return LogsDest(
-            stdouts={local_rank: os.devnull if local_rank else "" for local_rank in envs},
-            stderrs={**dict.fromkeys(envs, ""), **(logs := self._logs(envs))},
-            tee_stderrs=logs,
-            error_files=dict(self.error_files),
-        )
-
-    def _logs(self, envs: dict[int, dict[str, str]]) -> dict[int, str]:
-        """A new log file for each local rank, named after its rank and this moment."""
-        if self._log_dir is None:
-            return {}
-        now = datetime.now().isoformat(timespec="milliseconds")
-        return {
-            local_rank: str(self._log_dir / f"rank{int(environment['RANK']):05d}.{now}.log")
-            for local_rank, environment in envs.items()
-        }
+        """See the base class, which would delete those of the last start if this one is no restart."""
+        self._run_log_dir = None
+        return super().reify(envs)
 
 
-class _Ended(NamedTuple):
-    """A worker that ended with another code than 0."""
-
-    local_rank: int
-    exit_code: int
-    """Exit code of the process; negative: the signal that killed it."""
-    reply: Reply | None
-    has_nccl: bool
-    """Whether it had groups of NCCL."""
-
-    @property
-    def code(self) -> int:
-        """The announced exit code, else the process's."""
-        return self.exit_code if self.reply is None else self.reply.exit_code
-
-    @property
-    def is_failure(self) -> bool:
-        return self.reply is None or self.reply.is_failure
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether starting again could help; not if it was stopped, even if it had no room for its reply."""
-        if self.reply is not None:
-            return self.reply.may_restart
-        return self.exit_code != TIME_LIMIT_CODE and self.exit_code <= 128
-
-    def __str__(self) -> str:
-        """The reason of its end, in words."""
-        code = self.code if self.is_failure else self.exit_code
-        if code == LOST_RANK_CODE:
-            return "another rank ended"
-        if code >= 0:
-            return f"exit code {code}"
-        reason = _WATCHDOG if self.has_nccl and -code == signal.SIGABRT else _KILLERS.get(-code)
-        usual = f"; the usual reason is {reason}" if reason else ""
-        return f"killed by {signal.Signals(-code).name}{usual}"
+def _words(code: int, *, has_nccl: bool) -> str:
+    """The reason of a worker's end, by its exit code; negative: the signal that killed it."""
+    if code >= 0:
+        return "another rank ended" if code == LOST_RANK_CODE else f"exit code {code}"
+    reason = _WATCHDOG if has_nccl and -code == signal.SIGABRT else _KILLERS.get(-code)
+    usual = f"; the usual reason is {reason}" if reason else ""
+    return f"killed by {signal.Signals(-code).name}{usual}"
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent with our signals, restarts and exit codes.
+    """torch's agent with our signals, restarts and exit codes; see torch for its arguments."""
 
-    Args:
-        spec: the workers, see torch.
-        files: where they write.
-        guardian: ends what they have started if this process is killed.
-        meeting: of this machine with the others.
-    """
-
-    def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian, meeting: Meeting) -> None:
+    def __init__(self, spec: WorkerSpec, files: WorkerFiles) -> None:
         super().__init__(spec, files, log_line_prefix_template="${rank}: ")
-        self._files, self._guardian, self._meeting = files, guardian, meeting
-        self._signals: list[tuple[int, float]] = []
-        """Number and time of each signal that came."""
-        self._forwarded = False
-        self._given_up = False
+        self._guardian = Guardian()
+        self._signals: list[int] = []
+        """Each signal that came."""
+        self._forwarded: float | None = None
+        """When the first signal was forwarded to the workers."""
         self._killed: set[int] = set()
         """Local ranks of this start that were killed from here."""
-        self._waits_for_machines = False
-        self._cause: _Ended | None = None
-        """The failure that the exit code tells of."""
+        self._has_workers = False
+        """Otherwise this machine waits for others, and a signal ends the wait."""
+        self._cause = 0
+        """The exit code of the failure that caused the others; 0: none."""
 
-    def note_signal(self, number: int, frame: object) -> None:
-        """A signal handler: records the signal, on which `_monitor_workers` acts.
+    def run(self, role: str = "default") -> RunResult:
+        """Run the workers until all have ended; None if this machine was not needed. See the base class."""
+        before = {number: signal.signal(number, self._note_signal) for number in stop_signals()}
+        try:
+            with self._guardian:
+                return super().run(role)
+        finally:
+            for number, previous in before.items():
+                signal.signal(number, previous)
 
-        Raises:
-            SignalException: no worker is there to act on, because this machine waits for others.
-        """
-        self._signals.append((number, time.monotonic()))
-        if self._waits_for_machines:
-            raise self._stop()
+    def _note_signal(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+        if not self._has_workers:
+            raise SignalException("this machine waits", signal.Signals(number))
 
-    def exit_code(self, result: RunResult | None) -> int:
-        """The launcher's exit code after `run` has returned `result`; see `launch`."""
-        if result is None:  # a spare machine that was not needed
-            return 0
-        if not result.is_failed():
-            replies = (read_reply(file) for file in self._files.error_files.values())
-            return max((reply.exit_code for reply in replies if reply), default=0)
-        if self._signals and (self._given_up or self._cause is None):
-            return 128 + self._signals[0][0]
-        if self._cause is None or self._cause.code < 0 or self._cause.code == LOST_RANK_CODE:
-            return 5
-        return self._cause.code
+    def exit_code(self, *, is_failed: bool) -> int:
+        """The launcher's exit code after `run`; see `launch`."""
+        if not is_failed:
+            return max(reply.exit_code for reply in self.replies().values())
+        if self._signals and not self._cause:
+            return 128 + self._signals[0]
+        return self._cause if self._cause > 0 and self._cause != LOST_RANK_CODE else 5
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self._signals:
-            raise self._stop()
-        with self._waiting_for_machines():
-            super()._rendezvous(worker_group)
-
-    def _exit_barrier(self) -> None:
-        with self._waiting_for_machines():
-            super()._exit_barrier()
-
-    @contextmanager
-    def _waiting_for_machines(self) -> Iterator[None]:
-        self._waits_for_machines = True
-        try:
-            yield
-        finally:
-            self._waits_for_machines = False
-
-    def _stop(self) -> SignalException:
-        number = signal.Signals(self._signals[0][0])
-        return SignalException(number.name, number)
+        self._has_workers = False
+        for number in self._signals:
+            self._note_signal(number, None)  # raises
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._has_workers = True
+        self._killed.clear()
         processes = super()._start_workers(worker_group)
         self._guardian.watch(processes.values())
         return processes
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        limit = worker_group.spec.max_restarts
-        if worker_group.state is WorkerState.HEALTHY:
-            _logger.info("the machines of this run change; all start again from the newest whole checkpoint")
-        else:
-            _logger.info(
-                "restart %d of %d, from the newest whole checkpoint", limit - self._remaining_restarts, limit
-            )
-        self._killed.clear()
-        super()._restart_workers(worker_group)
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey_signals()
-        self._kill_the_endless()
-        ended = self._ended()
-        if any(each.is_failure for each in ended):
+        replies = self.replies()
+        if any(reply.message for reply in replies.values()):
             self._kill_the_others()
-        elif ended and self._are_there():  # torch would end those that have not announced their end yet
+            self._judge({local: reply for local, reply in self.replies().items() if reply.message})
+            return RunResult(WorkerState.FAILED)
+        if len(replies) < len(worker_group.workers):
             return RunResult(WorkerState.HEALTHY)
-        result = super()._monitor_workers(worker_group)
-        if not result.is_failed():
-            return result
-        ended = self._ended()
-        failures = [each for each in ended if each.is_failure]
-        for each in ended:
-            if not each.is_failure:
-                _logger.warning(
-                    "local rank %d had done its work but did not end by itself: %s",
-                    each.local_rank, each,
-                )  # fmt: skip
-        if not failures:
-            done = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
-            return RunResult(WorkerState.SUCCEEDED, return_values=done)
-        self._judge(failures)
-        return result
+        self._has_workers = False
+        return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in worker_group.workers})
 
-    def _judge(self, failures: list[_Ended]) -> None:
+    def replies(self) -> dict[int, Reply]:
+        """What each worker that has ended announced, by local rank."""
+        replies = {}
+        for local, process in self._processes().items():
+            code, file = process.poll(), self._pcontext.error_files[local]  # type: ignore[union-attr]
+            if code is not None:
+                replies[local] = read_reply(file, code)
+            elif os.path.exists(file) and time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
+                self._kill(local)  # it announced its end long ago and could not even end itself
+        return replies
+
+    def _judge(self, failures: dict[int, Reply]) -> None:
         """Find the failure that caused the others, name it, and decide whether to start again."""
         # A forwarded signal also ends a worker that has no handlers yet: that is no failure.
-        ignored = {code for number, _ in self._signals for code in (-number, 128 + number)}
-        told = [each for each in failures if each.reply or each.local_rank not in self._killed]
-        own = [each for each in told if each.code not in ignored]
-        causes = [each for each in own if each.code != LOST_RANK_CODE]
-        known = [each for each in causes if each.code in PATCH_ERROR_CODES]
-        self._cause = next(iter(known or causes or own), None)
-        if self._cause is not None:
-            _logger.error("local rank %d ended: %s", self._cause.local_rank, self._cause)
-        if own and all(each.code in (LOST_RANK_CODE, -signal.SIGABRT) for each in own):
-            for machine in self._meeting.lost_machines():
-                _logger.error("%s is lost: its launcher gives no sign of life any more", machine)
-        if self._signals or not all(each.may_restart for each in failures):
+        forwarded = {code for number in self._signals for code in (-number, 128 + number)}
+
+        def demerits(local: int) -> tuple[bool, bool, bool]:
+            """The code of a PatchError says most, of a lost rank little, of our own kill nothing."""
+            code = failures[local].exit_code
+            is_ours = code in forwarded or (code < 0 and local in self._killed)
+            return is_ours, code not in range(2, 6), code == LOST_RANK_CODE
+
+        cause, restarts = min(failures, key=demerits), self._worker_group.spec.max_restarts
+        self._cause = 0 if demerits(cause)[0] else failures[cause].exit_code
+        if self._cause:
+            has_nccl = os.path.exists(self._pcontext.error_files[cause] + NCCL_MARK)  # type: ignore[union-attr]
+            _logger.error("local rank %d ended: %s", cause, _words(self._cause, has_nccl=has_nccl))
+        if self._signals or not all(reply.may_restart for reply in failures.values()):
             self._remaining_restarts = 0
+        if number := self._remaining_restarts and restarts - self._remaining_restarts + 1:
+            _logger.info("restart %d of %d, from the newest whole checkpoint", number, restarts)
 
     def _obey_signals(self) -> None:
-        if not self._signals:
-            return
-        number, first = self._signals[0]
-        name = signal.Signals(number).name
-        if not self._forwarded:
-            self._forwarded = True
-            _logger.info(
-                "%s: waiting for the workers to save a checkpoint; Ctrl-C after %.0f s or more kills them",
-                name,
-                INSISTENCE_S,
-            )
-            self._send(number)
-        elif not self._given_up and any(
-            each == signal.SIGINT and when - first >= INSISTENCE_S for each, when in self._signals
-        ):
-            self._given_up = True
-            _logger.error("Ctrl-C after %s: the workers end without a checkpoint of the last steps", name)
-            self._killed.update(self._processes())
-            for local_rank in self._processes():
-                self._kill(local_rank)
-
-    def _kill_the_endless(self) -> None:
-        """Kill workers that announced their end long ago and could not even end themselves."""
-        for local_rank, file in self._files.error_files.items():
-            if self._processes()[local_rank].poll() is not None or not os.path.exists(file):
-                continue
-            if time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
-                self._kill(local_rank)
+        if self._signals and self._forwarded is None:
+            message = "%s: waiting for the workers to save a checkpoint; Ctrl-C after %.0f s kills them"
+            _logger.info(message, signal.Signals(self._signals[0]).name, INSISTENCE_S)
+            for process in self._processes().values():
+                process.send_signal(self._signals[0])
+            self._forwarded = time.monotonic()
+        if self._forwarded is not None and time.monotonic() > self._forwarded + INSISTENCE_S:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # with which the workers die
 
     def _kill_the_others(self) -> None:
         """After a failure let the other workers end, then kill them: they only wait for the one that failed.
@@ -315,100 +215,61 @@ class Agent(LocalElasticAgent):
         torch's agent sends them SIGTERM, which they take for a wish to save a checkpoint, and waits for 30 s.
         """
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and self._are_there():
-            time.sleep(POLL_S)
-        for local_rank, process in self._processes().items():
-            if process.poll() is None:
-                self._killed.add(local_rank)
-            self._kill(local_rank)
+        while time.monotonic() < deadline and len(self.replies()) < len(self._processes()):
+            time.sleep(0.1)
+        for local, process in self._processes().items():
+            self._kill(local)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_GRACE_S)
 
-    def _kill(self, local_rank: int) -> None:
+    def _kill(self, local: int) -> None:
         """Kill a worker and what it has started, also if it has ended: each has a session of its own."""
+        process = self._processes()[local]
+        if process.poll() is None:
+            self._killed.add(local)
         with suppress(ProcessLookupError):
-            os.killpg(self._processes()[local_rank].pid, signal.SIGKILL)
-
-    def _ended(self) -> list[_Ended]:
-        """The workers that have ended with another code than 0."""
-        codes = {local_rank: process.poll() for local_rank, process in self._processes().items()}
-        files = self._files.error_files
-        replies = {
-            local: (read_reply(file), os.path.exists(file + NCCL_MARK)) for local, file in files.items()
-        }
-        return [_Ended(local, code, *replies[local]) for local, code in codes.items() if code]
-
-    def _are_there(self) -> bool:
-        """Whether any worker has not ended."""
-        return any(process.poll() is None for process in self._processes().values())
-
-    def _send(self, number: int) -> None:
-        for process in self._processes().values():
-            process.send_signal(number)
+            os.killpg(process.pid, signal.SIGKILL)
 
     def _processes(self) -> dict[int, Any]:
         """The worker processes (subprocess.Popen) by local rank; a signal to one that has ended is lost."""
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
-        return {local_rank: handler.proc for local_rank, handler in handlers.items()}
+        return {local: handler.proc for local, handler in handlers.items()}
 
 
 def run_workers(
     command: Sequence[str], num_local: int, max_restarts: int, meeting: Meeting, files: WorkerFiles
-) -> int:
-    """Run one worker per local rank until all have ended, with restarts; returns the exit code.
+) -> tuple[int, list[Reply]]:
+    """Run one worker per local rank until all have ended, with restarts.
 
     Args:
         command: the workers' command line.
         num_local: the number of workers on this machine.
         max_restarts: how often to start again after a failure that may pass.
-        meeting: where this machine meets the others; closed at the end.
+        meeting: where this machine meets the others; left at the end.
         files: where the workers write.
+    Returns:
+        the exit code, and how the workers ended.
 
     Raises:
         TrainingError: the other machines did not come, or have ended the job.
     """
-    _silence_torch()
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=num_local,
-        entrypoint=command[0],
-        args=tuple(argument.replace("$", "$$") for argument in command[1:]),  # torch replaces ${local_rank}
-        rdzv_handler=meeting,
-        max_restarts=max_restarts,
-        monitor_interval=POLL_S,
-    )
+    messages = logging.getLogger("torch.distributed.elastic")  # ours say the same, once
+    messages.addHandler(logging.NullHandler())
+    messages.propagate = False
+    arguments = tuple(argument.replace("$", "$$") for argument in command[1:])  # torch replaces ${local_rank}
+    agent = Agent(WorkerSpec("worker", num_local, meeting, None, command[0], arguments, max_restarts), files)
     try:
-        with Guardian() as guardian:
-            agent = Agent(spec, files, guardian, meeting)
-            with _handling_signals(agent.note_signal):
-                result = agent.run()
+        result: RunResult | None = agent.run()
     except SignalException as stopped:
-        if not meeting.is_spare:  # the others would wait for this machine
-            meeting.shutdown()
-        return 128 + stopped.sigval
+        meeting.leave(closes=True)
+        return 128 + stopped.sigval, []
     except RendezvousTimeoutError as error:
-        raise TrainingError(
-            "too few of the machines came in time", field="distributed_timeout_minutes"
-        ) from error
+        raise TrainingError("too few machines came in time", field="distributed_timeout_minutes") from error
     except RendezvousClosedError as error:
         raise TrainingError("another machine has ended the run, its own messages say why") from error
     except RendezvousError as error:
         raise TrainingError("the connection to the launcher of machine 0 is lost, with it the run") from error
-    meeting.shutdown()
-    return agent.exit_code(result)
-
-
-def _silence_torch() -> None:
-    """Keep the agent's own messages off the screen: ours say the same, once."""
-    elastic = logging.getLogger("torch.distributed.elastic")
-    elastic.addHandler(logging.NullHandler())
-    elastic.propagate = False
-
-
-@contextmanager
-def _handling_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """A context in which the signals to stop call `handler` instead of their usual handlers."""
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+    meeting.leave(closes=result is not None)
+    if result is None:
+        return 0, []
+    return agent.exit_code(is_failed=result.is_failed()), [*agent.replies().values()]

@@ -7,12 +7,10 @@ user's own torchrun or srun.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,17 +18,14 @@ from patch.checks.layout import usable_sizes
 from patch.config import RunConfig
 from patch.config.backends import can_send_in_pieces
 from patch.device import MachineFacts
-from patch.distributed.worker_process import DETERMINISTIC, LAUNCHER, read_reply
+from patch.distributed.worker_process import CORES, DETERMINISTIC, LAUNCHER
 from patch.errors import ConfigError
 from patch.logger import get_logger
-from patch.numbers import counted
 from patch.preflight.cluster import Rendezvous
 from patch.storage.lock import refuse_held_run
 
 _logger = get_logger(__name__)
 
-BLACKWELL = (10, 0)
-"""Major compute capability of Blackwell GPUs."""
 _NODES = Path("/sys/devices/system/node")
 """The folder where Linux describes the NUMA nodes."""
 
@@ -62,58 +57,33 @@ def launch(
         TrainingError: the other machines cannot be met.
     """
     parallel = config.parallel
-    log_dir = _make_log_dir(parallel.log_dir)
     if parallel.nnodes == 1:
         refuse_held_run(Path(config.checkpoint.output_path))
-    environment = worker_environment(config, machine, os.environ)
-    _logger.info("%s", _describe_threads(environment["OMP_NUM_THREADS"], config, machine))
-    cores = cores_of_workers(machine, parallel.nproc_per_node)
-    if cores:
-        _logger.info(
-            "each process is bound to its NUMA node: %s and the node's memory",
-            counted(len(cores[0]), "core"),
-        )
-    gc.disable()  # it would walk over all that torch creates, which takes a third of the import
+    from torch.distributed.elastic.multiprocessing import Std
+
     from patch.distributed.agent import WorkerFiles, run_workers
     from patch.distributed.rendezvous import Meeting
 
-    gc.freeze()
-    gc.enable()
-    with _environment(environment), tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
+    own = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # we handle them ourselves
+    os.environ.update(worker_environment(config, machine, os.environ) | own)
+    if cores := cores_of_workers(machine, parallel.nproc_per_node):
+        os.environ[CORES] = " ".join(",".join(map(str, each)) for each in cores)
+    redirects = {local: Std.OUT if local else Std.NONE for local in range(parallel.nproc_per_node)}
+    with tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
+        try:
+            log_dir, tee = (parallel.log_dir, Std.ERR) if parallel.log_dir else (folder, Std.NONE)
+            files = WorkerFiles(log_dir, redirects, tee)
+        except OSError as error:
+            raise ConfigError(f"{parallel.log_dir} cannot be created: {error}", field="log_dir") from error
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         meeting = Meeting.join(rendezvous, usable_sizes(config, machine), timeout)
-        files = WorkerFiles(Path(folder), cores, log_dir)
         command = [sys.executable, str(script), *flags]
-        code = run_workers(command, parallel.nproc_per_node, parallel.max_restarts, meeting, files)
-        replies = [reply for file in files.error_files.values() if (reply := read_reply(file))]
+        code, replies = run_workers(command, parallel.nproc_per_node, parallel.max_restarts, meeting, files)
     if lacking := {reply.lacks for reply in replies} - {""}:
         from patch.plan.cures import advice  # a run with enough memory does not need it
 
         _logger.error("to need less memory: %s", advice(config, machine, on_device="device" in lacking))
     return code
-
-
-def _make_log_dir(log_dir: str | None) -> Path | None:
-    if log_dir is None:
-        return None
-    try:
-        os.makedirs(log_dir, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{log_dir} cannot be created: {error.strerror}", field="log_dir") from error
-    return Path(log_dir)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """A context in which these are the environment's variables; the workers inherit them."""
-    before = dict(os.environ)
-    own = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # we handle them ourselves
-    os.environ.update({**variables, **own})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def worker_environment(
@@ -136,7 +106,7 @@ def worker_environment(
     }
     in_pieces = config.parallel.tp_comm_overlap and can_send_in_pieces(config)
     is_tensor_parallel = config.parallel.tensor_model_parallel_size > 1
-    if is_tensor_parallel and not in_pieces and machine.compute_capability < BLACKWELL:
+    if is_tensor_parallel and not in_pieces and machine.compute_capability < (10, 0):
         # megatron-core's tensor-parallel layers rely on a single queue for the order of their kernels. At
         # TP=1 it would keep gradient reductions from overlapping with backward, and in pieces a message that
         # waits for the one before would hold products up. Blackwell does not need it (Megatron-LM's
@@ -163,19 +133,8 @@ def allocator_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _describe_threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
-    """A log line: the number of threads of each worker, and where the number comes from."""
-    origin = "as the environment has it, with" if "OMP_NUM_THREADS" in os.environ else "each one's share of"
-    workers = counted(config.parallel.nproc_per_node, "process")
-    busy, hint = os.getloadavg()[0], ""
-    if count != "1" and not machine.cuda_devices and busy > machine.cpu_cores / 2:
-        busy = min(busy, machine.cpu_cores)
-        hint = f"; other processes keep {busy:.1f} of them busy: OMP_NUM_THREADS=1 may be faster"
-    return f"OMP_NUM_THREADS={count} in {workers}, {origin} {counted(machine.cpu_cores, 'usable core')}{hint}"
-
-
-def cores_of_workers(machine: MachineFacts, num_local: int, nodes: Path = _NODES) -> list[set[int]] | None:
-    """The cores of each local rank: those of its GPU's node, without GPUs those of its share of the nodes.
+def cores_of_workers(machine: MachineFacts, num_local: int, nodes: Path = _NODES) -> list[set[int]]:
+    """The cores of each local rank: those of its GPU's NUMA node.
 
     A worker that is bound to a node gets its host memory there, by first touch: the part of the optimizer
     that runs on the host, and copies to the node's GPU, then read memory of their own node.
@@ -188,31 +147,14 @@ def cores_of_workers(machine: MachineFacts, num_local: int, nodes: Path = _NODES
         num_local: the number of local ranks.
         nodes: the folder where Linux describes the NUMA nodes.
     Returns:
-        None if no worker should be bound: there is one node, or the nodes do not suit the workers.
+        [] if no worker should be bound: there is no GPU, one node, or the nodes do not suit the workers.
     """
-    own = os.sched_getaffinity(0)
-    cores = {
-        int(file.parent.name.removeprefix("node")): own & _numbers(file.read_text())
-        for file in nodes.glob("node[0-9]*/cpulist")
-    }
-    usable = sorted(node for node in cores if cores[node])
-    if machine.cuda_devices:
-        homes = [{node} for node in machine.gpu_nodes[:num_local]]
-    else:
-        homes = [set(_share(usable, local, num_local)) for local in range(num_local)]
-    if len(usable) < 2 or not all(home <= set(usable) for home in homes):
-        return None
-    shares = [set().union(*(cores[node] for node in home)) for home in homes]
-    threads = max(1, machine.cpu_cores // num_local)
+    own, threads = os.sched_getaffinity(0), max(1, machine.cpu_cores // num_local)
+    files = [nodes / f"node{node}" / "cpulist" for node in machine.gpu_nodes[:num_local]]
+    shares = [own & _numbers(file.read_text()) if file.exists() else own for file in files]
     # All workers of a node share its cores; a share of all cores would bind to nothing.
     fits = all(share < own and len(share) // shares.count(share) >= threads for share in shares)
-    return shares if fits else None
-
-
-def _share(nodes: list[int], local: int, num_local: int) -> list[int]:
-    """The part of the nodes that one local rank uses: at least one node."""
-    first = local * len(nodes) // num_local
-    return nodes[first : max(first + 1, (local + 1) * len(nodes) // num_local)]
+    return shares if fits else []
 
 
 def _numbers(text: str) -> set[int]:

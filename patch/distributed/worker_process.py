@@ -36,15 +36,13 @@ NCCL_MARK = ".nccl"
 LAUNCHER = "PATCH_LAUNCHER_PID"
 """The variable with the process id of the launcher."""
 CORES = "PATCH_WORKER_CORES"
-"""The variable with the cores that a worker is bound to, separated by commas."""
+"""The variable with the cores of each local rank: commas between cores, spaces between ranks."""
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
     "NCCL_ALGO": "^NVLS",  # NVLS sums in the switch, in no fixed order
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
 """Environment variables that --deterministic-mode needs before a process uses a GPU."""
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_PR_SET_PDEATHSIG = 1
 
 
 class Reply(NamedTuple):
@@ -57,11 +55,6 @@ class Reply(NamedTuple):
     """Whether the failure may pass when the workers are started again."""
     lacks: str = ""
     """"device" or "host": whose memory ran out, if that was the failure."""
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether the worker failed."""
-        return bool(self.message)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -77,11 +70,11 @@ def begin() -> None:
     """
     if not is_launched():
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(os.environ[LAUNCHER]):  # the launcher died before this call
         os._exit(1)
     if cores := os.environ.get(CORES):
-        os.sched_setaffinity(0, set(map(int, cores.split(","))))
+        os.sched_setaffinity(0, map(int, cores.split()[int(os.environ["LOCAL_RANK"])].split(",")))
 
 
 def is_launched() -> bool:
@@ -92,10 +85,9 @@ def is_launched() -> bool:
 def claim_error_report() -> bool:
     """Whether this worker is the first on its machine to report an error; usually all have the same one."""
     file = _error_file()
-    if file is None:
-        return True
     try:
-        (file.parents[1] / "error_was_shown").touch(exist_ok=False)
+        if file is not None:
+            (file.parents[1] / "error_was_shown").touch(exist_ok=False)
     except OSError:
         return False
     return True
@@ -117,13 +109,13 @@ def announce_end(reply: Reply) -> int:
     file = _error_file()
     if file is None:
         return reply.exit_code
-    faulthandler.dump_traceback_later(FAILED_END_S if reply.is_failure else END_S, exit=True)
+    faulthandler.dump_traceback_later(FAILED_END_S if reply.message else END_S, exit=True)
     content = {**reply._asdict(), "timestamp": int(time.time())}
     try:
         write_atomically(file, json.dumps(content))
     except OSError:  # a full disk must neither hide an error nor fail a run that is done
         return reply.exit_code
-    return 0 if is_launched() and not reply.is_failure else reply.exit_code
+    return 0 if is_launched() and not reply.message else reply.exit_code
 
 
 def note_nccl() -> None:
@@ -142,21 +134,20 @@ def failure(error: BaseException) -> Reply:
     message = str(error) or type(error).__name__
     if not isinstance(error, PatchError):
         return Reply(1, message, may_restart=True)
-    lacks = ""
-    if isinstance(error, MemoryLackError):
-        lacks = "device" if error.on_device else "host"
+    lacks = ("device" if error.on_device else "host") if isinstance(error, MemoryLackError) else ""
     return Reply(error.exit_code, message, error.may_restart, lacks)
 
 
-def read_reply(file: str) -> Reply | None:
-    """The reply that a worker has left in its error file; None if it has left nothing."""
+def read_reply(file: str, code: int = 0) -> Reply:
+    """The reply that a worker has left in its error file; else what the exit code of its process says."""
     try:
         content = json.loads(Path(file).read_bytes())
         return Reply(**{field: content[field] for field in Reply._fields})
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        is_stopped = code in (0, TIME_LIMIT_CODE) or code > 128  # and it had no room for its reply
+        return Reply(code, "it failed" if code else "", may_restart=not is_stopped)
 
 
 def _error_file() -> Path | None:
-    name = os.environ.get(_ERROR_FILE)  # torchrun sets it to "" where it keeps no logs
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun sets it to "" where it keeps no logs
     return Path(name) if name else None

@@ -72,8 +72,6 @@ class SummedFile:
         self._length = self._crc = 0
         self.error: OSError | None = None
         """The error of `write`, which some callers, such as torch.save, replace by another one."""
-        self.is_flushing = False
-        """Whether `finish` makes the file durable, which may take long without a sign of progress."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes, and return their number."""
@@ -98,11 +96,7 @@ class SummedFile:
 
     def finish(self) -> Checksum:
         """Make the file durable (on a disk: fsync) and close it; its length and checksum."""
-        self.is_flushing = True
-        try:
-            self._file.commit()
-        finally:
-            self.is_flushing = False
+        self._file.commit()
         return Checksum(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:

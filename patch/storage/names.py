@@ -8,7 +8,6 @@ OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the be
 OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/log/last_saved_iteration.txt                       "100", also of a checkpoint in a store
-OUTPUT_BASEPATH/log/spikes.jsonl                                   losses and gradient norms far above others
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/log/traces/rank_0.json.gz                          steps of --profile, a file a rank
 OUTPUT_BASEPATH/log/reported/wandb.jsonl                           what a service has taken of metrics.jsonl
@@ -42,7 +41,6 @@ CHECKPOINT_FOLDER = "checkpoint"
 METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"
 LAST_SAVED_FILE = "log/last_saved_iteration.txt"
-SPIKES_FILE = "log/spikes.jsonl"
 STACKS_FOLDER = "log/stacks"
 TRACES_FOLDER = "log/traces"
 REPORTED_FOLDER = "log/reported"

@@ -1,8 +1,8 @@
 """Hooks, which the training loop calls: their base class, and the small ones of a run.
 
 A new hook is a subclass of `TrainerHook` and a line in `worker.build_hooks`; that of another program is
-registered (`patch.training.register_hook`). Here are progress, the last save, a forecast of the step's time
-and the traces of --profile; metrics and checkpoints have own files.
+registered (`patch.training.register_hook`). Here are progress, the last save and the traces
+of --profile; metrics and checkpoints have own files.
 
 log/last_saved_iteration.txt tells a job's script whether a run gets on. The tracker does not: with --save URL
 it is in the store, and the one on the disk is of a copy that the store once refused.
@@ -13,6 +13,7 @@ waits, by name. Perfetto and chrome://tracing draw it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from torch.profiler import profile
 
 from patch.compat.torch_internals import step_profiler
+from patch.config.positions import where
 from patch.logger import get_logger
-from patch.optimizer import OverlappedDistributedOptimizer
 from patch.progress import LineTimer, ProgressBar, is_terminal
 from patch.storage.atomic import write_atomically
 from patch.storage.names import LAST_SAVED_FILE, TRACES_FOLDER
@@ -158,46 +159,25 @@ class ProgressDisplay(TrainerHook):
             self._bar.close()
 
 
-class StepTimeForecast(TrainerHook):
-    """Predicts the step time when the offload fraction changes, and logs it with the measured time.
-
-    Every rank has one, because each moves its own states.
-
-    Model: the part of the host's work that overlapped with the device's work stays the same in seconds; the
-        rest of the host's work at the new fraction adds to the step. The update on the device is short and
-        ignored.
+class RateWarning(TrainerHook):
+    """Names the learning rate once, if the loss grows tenfold in the first 100 steps.
 
     Args:
-        optimizer: whose reports tell the fraction, and how long the host worked and was waited for.
+        lr: the run's peak rate.
     """
 
-    def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
-        self._optimizer, self._last = optimizer, optimizer.report()
-        self._before: tuple[float, float, float] | None = None
-        """The last step without a move before it: its seconds, and the host's, waited for and worked."""
-        self._predicted: float | None = None
+    def __init__(self, lr: float) -> None:
+        self._lr, self._limit = lr, 0.0
+        """Ten times the first loss; of a first loss near 0, that of 0.1."""
 
-    def on_step(self, iteration: int, seconds: float) -> None:
-        """Compare a step with its prediction, and predict the steps after a move."""
-        report, last = self._optimizer.report(), self._last
-        self._last = report
-        if report.offload_fraction != last.offload_fraction:  # this step has the move in it, the next one not
-            self._predicted = self._predict(report.offload_fraction, last.offload_fraction)
-            return
-        if self._predicted is not None and self._before is not None:
-            _logger.info(
-                "optimizer offload: fraction %.3f: %.1f ms predicted, %.1f ms measured, %.1f ms before",
-                report.offload_fraction, self._predicted * 1e3, seconds * 1e3, self._before[0] * 1e3,
-            )  # fmt: skip
-            self._predicted = None
-        self._before = seconds, report.host_wait_s - last.host_wait_s, report.host_busy_s - last.host_busy_s
-
-    def _predict(self, fraction: float, last_fraction: float) -> float | None:
-        if self._before is None or not last_fraction:
-            return None
-        seconds, waited, busy = self._before
-        hidden = max(0.0, busy - waited)
-        return seconds - waited + max(0.0, busy * fraction / last_fraction - hidden)
+    def on_log(self, record: Record) -> None:
+        """Compare a logged loss with the first one."""
+        loss = record["loss"]
+        self._limit = self._limit or 10 * max(loss, 0.1)
+        if record["iteration"] <= 100 and self._limit < loss < math.inf:
+            self._limit = math.inf
+            said = "step %d: the loss has grown tenfold, to %.4g. The rate is probably too high: %s is %g"
+            _logger.warning(said, record["iteration"], loss, where("lr"), self._lr)
 
 
 class StepProfile(TrainerHook):

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
-
 from patch.compat.torch_internals import region
 from patch.data.order import read_ahead
 from patch.distributed.collectives import barrier, is_on_all_ranks, max_over_world, on_all_ranks
@@ -17,7 +15,6 @@ from patch.logger import get_logger
 from patch.training.evaluation import evaluate, evaluating
 from patch.training.guards.non_finite import named_samples, samples_of_step
 from patch.training.guards.phases import Phase
-from patch.training.guards.spikes import SpikeWarnings
 from patch.training.guards.stop import StopRequests
 from patch.training.hooks import Record, TrainerHook
 from patch.training.metrics import loads_of_experts, make_record, measured
@@ -41,7 +38,6 @@ class Trainer:
         self._requests = StopRequests(run.config)
         self._saving = CheckpointSaver(run, self._on_save)
         run.phases.writing = self._saving.progress
-        self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._is_writing = False
@@ -130,7 +126,7 @@ class Trainer:
         for task in tasks:
             task(done)
             self._step_begin = time.perf_counter()
-        self.run.phases.end_step(seconds, result.comm_exposed_ms)
+        self.run.phases.end_step(seconds)
 
     def _share(self, measured: dict[str, float], *, is_last: bool, is_due: bool) -> dict[str, float]:
         """The largest value of each metric over ranks; the same collective agrees on what follows."""
@@ -154,8 +150,6 @@ class Trainer:
                 f"{result.grad_norm}. Look at its samples: {samples}"
             )
             raise on_all_ranks(TrainingError(message))
-        if self._spikes is not None:
-            self._spikes.note(iteration, loss, result.grad_norm)
 
     def _evaluate(self, done: int, due: list[TrainerHook], *, has_sets: bool) -> None:
         record: Record = {"iteration": done}

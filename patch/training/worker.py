@@ -43,7 +43,7 @@ from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
-from patch.training.hooks import LastSaved, ProgressDisplay, StepProfile, StepTimeForecast, TrainerHook
+from patch.training.hooks import LastSaved, ProgressDisplay, RateWarning, StepProfile, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog
 from patch.training.reporting import Reporter
 from patch.training.saving import write_adapters
@@ -97,7 +97,7 @@ def _train(config: RunConfig) -> int:
                 if is_turn:
                     try_kernel(context.device)
     phases = PhaseClock()
-    with guarding(config, phases, context.device), _locked_folder(config):
+    with guarding(config, phases), _locked_folder(config):
         this_run = build_run(config, context, groups, phases)
         from_rank_0(lambda: _compare_data(this_run))
         if this_run.start_iteration < this_run.config.training.train_iters:
@@ -123,7 +123,7 @@ def _train(config: RunConfig) -> int:
 
 def build_hooks(run: Run, measure: Measure = LOWEST_LOSS) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called; `measure` says which save is best."""
-    hooks: list[TrainerHook] = [StepTimeForecast(run.optimizer)]
+    hooks: list[TrainerHook] = []
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)
@@ -142,6 +142,7 @@ def build_hooks(run: Run, measure: Measure = LOWEST_LOSS) -> list[TrainerHook]:
             LastSaved(output),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
+            RateWarning(run.config.optimizer.lr),
             _retention(run, root, measure),
         ]
         if isinstance(root, RemotePath):

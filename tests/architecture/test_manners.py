@@ -81,8 +81,6 @@ OWN_READS = {
     "patch/distributed/launch.py": "/sys",
     "patch/distributed/worker_process.py": "the launcher's own temporary folder",
     "patch/optimizer/kernels/build.py": "a source of the house",
-    "patch/training/guards/hang_verdict.py": "/proc",
-    "patch/training/guards/phases.py": "/proc",
 }
 """Files that may open what they read without a look at its kind: nobody else writes it."""
 

@@ -175,7 +175,7 @@ def test_resume_after_sigterm_to_one_of_two_machines_repeats_the_run_with_states
     fractions = [record["offload_fraction"] for record in training_records(tmp_path / "out")]
     assert (fractions[0], max(fractions), fractions[-1]) == (0.0, 1.0, 0.0)
     assert "before, auto from here on" in result.stderr
-    assert "to the device" in result.stderr and "ms predicted" in result.stderr
+    assert "to the device" in result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
 

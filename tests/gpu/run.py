@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from patch.distributed.guardian import Guardian
+from patch.distributed.agent import Guardian
 from patch.storage.atomic import write_atomically
 from toolkits._program import run_program
 from toolkits.benchmarks._report import versions

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 from small_runs import small_run
 from started_programs import start_program
@@ -35,7 +36,8 @@ def make_config(num_local: int) -> RunConfig:
 def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: object) -> int:
     config = make_config(num_local)
     config = replace(config, parallel=replace(config.parallel, **parallel))
-    return launch(script, ["--flag"], config, place, MACHINE)
+    with patch.dict(os.environ):
+        return launch(script, ["--flag"], config, place, MACHINE)
 
 
 def write_script(folder: Path, body: str) -> Path:

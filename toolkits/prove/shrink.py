@@ -34,7 +34,7 @@ PADDED, WHOLE = 300, 320
 _HEAD_SIZES = (8, 16, 32, 64)
 """The rules take the first that divides as 8-bit products, or blocks of 4 bits, want it."""
 _GIVEN_ANEW: dict[str, Any] = {
-    "train_iters": STEPS, "train_epochs": None, "exit_duration_in_mins": None, "spike_factor": None,
+    "train_iters": STEPS, "train_epochs": None, "exit_duration_in_mins": None,
     "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16,
     "nnodes": 1, "min_nodes": None, "max_restarts": 0, "log_dir": None,
     "lora_load": None, "lora_dropout": 0.0,

@@ -48,8 +48,7 @@ def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str]
         *("none", "false", "500", str(space.train_data), str(space.valid_data), str(space.model)),
         *("1500", "60", str(space.run)),  # TRAIN_TOKENS_OR_ITERS WARMUP_TOKENS_OR_ITERS OUTPUT_BASEPATH
     )
-    # A rate this high makes norms jump, which is no news here.
-    flags = ["--eval-interval", "300", "--eval-iters", "3", "--spike-factor", "0", "--export-hf", *more_flags]
+    flags = ["--eval-interval", "300", "--eval-iters", "3", "--export-hf", *more_flags]
     return ["bash", str(LAUNCHER), *positions, *flags]
 
 

@@ -1,246 +1,222 @@
-"""Ends a run in which a rank makes no progress, and says which rank, in which phase, with all stacks.
+"""Ends a run in which a rank makes no progress, and says which rank, in which phase, with the stacks of all.
 
 Two threads of each rank, beside the training thread. One sends a beat through the job's store every few
-seconds: what the rank does and for how long. The first and the last rank read the beats of all. A rank is at
-fault that sends no beats any more (its process is stopped, it keeps the GIL, its machine is lost), or that is
-behind the others and has been in its phase for too long; the others only wait for it. What is found goes into
-the store, and every rank writes its stacks and ends. The other thread notices that the store itself does not
-answer, for which the first one may wait for ever; that the threads which write a checkpoint in the background
-get nothing done; and that the whole process stood still for a while, which is nobody's fault.
+seconds: the rank's phase, and the time since its last progress. The first and the last rank read the beats of
+all. A rank is at fault if it sends no beats (its process is stopped, a thread keeps the GIL, its machine is
+lost), or if it is behind the others and has been in its phase for too long; the others only wait for it. The
+fault goes into the store. Every rank then writes its stacks and ends. The other thread notices that the store
+itself does not answer, for which the first one may wait forever, and that this process stood still as a whole
+(a suspended machine), for which no rank is named.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import torch
+import orjson
 import torch.distributed as dist
 
-from patch.checkpoint.save import Writing
 from patch.compat.torch_internals import connect_to_job_store
 from patch.config.positions import where
-from patch.config.schema import RunConfig
+from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import start_thread
-from patch.distributed.collectives import barrier
 from patch.distributed.worker_process import Reply, announce_end, claim_error_report
 from patch.logger import get_logger
-from patch.numbers import size_text
 from patch.storage.names import STACKS_FOLDER
-from patch.training.guards.hang_verdict import (
-    Beat,
-    Fault,
-    Judge,
-    Limits,
-    process_state,
-    write_own_stacks,
-    write_stacks_of,
-)
-from patch.training.guards.phases import Phase, PhaseClock, shared_memory
+from patch.training.guards.phases import Phase, PhaseClock
 
 _logger = get_logger(__name__)
 
-EXIT_CODE = 5
-_WRITING_S = 10.0
-"""Seconds that the stacks may take: the file system may be what hangs."""
-_FIRST = -1
-"""Stands for the rank of a machine that reports first, as the writer of stacks."""
-_VERDICT = "verdict"
-"""The key in the store."""
+LEAST_S = 300.0
+"""The smallest automatic limit."""
+STEPS = 20
+"""The automatic limit in steps, each as long as the slowest one."""
 
 
-class HangGuard:
+class Beat(NamedTuple):
+    """A rank's report of itself."""
+
+    sent: float
+    """When, by the rank's own clock: it grows as long as the rank is alive."""
+    phase: str
+    num_entered: int
+    """See `Note`."""
+    age_s: float
+    """Time since its last progress."""
+    text: str
+    """Rank, process, host, phase and step, in words."""
+
+
+class Judge:
+    """Knows the time limits, and finds the ranks for which the others wait.
+
+    Args:
+        parallel: has --hang-timeout and --distributed-timeout-minutes.
+        phases: the notes of this rank; steps take equally long on all ranks.
+    """
+
+    def __init__(self, parallel: ParallelConfig, phases: PhaseClock) -> None:
+        self._given_s, self._phases = parallel.hang_timeout, phases
+        # Less than a collective, whose own time limit would end the run with a message that says less.
+        self._collective_s = 0.9 * 60 * parallel.distributed_timeout_minutes
+        self._heard: dict[tuple[int, float], float] = {}
+        """When the newest beat of each rank was first seen, by rank and `sent`."""
+
+    def step_s(self) -> float:
+        """Limit within a step."""
+        return self._given_s or min(self._collective_s, max(LEAST_S, STEPS * self._phases.step_s))
+
+    def interval_s(self) -> float:
+        """Time between two beats."""
+        return min(self.step_s() / 10, 10.0)
+
+    def limits_s(self, phase: str) -> tuple[float, float]:
+        """Limits of a rank in this phase: without progress, and without beats.
+
+        Evaluation, a save and the first step are long. In set-up and at the end a rank may prepare data,
+        write or delete for hours while the others wait, and any library may keep it from sending beats.
+        """
+        step_s, long_s = self.step_s(), max(self.step_s(), self._collective_s)
+        if phase in (Phase.SETUP, Phase.END):
+            return float("inf"), long_s
+        if not self._phases.num_steps or phase in (Phase.EVALUATION, Phase.SAVE):
+            return long_s, step_s
+        # Data may take longer: a file server that is replaced needs minutes.
+        return step_s * (3 if phase == Phase.READING else 1), step_s
+
+    def find(self, beats: Sequence[Beat], moved: float) -> str:
+        """Return the ranks at fault, in words; "" if there are none.
+
+        Args:
+            beats: of all ranks.
+            moved: when this process last stood still as a whole, and could not hear the others.
+        """
+        now = time.monotonic()
+        self._heard = {beat: self._heard.get(beat, now) for beat in enumerate(each.sent for each in beats)}
+        there = {rank: beat for rank, beat in enumerate(beats) if beat.phase != Phase.DONE}
+        behind = min((beat.num_entered for beat in there.values()), default=0)
+        silent, late = [], []
+        for rank, beat in there.items():
+            silence_s = now - max(self._heard[rank, beat.sent], moved)
+            limit_s, silence_limit_s = self.limits_s(beat.phase)
+            if silence_s > silence_limit_s:
+                silent.append(f"{beat.text} has shown no sign of life for {silence_s:.0f} s")
+            elif beat.num_entered == behind and beat.age_s > limit_s:
+                late.append(f"{beat.text} has made no progress for {beat.age_s:.0f} s")
+        return "; ".join((silent or late)[:8])  # a message has room for a few ranks
+
+
+class _HangGuard:
     """The guard of one rank.
 
     Args:
         config: the run.
         phases: the notes of this rank's training thread.
-        store: a connection to the job's store that nobody else uses.
     """
 
-    def __init__(self, config: RunConfig, phases: PhaseClock, store: dist.Store) -> None:
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, config: RunConfig, phases: PhaseClock) -> None:
+        self._rank, self._ranks = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
         self._folder = Path(config.checkpoint.output_path) / STACKS_FOLDER
-        self._phases = phases
-        patience_s = config.checkpoint.save_retry_seconds if config.checkpoint.save else 0.0
-        self._limits = Limits(config.parallel, phases, patience_s)
-        self._judge = Judge(self._limits, phases, self._world_size)
-        self._store = dist.PrefixStore("hang_guard", store)
-        self._phases.shared, self._descriptor = shared_memory()
-        self._num_beats = 0
+        self._phases, self._judge = phases, Judge(config.parallel, phases)
+        self._store = dist.PrefixStore("hang_guard", connect_to_job_store())
+        self._name = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})"
+        self._writing, self._fault = phases.writing(), ""
         self._answered = self._looked = self._moved = time.monotonic()
-        """Times when the store last answered, `_watch` last looked, and this process last stood still."""
-        self._writing: Writing | None = None
-        self._wrote = self._moved
-        """This rank's progress with a checkpoint when `_talk` last looked, and when that was new."""
-        self._is_over = threading.Event()
-        self._ending = threading.Lock()
+        """When the store last answered, when `watch` last looked, and progress that the notes lack: a
+        checkpoint for which training waits grew, or this process stood still as a whole."""
+        self.is_over = threading.Event()
         self._send_beat()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context in which the ranks are watched; every rank must have built its guard."""
-        (first,) = self._read_beats([0])
-        talking = start_thread("hang guard: beats", self._talk)
-        watching = start_thread("hang guard: store", partial(self._watch, first))
-        try:
-            yield
-        finally:
-            self._is_over.set()
-            self._phases.enter(Phase.DONE)
-            talking.join(1.0)  # it may wait for a store that does not answer
-            if not talking.is_alive():
-                with suppress(RuntimeError):
-                    self._send_beat()
-            watching.join()
-            faulthandler.cancel_dump_traceback_later()
-            self._phases.shared = None
-            os.close(self._descriptor)
-
-    def _talk(self) -> None:
+    def talk(self) -> None:
         """The thread that sends beats and, on two ranks, reads them."""
         with suppress(RuntimeError):  # the store has ended, and with it the job
-            while not self._is_over.wait(self._limits.interval_s):
+            while not self.is_over.wait(self._judge.interval_s()):
                 self._send_beat()
-                if self._rank in (0, self._world_size - 1):
-                    self._look_at(self._read_beats(range(self._world_size)))
-                self._look_at_writing()
-                if self._store.check([_VERDICT]):
-                    self._end(json.loads(self._store.get(_VERDICT)))
+                if self._rank in (0, len(self._ranks) - 1):
+                    beats = [Beat(*orjson.loads(text)) for text in self._store.multi_get(self._ranks)]
+                    if fault := self._judge.find(beats, self._moved):
+                        self._store.compare_set("fault", "", fault)  # the other reader may have been faster
+                if self._store.check(["fault"]):
+                    self._fault = self._store.get("fault").decode()
                 self._answered = time.monotonic()
+            self._send_beat()
 
-    def _watch(self, first: Beat) -> None:
-        """The thread that never waits for anybody.
-
-        Args:
-            first: rank 0's first beat, which tells where it is.
-        """
-        while not self._is_over.wait(self._limits.interval_s) and not self._ending.locked():
+    def watch(self) -> None:
+        """The thread that never waits for the store, and ends this process."""
+        while not self.is_over.wait(self._judge.interval_s()):
             own = self._beat()
             self._looked = time.monotonic()
-            limit_s = self._limits.of_silence(own.phase)
+            _, limit_s = self._judge.limits_s(own.phase)
             # The timer's thread needs no GIL: if another thread keeps it, the stacks go to stderr.
-            faulthandler.dump_traceback_later(limit_s, file=sys.stderr)
+            faulthandler.dump_traceback_later(limit_s)
             silent_s = self._looked - self._answered
-            if min(silent_s, own.age_s) > limit_s + self._limits.interval_s:
-                self._end(self._verdict_without_store(first, own, silent_s))
-
-    def _beat(self) -> Beat:
-        now, is_saving = time.monotonic(), self._phases.note.phase == Phase.SAVE
-        if now - self._looked > 2 * self._limits.interval_s + 1:  # `_watch` never waits, so all stood still
-            self._answered = self._moved = now
-        since = max(self._moved, self._wrote) if is_saving and self._writing is not None else self._moved
-        return Beat.of(self._num_beats, self._phases, since, self._descriptor)
+            if min(silent_s, own.age_s) > limit_s + self._judge.interval_s():
+                keeper = "rank 0, or the launcher of machine 0, which keeps the job's store,"
+                self._fault = f"{keeper} has not answered for {silent_s:.0f} s; {own.text} waits"
+            if self._fault:
+                self._end(self._fault)
 
     def _send_beat(self) -> None:
-        self._num_beats += 1
-        self._store.set(str(self._rank), json.dumps(self._beat()))
+        self._store.set(str(self._rank), orjson.dumps([*self._beat()]).decode())
 
-    def _read_beats(self, ranks: Any) -> list[Beat]:
-        return [Beat(*json.loads(text)) for text in self._store.multi_get([str(rank) for rank in ranks])]
+    def _beat(self) -> Beat:
+        now, note, writing = time.monotonic(), self._phases.note, self._phases.writing()
+        if now - self._looked > 2 * self._judge.interval_s() + 1:  # `watch` never waits, so all stood still
+            self._answered = self._moved = now
+        if note.phase == Phase.SAVE and writing != self._writing:
+            self._moved = now
+        self._writing = writing
+        step = self._phases.num_before + self._phases.num_steps + 1
+        text = f"{self._name}, in {note.phase} of step {step},"
+        return Beat(now, note.phase, note.num_entered, now - max(note.since, self._moved), text)
 
-    def _announce(self, verdict: dict[str, Any]) -> None:
-        """Put a verdict where all ranks find it; another one may have been faster."""
-        self._store.compare_set(_VERDICT, "", json.dumps(verdict))
-
-    def _look_at_writing(self) -> None:
-        """See whether this rank's threads that write a checkpoint get anything done."""
-        writing = self._phases.writing()
-        if writing != self._writing:
-            self._writing, self._wrote = writing, time.monotonic()
-        silent_s = time.monotonic() - max(self._wrote, self._moved)
-        if writing is not None and silent_s > self._limits.of_writing(writing.num_flushing):
-            message = (
-                f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has written nothing of "
-                f"the checkpoint of step {writing.iteration} for {silent_s:.0f} s, after "
-                f"{size_text(writing.num_bytes)}"
-            )
-            self._announce({"message": self._complete(message), "stacks": []})
-
-    def _look_at(self, beats: list[Beat]) -> None:
-        fault = self._judge.find(beats)
-        if fault is not None:
-            self._announce(self._verdict(fault, beats))
-        elif self._rank == 0:
-            for rank, usual_ms in self._judge.slow(beats):
-                _logger.warning(
-                    "rank %d (process %d on %s) is slow: its own part of a step takes %.1f ms, the median "
-                    "rank's %.1f ms; the others wait for it",
-                    rank, beats[rank].pid, beats[rank].host, beats[rank].own_ms, usual_ms,
-                )  # fmt: skip
-
-    def _verdict(self, fault: Fault, beats: list[Beat]) -> dict[str, Any]:
-        """Facts for all ranks: the message, and of which ranks which other one writes the stacks."""
-        writers = {beat.host: rank for rank, beat in enumerate(beats) if rank not in fault.ranks}
-        silent = fault.ranks if fault.is_silent else []
-        hosts = [(rank, beats[rank].host) for rank in silent]
-        stacks = [(writers[host], rank, beats[rank]) for rank, host in hosts if host in writers]
-        return {"message": self._complete(fault.message), "stacks": stacks}
-
-    def _verdict_without_store(self, first: Beat, own: Beat, silent_s: float) -> dict[str, Any]:
-        """The store does not answer. Our launcher keeps it, or torchrun's agent; under srun rank 0 does."""
-        is_here = first.host == socket.gethostname()
-        if is_here and process_state(first.pid).startswith("T"):
-            fault = f"rank 0 {self._judge.of_silent(first, silent_s)}"
-        else:
-            fault = f"the job's store on machine 0 ({first.host}) has not answered for {silent_s:.0f} s"
-        waiting = f"rank {self._rank} waits in {self._judge.place(own.phase, own.num_steps)}"
-        stacks = [(_FIRST, 0, first)] if is_here else []
-        return {"message": self._complete(f"{fault}; {waiting}"), "stacks": stacks}
-
-    def _complete(self, message: str) -> str:
-        return (
-            f"{message}. All ranks end here; the Python stacks of the ranks are in {self._folder}. "
-            f"{where('hang_timeout')} is how long a rank may make no progress in a step, here "
-            f"{self._limits.step_s:.0f} s"
+    def _end(self, fault: str) -> None:
+        """Write the stacks of this process and end it."""
+        message = (
+            f"{fault}. All ranks end; their Python stacks are in {self._folder}. {where('hang_timeout')} is "
+            f"how long a rank may make no progress in a step, here {self._judge.step_s():.0f} s"
         )
+        if claim_error_report():
+            _logger.error("%s", message)
+        # In a thread, because the file system may be what hangs.
+        start_thread("hang guard: stacks", lambda: self._write_stacks(message)).join(10.0)
+        # The launcher kills the others soon after the first one has ended: let all see the fault before.
+        time.sleep(2 * self._judge.interval_s())
+        announce_end(Reply(5, message, may_restart=True))
+        os._exit(5)
 
-    def _end(self, verdict: dict[str, Any]) -> None:
-        """Write stacks and end this process."""
-        if not self._ending.acquire(blocking=False):
-            return
-        is_first = claim_error_report()
-        if is_first:
-            _logger.error("%s", verdict["message"])
-        writing = start_thread("hang guard: stacks", partial(self._write_stacks, verdict, is_first))
-        writing.join(_WRITING_S)
-        # The launcher kills the others soon after the first one has ended: let all see the verdict before.
-        time.sleep(2 * self._limits.interval_s)
-        announce_end(Reply(EXIT_CODE, verdict["message"], may_restart=True))
-        os._exit(EXIT_CODE)
-
-    def _write_stacks(self, verdict: dict[str, Any], is_first: bool) -> None:
+    def _write_stacks(self, message: str) -> None:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_own_stacks(self._folder / f"rank_{self._rank}.txt", verdict["message"])
-            for writer, rank, beat in verdict["stacks"]:
-                if writer == self._rank or (writer == _FIRST and is_first):
-                    last = Beat(*beat)
-                    place = self._judge.place_now(last) or "in an unknown place"
-                    file = self._folder / f"rank_{rank}.txt"
-                    write_stacks_of(last.pid, file, verdict["message"], place)
+            with (self._folder / f"rank_{self._rank}.txt").open("a", buffering=1) as stream:
+                stream.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+                faulthandler.dump_traceback(stream)
 
 
 @contextmanager
-def guarding(config: RunConfig, phases: PhaseClock, device: torch.device) -> Iterator[None]:
+def guarding(config: RunConfig, phases: PhaseClock) -> Iterator[None]:
     """A context in which a run's ranks are watched; all ranks enter it together.
 
     Args:
         config: the run.
         phases: the notes of this rank's training thread.
-        device: of this rank.
     """
-    guard = HangGuard(config, phases, connect_to_job_store())
-    barrier(device)
-    with guard.watching():
+    guard = _HangGuard(config, phases)
+    talking = start_thread("hang guard: beats", guard.talk)
+    watching = start_thread("hang guard: store", guard.watch)
+    try:
         yield
+    finally:
+        phases.enter(Phase.DONE)
+        guard.is_over.set()
+        talking.join(1.0)  # it may wait for a store that does not answer
+        watching.join()
+        faulthandler.cancel_dump_traceback_later()

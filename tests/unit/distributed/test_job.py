@@ -14,7 +14,6 @@ from small_runs import small_run
 
 from patch import compat
 from patch.device import DeviceContext
-from patch.distributed import job
 from patch.distributed.groups import initialize
 from patch.distributed.job import join
 from patch.errors import PatchError
@@ -92,16 +91,3 @@ def test_a_port_without_the_job_ends_the_join_in_time_and_is_named() -> None:
         assert f"127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT): " in message and reason in message
         assert "--distributed-timeout-minutes" in message
         assert seconds < SOON_S
-
-
-def test_a_name_without_an_address_is_told_at_once_and_soon_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(job, "NAME_S", 0.6)
-    for name, value in {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    begin = time.monotonic()
-    with pytest.raises(PatchError, match=r"no-such-host.invalid has no address .*the first machine"):
-        join("gloo", timedelta(minutes=5))
-    assert time.monotonic() - begin < SOON_S
-    assert [line for line in caplog.messages if line.startswith("MASTER_ADDR no-such-host.invalid has no")]

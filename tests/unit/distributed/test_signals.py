@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -32,23 +32,14 @@ def stray_signals() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "insistence_s"),
-    [
-        (signal.SIGTERM, signal.SIGTERM, 0.2),
-        (signal.SIGINT, signal.SIGINT, 3.0),
-        (signal.SIGUSR1, signal.SIGTERM, 0.2),
-    ],
+    ("first", "second"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)],
     ids=["timeout", "impatient user", "SLURM"],
 )
 def test_signal_is_forwarded_once_and_waited_for_whatever_else_comes(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    first: signal.Signals,
-    second: signal.Signals,
-    insistence_s: float,
+    tmp_path: Path, first: signal.Signals, second: signal.Signals
 ) -> None:
     """The first worker plays who sends them; SLURM sends SIGUSR1 some time before its limit, then SIGTERM."""
-    monkeypatch.setattr(agent, "INSISTENCE_S", insistence_s)
     body = f"""
 seen = []
 for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -79,60 +70,39 @@ def test_the_end_of_a_terminal_that_nohup_hides_is_not_answered() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_second_ctrl_c_after_a_while_ends_workers_that_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_ctrl_c_after_a_while_ends_workers_that_hang(tmp_path: Path) -> None:
     """The worker plays the user."""
-    monkeypatch.setattr(agent, "INSISTENCE_S", 0.6)
     body = f"""
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-for pause in (0.15, 0.15, 0.5, 0.5):  # the first two are one impatient person
+for pause in (0.15, {agent.INSISTENCE_S} + 2.0, 60):  # the first two are one impatient person
     os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(pause)
     open('{tmp_path}/lived', 'a').write('.')
-time.sleep(120)
+    time.sleep(pause)
 """
-    script = write_script(tmp_path, body)
-    assert launch_workers(script, 1, max_restarts=1) == 128 + signal.SIGINT
+    launcher = start(write_script(tmp_path, body), 1, max_restarts=1)
+    assert launcher.wait(200) == 128 + signal.SIGINT
     assert (tmp_path / "lived").read_text() == "..."
 
 
-@pytest.mark.parametrize(("sizes", "others_go_on"), [([3], False), ([1, 3], True)], ids=["needed", "spare"])
-def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others_unless_it_is_a_spare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], others_go_on: bool
-) -> None:
-    monkeypatch.setattr(rendezvous, "LAST_CALL_S", 3)  # the second has this long to come
-    monkeypatch.setattr(rendezvous, "LINGER_S", 0)
+def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others(tmp_path: Path) -> None:
     place, limit = Rendezvous(0, "127.0.0.1", free_port()), timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
-        first = rendezvous.Meeting.join(place, sizes, limit)
-        second = rendezvous.Meeting.join(place._replace(node_rank=1), sizes, limit)
+        first, second = (
+            rendezvous.Meeting.join(place._replace(node_rank=rank), [3], limit) for rank in (0, 1)
+        )
         taking_part = threads.submit(first.next_rendezvous)
-        while not first.store.check(["torch.rendezvous.patch"]):  # until it has come the other would train
-            time.sleep(0.01)
         outside = signal.getsignal(signal.SIGTERM)
 
-        def is_there() -> bool:
-            return second.is_spare if others_go_on else signal.getsignal(signal.SIGTERM) is not outside
+        def stop() -> None:
+            while signal.getsignal(signal.SIGTERM) is outside:
+                time.sleep(0.05)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        threads.submit(signal_when, is_there)
-        files = agent.WorkerFiles(tmp_path, None)
-        assert agent.run_workers(["true"], 1, 0, second, files) == 128 + signal.SIGTERM
-        if others_go_on:
-            assert taking_part.result(20).world_size == 1
-        else:
-            with pytest.raises(RendezvousClosedError):
-                taking_part.result(20)
-        assert first.is_closed() is not others_go_on
-        first.shutdown()
-
-
-def signal_when(is_ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_ready() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
+        threads.submit(stop)
+        assert agent.run_workers(["true"], 1, 0, second, agent.WorkerFiles(str(tmp_path))) == (143, [])
+        with pytest.raises(RendezvousClosedError):
+            taking_part.result(20)
 
 
 def test_no_worker_and_nothing_that_it_has_started_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
-"""Small hooks of a run: the last save, the plot of losses, the forecast of a step's time."""
+"""Small hooks of a run: the last save, the plot of losses."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from training_runs import messages_from
 
-from patch.optimizer import OptimizerReport
-from patch.training.hooks import LastSaved, StepTimeForecast, TrainerHook
+from patch.training.hooks import LastSaved, RateWarning, TrainerHook
 from patch.training.metrics import LossPlot, MetricsLog, plot_losses
 
 
@@ -59,23 +58,13 @@ def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> Non
     assert drawn[0] != drawn[1]
 
 
-def test_predicted_and_measured_step_times_are_logged(logged: list[str]) -> None:
-    reports = [OptimizerReport(8, 100, 800, 800, 1.0, 0.0, 0.0, 0)]
-    forecast = StepTimeForecast(SimpleNamespace(report=lambda: reports[-1]))  # type: ignore[arg-type]
-    for seconds, fraction, busy, waited in [
-        (1.0, 1.0, 0.8, 0.5),  # 0.3 s are hidden
-        (1.0, 1.0, 0.8, 0.5),
-        (9.9, 0.5, 0.4, 0.1),  # holds the move
-        (0.63, 0.5, 0.4, 0.1),
-        (0.6, 0.5, 0.4, 0.1),
-        (0.7, 0.25, 0.2, 0.0),
-        (0.51, 0.25, 0.2, 0.0),
-    ]:
-        last = reports[-1]
-        totals = last.host_busy_s + busy, last.host_wait_s + waited
-        reports.append(OptimizerReport(8, 100, 800, 800, fraction, *totals, 0))
-        forecast.on_step(1, seconds)
-    assert logged == [
-        "optimizer offload: fraction 0.500: 600.0 ms predicted, 630.0 ms measured, 1000.0 ms before",
-        "optimizer offload: fraction 0.250: 500.0 ms predicted, 510.0 ms measured, 600.0 ms before",
-    ]
+@pytest.mark.parametrize(
+    ("losses", "named"),
+    [((7.0, 9.0, 69.0), 0), ((7.0, 9.0, 71.0, 80.0), 3), ((0.001, 0.9), 0), ((1.0, *[2.0] * 99, 11.0), 0)],
+)
+def test_loss_that_grows_tenfold_in_the_first_steps_names_the_rate_once(losses, named) -> None:
+    lines, hook = messages_from("WARNING"), RateWarning(5.0)
+    for step, loss in enumerate(losses, 1):
+        hook.on_log({"iteration": step, "loss": loss})
+    cause = "The rate is probably too high: --lr (position 5 LR) is 5"
+    assert lines == [f"step 3: the loss has grown tenfold, to 71. {cause}"] * bool(named)

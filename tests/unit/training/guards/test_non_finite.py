@@ -1,13 +1,9 @@
 """Losses and gradients that are not finite: skipped or stopped for, with the samples and ranks named."""
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
@@ -17,7 +13,6 @@ from training_runs import Records, build_seeded_run, digests, messages_from
 from patch.config.schema import RunConfig
 from patch.errors import TrainingError
 from patch.training.guards.non_finite import MOST_SKIPS
-from patch.training.guards.spikes import SpikeWarnings
 from patch.training.setup import Run
 from patch.training.step import train_step
 from patch.training.trainer import Trainer
@@ -127,54 +122,3 @@ def test_infinite_loss_with_finite_gradients_stops_the_run(spoiled: list) -> Non
     for rank in spoiled:
         error = rank["infinite"][1]
         assert error.startswith("step 1: loss") and "samples: 0 (rows.json: row 0), 1 (" in error
-
-
-def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(tmp_path: Path) -> None:
-    values = np.random.RandomState(0).normal(3.0, 0.1, 300)
-    values[[5, 150, 200, 201, 260]] = [9.0, 5.0, 6.0, 6.0, 1.0]  # too early; two spikes; far below
-    config = small_run(global_batch_size=4, output_path=str(tmp_path))
-    lines = messages_from("WARNING")
-    run = SimpleNamespace(config=config, data=SimpleNamespace(sample_place="row {}".format))
-    run.consumed_samples = lambda step: 4 * step
-    warnings = SpikeWarnings(run)  # type: ignore[arg-type]
-    for iteration, value in enumerate(values):
-        warnings.note(iteration, float(value), 1.0)
-    for step, value in ((151, 5.0), (201, 6.0)):
-        before = values[step - 101 : step - 1]
-        assert value > np.median(before) + 10 * 1.4826 * np.median(np.abs(before - np.median(before)))
-    assert [line.split(":")[0] for line in lines] == ["step 151", "step 201"]
-    assert f"loss 5, far above the usual {np.median(values[50:150]):.4g}" in lines[0]
-    assert "the first of its 4 samples: 600 (row 600), 601 (row 601), 602 (row 602); all are in" in lines[0]
-    spikes = [json.loads(line) for line in (tmp_path / "log" / "spikes.jsonl").read_text().splitlines()]
-    assert [(spike["iteration"], spike["value_of"], spike["value"]) for spike in spikes] == [
-        (151, "loss", 5.0), (201, "loss", 6.0)
-    ]  # fmt: skip
-    assert spikes[0]["usual"] == np.median(values[50:150])
-    assert spikes[0]["samples"] == [{"number": each, "place": f"row {each}"} for each in range(600, 604)]
-
-    off = SpikeWarnings(SimpleNamespace(config=small_run(spike_factor=0)))  # type: ignore[arg-type]
-    for iteration, value in enumerate(values):
-        off.note(iteration, float(value), 1.0)
-    assert len(lines) == 2
-
-
-def test_small_spikes_are_not_named(tmp_path: Path) -> None:
-    """Of a loss near 0, of a norm at such a loss, and of one that is not clipped."""
-    run = SimpleNamespace(config=small_run(global_batch_size=4, clip_grad=1.0, output_path=str(tmp_path)))
-    run.data, run.consumed_samples = SimpleNamespace(sample_place="row {}".format), lambda step: 4 * step
-    lines = messages_from("WARNING")
-    warnings = SpikeWarnings(run)  # type: ignore[arg-type]
-    for iteration in range(60):
-        spikes = {30: (0.09, 1.1), 40: (0.09, 0.9), 50: (0.2, 0.9), 55: (0.1, 1.1)}
-        warnings.note(iteration, *spikes.get(iteration, (0.001, 0.01)))
-    assert [line.split(",")[0] for line in lines] == ["step 51: loss 0.2", "step 56: gradient norm 1.1"]
-
-
-def test_loss_that_grows_tenfold_in_the_first_steps_names_the_rate_once() -> None:
-    lines = messages_from("WARNING")
-    for losses in ((7.0, 9.0, 69.0), (7.0, 9.0, 71.0, 80.0), (0.001, 0.9), (1.0, *[2.0] * 200, 11.0)):
-        warnings = SpikeWarnings(SimpleNamespace(config=small_run(lr=5.0, spike_factor=1e9)))  # type: ignore[arg-type]
-        for iteration, loss in enumerate(losses):
-            warnings.note(iteration, loss, 0.0)
-    cause = "The rate is probably too high: --lr (position 5 LR) is 5"
-    assert lines == [f"step 3: the loss has grown tenfold, to 71. {cause}"]
