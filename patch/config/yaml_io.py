@@ -16,7 +16,11 @@ from patch.errors import ConfigError, nearest, shown
 from patch.storage.places import AnyPath
 from patch.storage.text_files import parse_yaml, read_small, read_text
 
-_GONE = [("model", "cuda_graph_impl", "none"), ("optimizer", "use_nccl_ub", False)]
+_GONE = [
+    ("model", "cuda_graph_impl", "none"),
+    ("optimizer", "use_nccl_ub", False),
+    ("checkpoint", "save_retry_seconds", 30.0),
+]
 """Keys that the config.yaml of earlier runs has, at the values that changed nothing: passed over."""
 
 
@@ -108,6 +112,8 @@ def _mapping(value: object, origin: str) -> dict[str, Any]:
 
 def _check_known(name: str, section: str, origin: str) -> None:
     if name not in FIELDS:
-        raise ConfigError(f"{origin}: unknown key {section}.{name}{nearest(name, list(FIELDS))}")
+        row = foreign_flag(name)
+        hint = nearest(name, list(FIELDS)) if row is None else f": {row.answer}"
+        raise ConfigError(f"{origin}: unknown key {section}.{name}{hint}")
     if FIELDS[name].section != section:
         raise ConfigError(f"{origin}: unknown key {section}.{name}: {name} belongs to {FIELDS[name].section}")

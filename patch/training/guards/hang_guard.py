@@ -37,6 +37,7 @@ from patch.distributed.worker_process import Reply, announce_end, claim_error_re
 from patch.logger import get_logger
 from patch.numbers import size_text
 from patch.storage.names import STACKS_FOLDER
+from patch.storage.remote import PATIENCE_S
 from patch.training.guards.hang_verdict import (
     Beat,
     Fault,
@@ -72,7 +73,7 @@ class HangGuard:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._folder = Path(config.checkpoint.output_path) / STACKS_FOLDER
         self._phases = phases
-        patience_s = config.checkpoint.save_retry_seconds if config.checkpoint.save else 0.0
+        patience_s = PATIENCE_S if config.checkpoint.save else 0.0
         self._limits = Limits(config.parallel, phases, patience_s)
         self._judge = Judge(self._limits, phases, self._world_size)
         self._store = dist.PrefixStore("hang_guard", store)

@@ -67,9 +67,6 @@ ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUD
         # NVLS reductions differ from call to call (pytorch#154880).
         ({"deterministic_mode": True}, "NCCL_ALGO", "^NVLS"),
         ({}, "NCCL_ALGO", None),
-        # How long S3 keeps a save waiting.
-        ({"save": "s3://bucket/run"}, "AWS_MAX_ATTEMPTS", "3"),
-        ({}, "AWS_MAX_ATTEMPTS", None),
         ({}, ALLOCATOR, "expandable_segments:True"),
         ({}, OLDER, None),
         # One queue where tensor-parallel layers need it: up to Hopper, Blackwell keeps the order by itself.
