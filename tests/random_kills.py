@@ -99,11 +99,10 @@ def work(changes: dict[str, Any]) -> None:
         from small_runs import small_run
         from training_runs import resume_seeded_run
 
-        from patch.checkpoint.retention import Retention
         from patch.distributed.groups import shutdown
         from patch.storage.lock import hold_run
         from patch.storage.names import METRICS_FILE
-        from patch.training.checkpoint_retention import CheckpointRetention
+        from patch.training.checkpoint_retention import CheckpointRetention, Retention
         from patch.training.metrics import MetricsLog
         from patch.training.setup import checkpoint_root
         from patch.training.trainer import Trainer
@@ -123,7 +122,7 @@ def work(changes: dict[str, Any]) -> None:
             hooks.append(MetricsLog(output, run.start_iteration))
             retention = Retention(last=2)
             metrics = output / METRICS_FILE
-            hooks.append(CheckpointRetention(metrics, root, root, retention, run.start_iteration))
+            hooks.append(CheckpointRetention(metrics, root, retention, run.start_iteration))
             Trainer(run, hooks).train()
     shutdown()
 

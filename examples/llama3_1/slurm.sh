@@ -107,7 +107,7 @@ code=$?
 [ -s "$ATTEMPT_LOGS/exit_code" ] && code="$(< "$ATTEMPT_LOGS/exit_code")"
 
 # Done (0), wrong input (2, 3), bad checkpoint (4), stopped by a person (130: STOP, 143: scancel): the end.
-# So is a store that is away for longer than --save-retry-seconds (2 or 4).
+# So is a store that is away for longer than its driver tries (2 or 4).
 case $code in 0 | 2 | 3 | 4 | 130 | 143) exit "$code" ;; esac
 
 # The rest is worth another attempt: the limit (75, 138), a hang or lost machines (5), a crash. Not for ever.

@@ -37,7 +37,7 @@ from patch.device import start_thread
 from patch.memory import on_host
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.names import METADATA_FILE
-from patch.storage.places import AnyPath, retried
+from patch.storage.places import AnyPath
 
 NUM_FILES = 2
 """Files of each rank, which are written at the same time."""
@@ -73,7 +73,7 @@ def write_data(
     cancelled: threading.Event,
     files: list[SummedFile],
 ) -> WrittenFiles:
-    """Write a rank's values and make them durable; a file that a store refuses is written again for a while.
+    """Write a rank's values and make them durable.
 
     Args:
         folder: the checkpoint's folder.
@@ -94,9 +94,9 @@ def write_data(
     def write(number: int) -> None:
         name = data_file(rank, number)
         try:
-            path = folder / name
-            attempt = partial(_write_file, path, number, values, shares[number], places, cancelled, files)
-            contents[name] = retried(path, attempt, cancelled)
+            contents[name] = _write_file(
+                folder / name, number, values, shares[number], places, cancelled, files
+            )
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
 

@@ -10,6 +10,7 @@ there, and the file .unfinished says whose remains may be removed.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -19,10 +20,11 @@ from patch.distributed.collectives import fail_together, from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.preflight.checkpoint_places import hint_of_store
-from patch.storage.atomic import StagedFolder, remove_leftover, write_atomically
+from patch.storage.atomic import StagedFolder, remove_leftover, sync, write_atomically
 from patch.storage.names import (
     CHECKSUMS_FILE,
     RELEASE,
+    REMOVED_FILE,
     TRACKER,
     UNFINISHED_FILE,
     all_iterations,
@@ -45,6 +47,8 @@ _logger = get_logger(__name__)
 
 _PARTIAL = ".tmp"
 _REPLACED = ".old"
+_REMOVED = ".removed_"
+"""The beginning of the name of a checkpoint that is being deleted."""
 _RESUME_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
 _LOAD_CURE = "bring the files back, or give another checkpoint"
 _RELEASE_CURE = "it is not what was saved; convert the model again"
@@ -307,3 +311,41 @@ def publish(target: AnyPath) -> None:
             "and start again: a resume goes on from this checkpoint",
             field="output_path",
         ) from error
+
+
+def set_aside(folder: AnyPath) -> None:
+    """Take the name of a checkpoint, whole; `delete_set_aside` then frees its space.
+
+    In a store, which cannot rename, the file .removed in it says so, and its marker goes.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if isinstance(folder, RemotePath):
+        (folder / REMOVED_FILE).write_bytes(b"")
+        (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
+        return
+    hidden = folder.with_name(_REMOVED + folder.name)
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    folder.rename(hidden)
+    sync(folder.parent)  # its files must not be gone, after a crash of the machine, while it has its old name
+
+
+def delete_set_aside(root: AnyPath) -> None:
+    """Delete the checkpoints that were set aside, also by a process that was killed before it could.
+
+    Two threads may call it at once.
+
+    Raises:
+        OSError: a store fails.
+    """
+    if isinstance(root, RemotePath):
+        for mark in root.glob(f"iter_*/{REMOVED_FILE}"):
+            (mark.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
+            mark.parent.remove_tree()
+        return
+    for hidden in root.glob(f"{_REMOVED}*"):
+        shutil.rmtree(hidden, ignore_errors=True)
+        if hidden.exists():
+            _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)

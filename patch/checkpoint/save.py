@@ -3,9 +3,7 @@
 A save is planned by all ranks together; then a thread of each rank writes that rank's files, and at last a
 thread of rank 0 writes the index and the checksums and renames the folder. Training may go on meanwhile.
 
-A store has no renaming: the checksums, written last, publish a checkpoint there. If a store fails for good,
-the same checkpoint is written into a folder on the disk, from the same values, and the save ends with the
-store's error.
+A store has no renaming: the checksums, written last, publish a checkpoint there.
 """
 
 from __future__ import annotations
@@ -26,10 +24,15 @@ import torch
 import torch.distributed as dist
 
 from patch.checkpoint.data_files import Value, WrittenFiles, data_file, write_data
-from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
+from patch.checkpoint.folder import (
+    delete_set_aside,
+    iteration_folder,
+    open_staging,
+    publish,
+    staged_checkpoint,
+)
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
-from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.compat.checkpoint_format import SavePlanner, StorageInfo
 from patch.device import start_thread
@@ -41,7 +44,7 @@ from patch.numbers import size_text
 from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.lock import check_held
-from patch.storage.names import METADATA_FILE, REFUSED_FILE
+from patch.storage.names import METADATA_FILE
 from patch.storage.places import AnyPath
 
 _logger = get_logger(__name__)
@@ -74,8 +77,6 @@ def start_save(
     sharded_state: dict[str, Any],
     common: dict[str, Any],
     host_copies: HostCopies | None = None,
-    *,
-    disk: Path | None = None,
 ) -> Save:
     """Plan a checkpoint and begin to write it; a collective.
 
@@ -83,8 +84,6 @@ def start_save(
         root, iteration, sharded_state, common: see `save_checkpoint`.
         host_copies: where this rank's part is copied to, in the background. The state may be changed after
             `Save.wait_for_copies`; without copies, only after `Save.finish`.
-        disk: where the checkpoint is written if `root` is in a store that fails: the root of checkpoints on
-            a disk that all ranks share.
 
     Raises:
         CheckpointError: on all ranks, if any rank could not begin.
@@ -97,38 +96,17 @@ def start_save(
             json.dumps(common)
             num_bytes = bytes_to_write(shards_of(sharded_state))
         needed = sum(all_gather_object(num_bytes))
-        if isinstance(target, Path):
-            _open(target, needed)
+        with fail_together(f"checkpoint {target} was not started", CheckpointError):
+            if dist.get_rank() == 0:
+                check_held(target)  # what `open_staging` removes would be another run's
+                open_staging(target)
+                if isinstance(target, Path):
+                    _check_space(target, needed)
         with fail_together(_failure(target), CheckpointError):
             planner.split({**copied(sharded_state), **common})
         with fail_together(_failure(target), CheckpointError):
             planner.plan()
-    spare = None if isinstance(target, Path) else _Spare(needed, disk)
-    return Save(target, iteration, planner, host_copies, spare)
-
-
-def _open(target: AnyPath, needed: int) -> None:
-    """Rank 0 creates the folder to write into; a collective.
-
-    Args:
-        target: the checkpoint's folder.
-        needed: bytes of all ranks.
-    """
-    with fail_together(f"checkpoint {target} was not started", CheckpointError):
-        if dist.get_rank() == 0:
-            check_held(target)  # what it removes would be another run's
-            open_staging(target)
-            if isinstance(target, Path):
-                _check_space(target, needed)
-
-
-class _Spare(NamedTuple):
-    """What it takes to write the checkpoint of a store once more, on the disk."""
-
-    needed: int
-    """Bytes of all ranks."""
-    disk: Path | None
-    """The root of checkpoints there; None: there is none."""
+    return Save(target, iteration, planner, host_copies)
 
 
 class Writing(NamedTuple):
@@ -149,7 +127,6 @@ class Save:
         iteration: its iteration.
         planner: holds what is to be written.
         host_copies: see `start_save`.
-        spare: for a target in a store; creating a Save is a collective then.
     """
 
     def __init__(
@@ -158,11 +135,9 @@ class Save:
         iteration: int,
         planner: SavePlanner,
         host_copies: HostCopies | None,
-        spare: _Spare | None = None,
     ) -> None:
         self.iteration = iteration
-        self._target, self._spare = target, spare
-        self._store_error: CheckpointError | None = None
+        self._target = target
         self._planner = planner
         self._written: WrittenFiles | None = None
         self._is_publishing = False
@@ -181,12 +156,6 @@ class Save:
         self.seconds = 0.0
         """From the start until the checkpoint was complete; known on rank 0 once it is."""
         self._thread: threading.Thread | None = None
-        if spare is not None:
-            try:
-                _open(target, spare.needed)
-            except CheckpointError as error:
-                self._turn_to_disk(error)
-                return
         self._start(self._write)
 
     @property
@@ -216,34 +185,20 @@ class Save:
             whether the checkpoint is complete; if not, call it again later.
 
         Raises:
-            CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed. Or
-                a store failed, and the checkpoint is on the disk instead.
+            CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
         """
-        try:
-            with _discarding(self._target), fail_together(_failure(self._target), CheckpointError):
-                self._join()
-                if self._error is not None:
-                    raise self._error
-        except CheckpointError as error:
-            if not all(all_gather_object(self._copy is None)):
-                raise  # the state may have changed, so a copy made now could be of another step
-            self._turn_to_disk(error)
-            return False
+        with _discarding(self._target), fail_together(_failure(self._target), CheckpointError):
+            self._join()
+            if self._error is not None:
+                raise self._error
         if self._is_publishing:
             _logger.info("saved %s", self._target)
-            if self._store_error is not None:
-                raise CheckpointError(
-                    f"{self._store_error}. THE CHECKPOINT IS IN {self._target} INSTEAD: when the store works "
-                    "again, the same command goes on from there; without --save, it goes on on the disk",
-                    field="save",
-                ) from self._store_error
             return True
         self._is_publishing = True
         is_first = dist.get_rank() == 0
         by_rank: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object(self._written, by_rank)
-        if self._spare is None:
-            self._planner.values = []
+        self._planner.values = []
         if by_rank is not None:
             written: list[WrittenFiles] = by_rank
             self._start(lambda: self._publish(written))
@@ -262,29 +217,6 @@ class Save:
         """Give the checkpoint up, for a run that fails; not a collective. Its folder stays, unpublished."""
         self._cancelled.set()
         self._join()
-
-    def _turn_to_disk(self, error: CheckpointError) -> None:
-        """Write the checkpoint on the disk, because its store has failed; a collective.
-
-        Raises:
-            CheckpointError: `error`, if this is on the disk already, or there is none; or the disk's.
-        """
-        if self._spare is None or self._spare.disk is None or self._store_error is not None:
-            raise error
-        self._store_error = error
-        self._target = iteration_folder(self._spare.disk, self.iteration)
-        _logger.error("%s; IT IS WRITTEN INTO %s INSTEAD, then the run ends", error, self._target)
-        try:
-            with _discarding(self._target):
-                _open(self._target, self._spare.needed)
-                with fail_together(_failure(self._target), CheckpointError):
-                    if dist.get_rank() == 0:
-                        (self._partial / REFUSED_FILE).write_bytes(b"")
-        except CheckpointError as second:
-            raise CheckpointError(f"{error}; nor on the disk: {second}", field="save") from error
-        self._error, self._is_publishing = None, False
-        self._files.clear()
-        self._start(self._write)
 
     def _start(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -305,9 +237,8 @@ class Save:
         try:
             if self._copy is not None:
                 values = self._copy()
-                self._planner.values = values if self._spare is not None else []
+                self._planner.values = []
             if not self._reads_disk:
-                self._copy = None
                 self._copied.set()
             partial = self._partial
             if isinstance(partial, Path):

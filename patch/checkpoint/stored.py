@@ -1,16 +1,16 @@
 """The tensors of a stored checkpoint, without a model or a job: names, shapes, types, any part of the values.
 
-A reader does not depend on how the tensors were cut into pieces when they were saved. It needs memory for
-what it returns and one window, because it reads the records of torch.save by windows: torch's own
-FileSystemReader has a whole stored piece in memory for each part of it that is wanted, and a mapped file ends
-the process by a signal, where a read raises an error, when a disk fails or the file is truncated meanwhile.
+A reader does not depend on how the tensors were cut into pieces when they were saved. Files on a disk are
+mapped, so a reader needs memory for what it returns and one window; torch's own FileSystemReader has a whole
+stored piece in memory for each part of it that is wanted. From a store, the pieces of one tensor are read
+whole. If a mapped file is cut while it is read, SIGBUS ends the process; lengths are checked before.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import math
+import mmap
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,14 @@ from patch.compat.checkpoint_format import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain, load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
-from patch.storage.places import AnyPath, local_file, open_to_read, read_at
+from patch.storage.places import AnyPath, check_kind
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_small
 
 LEGACY_FILE = "model_optim_rng.pt"
 WINDOW_BYTES = 2 * 2**20
-"""Bytes read at once. They fit the processor's cache."""
+"""Bytes copied at once. They fit the processor's cache."""
+_MOST_COMMON_BYTES = 1 << 30
 _MAPPED_BYTES = 256 * 2**20
 """After this many bytes a file is mapped again, so that pages that were read leave the memory."""
 
@@ -100,11 +102,10 @@ class TorchDistReader:
             self._stored = _stored_pieces(folder, index, self._places)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / METADATA_FILE} is no index of tensors: {error}") from error
-        self._records: dict[tuple[str, int], _Record] = {}
-        """Records of the tensor that was read last, by file and offset."""
+        self._records: dict[tuple[str, int], np.ndarray] = {}
+        """The bytes of the pieces of the tensor that was read last, by file and offset."""
         self._last_key: str | None = None
-        self._buffer = np.empty(WINDOW_BYTES, np.uint8)
-        self._remote: tuple[RemotePath, IO[bytes]] | None = None
+        self._mapped: dict[Path, mmap.mmap] = {}
 
     def common(self) -> dict[str, Any]:
         """The plain values of common.pt; objects of a program's own classes are empty stand-ins.
@@ -164,50 +165,77 @@ class TorchDistReader:
         """
         place = self._places[key, ()]
         path = self.folder / place.relative_path
-        with _reading_errors(path, key, place), self._opened(path) as stream:
-            (value,) = _load_record(stream, place)
+        with _reading_errors(path, key, place):
+            (value,) = _load_record(path, place)
             return value
 
     def pieces(self, keys: set[str]) -> Iterator[Piece]:
         """All values of these tensors in the order of the files, a window of neighbouring rows at a time.
 
-        A piece is valid until the next one is read, because all of them share one buffer.
-
         Raises:
             CheckpointError: values cannot be read; the message names the file and the tensor.
         """
-        buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
         stored_pieces = [(key, stored) for key in keys for stored in self._stored.get(key, ())]
         for key, stored in sorted(stored_pieces, key=lambda item: _position(item[1])):
             dtype = self.tensors[key].dtype
             for window in windows(stored.box, WINDOW_BYTES // dtype.itemsize):
-                values = buffer[: math.prod(window.sizes) * dtype.itemsize].view(dtype).view(window.sizes)
-                self._read_part(key, stored, window, values)
-                yield Piece(key, window.offsets, values)
+                yield Piece(key, window.offsets, self._window(key, stored, window))
 
     def _read_part(self, key: str, stored: _StoredPiece, part: Box, target: torch.Tensor) -> None:
-        """Read a part of a stored piece."""
-        path, place = self.folder / stored.place.relative_path, stored.place
+        """Read a part of a stored piece; the values are converted to the target's dtype."""
+        for window in windows(part, WINDOW_BYTES // self.tensors[key].dtype.itemsize):
+            where = _slices(_relative(window, part), window.sizes)
+            target[where].copy_(self._window(key, stored, window))
+
+    def _window(self, key: str, stored: _StoredPiece, window: Box) -> torch.Tensor:
+        """A copy of a part of a stored piece."""
+        path, position = self.folder / stored.place.relative_path, _position(stored)
+        dtype = self.tensors[key].dtype
         if key != self._last_key:
             self._records, self._last_key = {}, key
-        with _reading_errors(path, key, place), self._opened(path) as stream:
-            position = _position(stored)
-            if position not in self._records:
-                dtype = self.tensors[key].dtype
-                self._records[position] = _read_header(stream, place, stored.box.sizes, dtype)
-            offsets = _relative(part, stored.box)
-            _read_region(stream, self._records[position], offsets, target, self._buffer)
+            for mapped in self._mapped.values():
+                mapped.madvise(mmap.MADV_DONTNEED)  # pages that were read leave this process
+        if position not in self._records:
+            with _reading_errors(path, key, stored.place):
+                self._records[position] = self._record(path, stored, dtype)
+        values = self._records[position][_slices(_relative(window, stored.box), window.sizes)]
+        return torch.from_numpy(np.array(values)).view(-1).view(dtype).view(window.sizes)
 
-    @contextmanager
-    def _opened(self, path: AnyPath) -> Iterator[IO[bytes]]:
-        """A file; that of a store stays open until another one is read, with what was read ahead of it."""
+    def _record(self, path: AnyPath, stored: _StoredPiece, dtype: torch.dtype) -> np.ndarray:
+        """The bytes of a stored tensor, those of a number along a last axis; mapped from a file on a disk.
+
+        That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
+
+        Raises:
+            OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it
+                is another one than the index says.
+        """
+        box, place = stored
+        found = _load_record(path, place, "meta" if isinstance(path, Path) else "cpu")
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(f"it is a {type(found).__name__}, its index says {dtype}")
+        if (found.dtype, tuple(found.shape)) != (dtype, box.sizes):
+            says = f"its index says {dtype} of shape {box.sizes}"
+            raise ValueError(f"it is {found.dtype} of shape {tuple(found.shape)}, {says}")
+        shape = (*box.sizes, dtype.itemsize)
         if isinstance(path, Path):
-            with open_to_read(path) as stream:
-                yield stream
-            return
-        if self._remote is None or self._remote[0] != path:
-            self._remote = path, open_to_read(path)
-        yield self._remote[1]
+            storage: Any = found.untyped_storage()
+            first = storage._checkpoint_offset  # None in torch.save's format before 1.6
+            if first is not None and found.is_contiguous():
+                begin = place.offset + first + found.storage_offset() * dtype.itemsize
+                if begin + found.nbytes > place.offset + place.length:
+                    raise EOFError("its values go beyond it")
+                return np.ndarray(shape, np.uint8, self._map(path), begin)
+            found = _load_record(path, place, "cpu")
+        return found.contiguous().view(-1).view(torch.uint8).numpy().reshape(shape)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        """A file as memory."""
+        if path not in self._mapped:
+            check_kind(path)
+            with path.open("rb") as stream:
+                self._mapped[path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._mapped[path]
 
 
 class LegacyReader:
@@ -352,8 +380,11 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 def _load_dict(path: AnyPath) -> dict[str, Any]:
     try:
-        with local_file(path) as file:
-            contents = load_tensors(file)
+        if isinstance(path, Path):
+            check_kind(path)
+            contents = load_tensors(path)
+        else:
+            contents = load_tensors(io.BytesIO(read_small(path, _MOST_COMMON_BYTES)))
     except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from error
     if not isinstance(contents, dict):
@@ -388,92 +419,13 @@ def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
             yield from _nested_tensors(value, f"{prefix}.{name}", seen)
 
 
-class _Record(NamedTuple):
-    """A stored tensor whose values are read when they are wanted."""
-
-    tensor: torch.Tensor
-    """On the device `meta`: its shape and dtype. On the CPU, with its values, if these are not in order."""
-    begin: int | None
-    """The file offset of its values; None if they are not in the order of its elements."""
-
-
-def _read_header(stream: IO[bytes], place: StorageInfo, shape: Sequence[int], dtype: torch.dtype) -> _Record:
-    """A record's tensor without its values, unless they were stored with strides, which ours never are.
-
-    That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619). Place,
-    shape and dtype are those of the index.
-
-    Raises:
-        OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it is
-            another one.
-    """
-    header = _load_record(stream, place, "meta")
-    if not isinstance(header, torch.Tensor):
-        raise ValueError(f"it is a {type(header).__name__}, its index says {dtype}")
-    if (header.dtype, tuple(header.shape)) != (dtype, tuple(shape)):
-        found, expected = tuple(header.shape), tuple(shape)
-        raise ValueError(f"it is {header.dtype} of shape {found}, its index says {dtype} of shape {expected}")
-    storage: Any = header.untyped_storage()
-    first = storage._checkpoint_offset  # None in torch.save's format before 1.6
-    if first is None or not header.is_contiguous():
-        return _Record(_load_record(stream, place, "cpu"), None)
-    begin = place.offset + first + header.storage_offset() * header.element_size()
-    if begin + header.nbytes > place.offset + place.length:
-        raise EOFError("its values go beyond it")
-    return _Record(header, begin)
-
-
-def _load_record(stream: IO[bytes], place: StorageInfo, device: str | None = None) -> Any:
-    view = create_file_view(cast(io.IOBase, stream), place.offset, place.length)
-    return load_plain(cast(IO[bytes], view), device)
-
-
-def _read_region(
-    stream: IO[bytes],
-    record: _Record,
-    offsets: Sequence[int],
-    target: torch.Tensor,
-    buffer: np.ndarray,
-) -> None:
-    """Read a rectangular part of a stored tensor; the values are converted to the target's dtype.
-
-    Neighbouring rows are read at once, as many as fit the buffer: numbers, or slices of more dimensions.
-
-    Args:
-        stream: the data file.
-        record: of `_read_header`.
-        offsets: the part's first element.
-        target: has the part's shape; on any device.
-        buffer: (n,) uint8, the window.
-
-    Raises:
-        OSError, EOFError: the file cannot be read.
-    """
-    header, begin = record
-    size = header.element_size()
-    if begin is None:
-        target.copy_(header[_slices(offsets, target.shape)])
-        return
-    if not header.ndim:  # a single number
-        header, target, offsets = header.view(1), target.view(1), (0,)
-    limit = buffer.nbytes // size
-    axis = next(axis for axis in range(header.ndim) if header.shape[axis + 1 :].numel() <= limit)
-    row = header.shape[axis + 1 :].numel()
-    step = max(1, limit // row)
-    for leading in itertools.product(*map(range, target.shape[:axis])):
-        for first in range(0, target.shape[axis], step):
-            part = target[leading][first : first + step]
-            place = [offset + index for offset, index in zip(offsets, (*leading, first), strict=False)]
-            start = begin + int(np.ravel_multi_index(place, header.shape[: axis + 1])) * row * size
-            is_whole_rows = part.shape[1:].numel() == row
-            if is_whole_rows and part.is_contiguous() and part.is_cpu and part.dtype == header.dtype:
-                memory = part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy()
-                _read_fully(stream, start, memory)
-                continue
-            memory = buffer[: len(part) * row * size]
-            _read_fully(stream, start, memory)
-            values = torch.from_numpy(memory).view(header.dtype).view(len(part), *header.shape[axis + 1 :])
-            part.copy_(values[_slices((0, *offsets[axis + 1 :]), part.shape)])
+def _load_record(path: AnyPath, place: StorageInfo, device: str | None = None) -> Any:
+    if isinstance(path, RemotePath):
+        return load_plain(io.BytesIO(path.read_bytes(place.offset, place.offset + place.length)), device)
+    check_kind(path)
+    with path.open("rb") as stream:
+        view = create_file_view(stream, place.offset, place.length)
+        return load_plain(cast(IO[bytes], view), device)
 
 
 @contextmanager
@@ -488,12 +440,3 @@ def _reading_errors(path: AnyPath, name: str, place: StorageInfo) -> Iterator[No
             f"{path}: {name} (bytes {place.offset} to {place.offset + place.length}) cannot be read: "
             f"{error or type(error).__name__}"
         ) from error
-
-
-def _read_fully(stream: IO[bytes], begin: int, memory: np.ndarray) -> None:
-    view = memory.data
-    while len(view):
-        count = read_at(stream, view, begin)
-        if not count:
-            raise EOFError("the file ends before its values do")
-        view, begin = view[count:], begin + count

@@ -184,20 +184,24 @@ class _InertUnpickler(pickle.Unpickler):
         return type(name, (_Inert,), {"__module__": module})
 
 
-def load_tensors(path: Path) -> Any:
+def load_tensors(source: Path | io.BytesIO) -> Any:
     """torch.load of a file that contains other objects besides tensors; these become empty stand-ins.
 
-    Nothing is imported and no code of the file is run. Tensors are views of the mapped file.
+    Nothing is imported and no code of the file is run. A file on a disk is mapped, its tensors are views.
 
     Raises:
         OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: it is missing or damaged, or is a
             TorchScript archive, which torch.load would pass to torch.jit.load, and that runs its code.
     """
-    if torch.serialization._is_torchscript_zip(torch._C.PyTorchFileReader(str(path))):
+    is_file = isinstance(source, Path)
+    named: Any = str(source) if is_file else source
+    if torch.serialization._is_torchscript_zip(torch._C.PyTorchFileReader(named)):
         raise pickle.UnpicklingError("it is a TorchScript archive, expected a torch.save file")
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     reader = SimpleNamespace(__name__=__name__, Unpickler=_InertUnpickler)
     with _translate_errors():
-        return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
+        return torch.load(source, "cpu", pickle_module=reader, weights_only=False, mmap=is_file)
 
 
 class _BytesUnpickler(_InertUnpickler):

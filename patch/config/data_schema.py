@@ -120,11 +120,6 @@ class CheckpointConfig:
         "the store of the run's checkpoints, such as s3://bucket/run; none: checkpoint/ in the run's folder",
         none="none",
     )
-    save_retry_seconds: float = flag(
-        "how long a store that fails is asked again, before a checkpoint is written to the run's folder",
-        30.0,
-        at_least=0,
-    )
     distributed_checkpointing: bool = flag(
         "every rank writes its part of a checkpoint; always so (refused yet: --no-distributed-checkpointing)",
         True,

@@ -22,10 +22,11 @@ _GONE = [
     ("optimizer", "use_nccl_ub", False),
     ("training", "spike_factor", 10.0),
     ("training", "spike_factor", 0),
+    ("checkpoint", "save_retry_seconds", 30.0),
 ]
 """Keys that the config.yaml of earlier runs has, at the values that changed nothing: passed over.
 
-At another value the answer is that of foreign_flags.txt, section "earlier versions of this project"."""
+At another value the answer is that of foreign_flags.txt, section "Earlier versions of this project"."""
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -114,10 +114,6 @@ def worker_environment(
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
         defaults |= DETERMINISTIC
-    if config.checkpoint.save is not None:
-        # botocore tries a request so often, and s3fs does all of that five times. With botocore's own 5, a
-        # store that is away would keep a save waiting for minutes before the checkpoint goes to the disk.
-        defaults["AWS_MAX_ATTEMPTS"] = "3"
     return {**defaults, **environ}
 
 

@@ -32,14 +32,12 @@ def checkpoint_root(config: RunConfig) -> AnyPath:
     Raises:
         OSError: --save is malformed, or there is no driver for it.
     """
-    checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        return disk_root(config)
-    return RemotePath(checkpoint.save, patience_s=checkpoint.save_retry_seconds)
+    save = config.checkpoint.save
+    return disk_root(config) if save is None else RemotePath(save)
 
 
 def disk_root(config: RunConfig) -> Path:
-    """The folder of checkpoints in the run's folder; with --save, it gets those that the store refuses."""
+    """The folder of checkpoints in the run's folder; with --save, those from before it was given."""
     return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
 
 
@@ -109,7 +107,7 @@ def refuse_left_checkpoints(config: RunConfig) -> None:
             raise _left(config, before, "has its checkpoints")
         return
     try:
-        left = _newest_whole(RemotePath(before, patience_s=0))
+        left = _newest_whole(RemotePath(before))
     except OSError as error:
         _logger.warning("%s does not answer: %s; whether it has a later checkpoint is unknown", before, error)
         return

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.storage.atomic import write_atomically
-from patch.storage.places import AnyPath, new_file, open_to_read, retried
+from patch.storage.places import AnyPath, new_file, open_to_read, windows_of
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json
 
 _COARSE_NS = 2 * 10**9
 _WINDOW_BYTES = 2**20
-"""Bytes summed and then written or read on: they are still in the processor's cache."""
+"""Bytes summed and then written: they are still in the processor's cache."""
 
 
 class Checksum(NamedTuple):
@@ -49,11 +49,9 @@ def content(path: AnyPath) -> Checksum:
         OSError: the file cannot be read.
     """
     length = crc = 0
-    window = memoryview(bytearray(_WINDOW_BYTES))
-    with open_to_read(path, is_buffered=False) as stream:
-        while count := stream.readinto(window):  # type: ignore[attr-defined]
-            crc = zlib.crc32(window[:count], crc)
-            length += count
+    for window in windows_of(path):
+        crc = zlib.crc32(window, crc)
+        length += len(window)
     return Checksum(length, f"{crc:08x}")
 
 
@@ -111,15 +109,12 @@ def write_summed(path: AnyPath, data: bytes) -> Checksum:
         OSError: the file cannot be written.
     """
 
-    def attempt() -> Checksum:
-        file = SummedFile(path)
-        try:
-            file.write(data)
-            return file.finish()
-        finally:
-            file.close()
-
-    return retried(path, attempt)
+    file = SummedFile(path)
+    try:
+        file.write(data)
+        return file.finish()
+    finally:
+        file.close()
 
 
 def difference(path: AnyPath, expected: Checksum) -> str | None:

@@ -18,7 +18,7 @@ OUTPUT_BASEPATH/hf/                                                the exported 
 OUTPUT_BASEPATH/STOP                                               written by people: ends the run
 
 With --save URL, the checkpoints and their .txt files are at URL/, config.yaml, data.json, reference.json and
-metrics.jsonl beside them; OUTPUT_BASEPATH/checkpoint/ has only what the store refused.
+metrics.jsonl beside them; OUTPUT_BASEPATH/checkpoint/ has only what was saved before --save was given.
 """
 
 from __future__ import annotations
@@ -74,8 +74,6 @@ CHECKSUMS_FILE = "checksums.json"
 UNFINISHED_FILE = ".unfinished"
 REMOVED_FILE = ".removed"
 """In a checkpoint of a store: it is being written, it is being removed."""
-REFUSED_FILE = ".refused"
-"""In a checkpoint on the disk: a store has refused it."""
 
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -10,43 +10,36 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import io
 import os
 import shutil
 import stat
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TypeVar
 
 from patch.errors import ConfigError, ConversionError
-from patch.storage.remote import PATIENCE_S, RemoteFile, RemotePath, Stat, is_url
+from patch.storage.remote import RemoteFile, RemotePath, Stat, is_url
 
 AnyPath = Path | RemotePath
 StrPath = str | os.PathLike[str]
 """What other programs may give for a path on the disk."""
-_Value = TypeVar("_Value")
 
 _FLUSHED_BYTES = 16 * 2**20
+_WINDOW_BYTES = 2**20
+"""Bytes read at once from a disk: they are still in the processor's cache when they are used."""
+_REMOTE_WINDOW_BYTES = 16 * 2**20
 _SYNC_FILE_RANGE_WRITE = 2
 """Start to write dirty pages, and wait for none."""
 _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
-def any_path(text: str, *, patience_s: float = PATIENCE_S) -> AnyPath:
+def any_path(text: str) -> AnyPath:
     """The path that a text means: a URL, or a path on the disk.
-
-    Args:
-        text: what a user wrote.
-        patience_s: how long failing requests to a store are tried again.
 
     Raises:
         OSError: the URL is malformed, or there is no driver for it.
     """
-    return RemotePath(text, patience_s=patience_s) if is_url(text) else Path(text)
+    return RemotePath(text) if is_url(text) else Path(text)
 
 
 def local_path(path: StrPath) -> Path:
@@ -87,7 +80,7 @@ def copy_of(folder: Path, name: str, target: Path) -> None:
 def is_in(path: AnyPath, folder: AnyPath) -> bool:
     """Whether `path` is `folder` or something in it."""
     if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
-        return isinstance(path, RemotePath) and isinstance(folder, RemotePath) and path.is_relative_to(folder)
+        return f"{path}/".startswith(f"{folder}/")
     return path.absolute().is_relative_to(folder.absolute())
 
 
@@ -131,11 +124,6 @@ def file_stats(folder: AnyPath) -> dict[str, Stat]:
 def file_sizes(folder: AnyPath) -> dict[str, int]:
     """Bytes of each file; see `file_stats`."""
     return {name: stat.st_size for name, stat in file_stats(folder).items()}
-
-
-def retried(path: AnyPath, attempt: Callable[[], _Value], given_up: threading.Event | None = None) -> _Value:
-    """Call `attempt`, which writes a file; again when a store fails (see `RemotePath.retried`)."""
-    return path.retried(attempt, given_up) if isinstance(path, RemotePath) else attempt()
 
 
 class EarlyFlush:
@@ -191,54 +179,36 @@ def new_file(path: AnyPath) -> NewFile:
     return RemoteFile(path) if isinstance(path, RemotePath) else _LocalFile(path)
 
 
-def open_to_read(path: AnyPath, *, is_buffered: bool = True) -> IO[bytes]:
-    """Open a regular file.
-
-    Args:
-        path: the file; what has perhaps no end is refused, such as a pipe or a device.
-        is_buffered: false for one on a disk that is read in large pieces.
-    Raises:
-        OSError: it cannot be opened, or is none.
-    """
-    if isinstance(path, RemotePath):
-        return path.open("rb")
-    _check_kind(path)
-    return path.open("rb", buffering=-1 if is_buffered else 0)
-
-
-def _check_kind(path: Path) -> None:
-    """Raises OSError for a pipe or a device; to open one may alone wait for ever."""
+def check_kind(path: Path) -> None:
+    """Raise OSError for a pipe or a device: to open one may wait for ever, and it has perhaps no end."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, expected a file", str(path))
 
 
-def read_at(stream: IO[bytes], memory: memoryview, begin: int) -> int:
-    """Fill memory from a place of an open file; the number of bytes read, which may be less than wanted.
+def open_to_read(path: Path) -> IO[bytes]:
+    """Open a regular file of a disk.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: it cannot be opened, or is a pipe or a device.
     """
-    try:
-        descriptor = stream.fileno()
-    except io.UnsupportedOperation:
-        stream.seek(begin)
-        return stream.readinto(memory)  # type: ignore[attr-defined]
-    return os.preadv(descriptor, [memory], begin)
+    check_kind(path)
+    return path.open("rb")
 
 
-@contextmanager
-def local_file(path: AnyPath) -> Iterator[Path]:
-    """A file for a reader that takes nothing but a path: a small one of a store is copied to the disk.
+def windows_of(path: AnyPath) -> Iterator[memoryview | bytes]:
+    """The content of a regular file piece by piece; a piece is valid until the next one is read.
 
     Raises:
-        OSError: it cannot be fetched, or is no regular file.
+        OSError: it cannot be read.
     """
-    if isinstance(path, Path):
-        _check_kind(path)
-        yield path
+    if isinstance(path, RemotePath):
+        size = path.stat().st_size
+        for begin in range(0, size, _REMOTE_WINDOW_BYTES):
+            yield path.read_bytes(begin, min(begin + _REMOTE_WINDOW_BYTES, size))
         return
-    with tempfile.NamedTemporaryFile() as copy:
-        copy.write(path.read_bytes())
-        copy.flush()
-        yield Path(copy.name)
+    check_kind(path)
+    window = memoryview(bytearray(_WINDOW_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(window):
+            yield window[:count]

@@ -7,7 +7,6 @@ and a device such as /dev/zero no end.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import yaml
 
 from patch.errors import shown
-from patch.storage.places import AnyPath, open_to_read
+from patch.storage.places import AnyPath, check_kind
 
 _MOST_BYTES = 1 << 26
 
@@ -30,12 +29,12 @@ def read_small(file: AnyPath, most_bytes: int = _MOST_BYTES) -> bytes:
     Raises:
         OSError: it cannot be read, or is not such a file.
     """
-    with open_to_read(file) as stream:
-        length = stream.seek(0, io.SEEK_END)
-        if length > most_bytes:
-            raise OSError(errno.EFBIG, f"got {length} bytes, expected at most {most_bytes}", str(file))
-        stream.seek(0)
-        return stream.read(length)
+    if isinstance(file, Path):
+        check_kind(file)
+    length = file.stat().st_size
+    if length > most_bytes:
+        raise OSError(errno.EFBIG, f"got {length} bytes, expected at most {most_bytes}", str(file))
+    return file.read_bytes()
 
 
 def read_text(file: Path) -> str:

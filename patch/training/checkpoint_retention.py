@@ -1,24 +1,21 @@
-"""After each save: which checkpoint is the best, links to it and the last, removal of superseded ones."""
+"""After each save: which checkpoint is the best, links to it and the last, removal of superseded ones.
+
+A checkpoint that is removed first gets a hidden name that no reader looks for. A kill in the middle therefore
+leaves each checkpoint whole, or not at all.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from patch.checkpoint.folder import delete_set_aside, set_aside
 from patch.checkpoint.manifest import has_saved_lengths
-from patch.checkpoint.retention import (
-    Retention,
-    delete_set_aside,
-    find_refused,
-    point_link,
-    remove_refused,
-    set_aside_superseded,
-)
 from patch.device import start_thread
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -40,6 +37,46 @@ _logger = get_logger(__name__)
 
 CLOSE_S = 60.0
 """Seconds that the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
+
+
+class Retention(NamedTuple):
+    """Which checkpoints stay; the best one always does."""
+
+    last: int | None = None
+    """Number of the newest ones that stay; None: all."""
+    every: int | None = None
+    """Those whose iteration is a multiple of this stay too; None: no more."""
+
+    def superseded(
+        self,
+        iterations: Iterable[int],
+        best: int | None,
+        is_whole: Callable[[int], bool],
+        uncounted: Collection[int] = (),
+    ) -> list[int]:
+        """The iterations, of these, whose checkpoints may go; in ascending order. The newest never is.
+
+        Args:
+            iterations: those of the checkpoints up to the newest one.
+            best: the iteration of the best checkpoint; None if none is known.
+            is_whole: whether a checkpoint is whole; others neither count nor go. Those that stay anyway are
+                not asked for, because it takes a look at each file.
+            uncounted: iterations that are none of the `last` ones.
+        """
+        if self.last is None:
+            return []
+        newest, *older = sorted(iterations, reverse=True)
+        left, gone = self.last - (newest not in uncounted), []
+        for iteration in older:
+            is_counted = left > 0 and iteration not in uncounted
+            is_kept = iteration == best or (self.every and iteration % self.every == 0)
+            if (is_kept and not is_counted) or not is_whole(iteration):
+                continue
+            if is_counted:
+                left -= 1
+            else:
+                gone.append(iteration)
+        return gone[::-1]
 
 
 class Measure(NamedTuple):
@@ -68,7 +105,6 @@ class CheckpointRetention(TrainerHook):
     Args:
         metrics: the run's metrics.jsonl.
         root: the folder of the run's checkpoints.
-        disk: if that is in a store, the folder on the disk that gets those that the store refuses.
         retention: which of them stay.
         start_iteration: steps already done: those of the newest checkpoint, or 0.
         weights_only: the iteration whose checkpoint has no optimizer states, so that the last ones before it
@@ -83,14 +119,13 @@ class CheckpointRetention(TrainerHook):
         self,
         metrics: Path,
         root: AnyPath,
-        disk: Path,
         retention: Retention,
         start_iteration: int,
         weights_only: int | None = None,
         measure: Measure = LOWEST_LOSS,
     ) -> None:
         self._measure = measure
-        self._root, self._disk, self._retention = root, disk, retention
+        self._root, self._retention = root, retention
         self._newest = start_iteration or None
         self._weights_only = set() if weights_only is None else {weights_only}
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
@@ -110,7 +145,7 @@ class CheckpointRetention(TrainerHook):
         if self._best is None:
             (root / BEST_TRACKER).unlink(missing_ok=True)
         self._point_links()
-        self._in_background(self._delete)
+        self._in_background(partial(delete_set_aside, root))
 
     def on_evaluate(self, record: Record) -> None:
         """Note the metric; after a signal the checkpoint of this step was saved before."""
@@ -125,11 +160,11 @@ class CheckpointRetention(TrainerHook):
         self._mark()
         self._point_links()
         self._abandoned.discard(iteration)
-        if isinstance(self._root, Path):
-            if self._set_aside(iteration):
-                self._in_background(self._delete)
-        else:
-            self._in_background(partial(self._remove, self._root, iteration))
+        delete = partial(delete_set_aside, self._root)
+        if not isinstance(self._root, Path):
+            self._in_background(lambda: self._superseded(iteration) and delete())
+        elif self._superseded(iteration):
+            self._in_background(delete)
 
     def _note(self, record: Record) -> bool:
         """Keep the metric; whether the record has it."""
@@ -156,7 +191,7 @@ class CheckpointRetention(TrainerHook):
         try:
             write_atomically(tracker, f"{best}\n")
         except OSError as error:
-            if isinstance(tracker, RemotePath):  # the next save will tell, and has a way out
+            if isinstance(tracker, RemotePath):  # the next save will tell
                 _logger.warning("%s was not written: %s", tracker, error.strerror)
                 return
             raise CheckpointError(f"{tracker} was not written: {error}; free space, resume") from error
@@ -176,30 +211,9 @@ class CheckpointRetention(TrainerHook):
                 self._root, CLOSE_S,
             )  # fmt: skip
 
-    def _set_aside(self, iteration: int) -> bool:
+    def _superseded(self, iteration: int) -> list[int]:
         uncounted = self._abandoned | self._weights_only
-        gone = set_aside_superseded(self._root, self._retention, iteration, self._best, uncounted)
-        if gone:
-            _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
-        return bool(gone)
-
-    def _remove(self, root: RemotePath, iteration: int) -> None:
-        self._remove_refused(root, iteration)
-        if self._retention.last is not None and self._set_aside(iteration):
-            self._delete()
-
-    def _remove_refused(self, root: RemotePath, iteration: int) -> None:
-        gone = sorted(find_refused(self._disk, iteration))
-        if gone and has_saved_lengths(root / iteration_name(iteration)):
-            remove_refused(self._disk, gone)
-            _logger.info(
-                "%s has the checkpoint of step %d: removed those of steps %s, which it had refused, from %s",
-                root, iteration, ", ".join(map(str, gone)), self._disk,
-            )  # fmt: skip
-
-    def _delete(self) -> None:
-        for place in dict.fromkeys((self._root, self._disk)):
-            delete_set_aside(place)
+        return set_aside_superseded(self._root, self._retention, iteration, self._best, uncounted)
 
     def _in_background(self, work: Callable[[], object]) -> None:
         def guarded(before: list[threading.Thread]) -> None:
@@ -225,3 +239,75 @@ class CheckpointRetention(TrainerHook):
                 "%s gets no links %s and %s (%s): the .txt files there name these checkpoints",
                 self._root, LAST_LINK, BEST_LINK, error.strerror,
             )  # fmt: skip
+
+
+def set_aside_superseded(
+    root: AnyPath, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
+) -> list[int]:
+    """Take the names of the checkpoints that may go; `delete_set_aside` then frees their space.
+
+    Call it in one process, after `newest` was published. Checkpoints of later iterations, which a resume from
+    an older one left, are not touched, and damaged ones neither count nor go. Only the lengths of files are
+    compared: the contents were summed while they were written, and to read them all again after each save
+    would take one process longer than the save.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        retention: what stays.
+        newest: the iteration of the checkpoint that was just saved.
+        best: the iteration of the best checkpoint; None if none is known.
+        uncounted: iterations that are none of the `last` ones: no run can resume from them, or they are from
+            before this run went back to an older one.
+
+    Returns:
+        The iterations of the checkpoints that are gone.
+    """
+    if retention.last is None:
+        return []
+
+    def is_whole(iteration: int) -> bool:
+        return has_saved_lengths(root / iteration_name(iteration))
+
+    if not is_whole(newest):
+        _logger.warning("%s is not whole: no older checkpoint is removed", root / iteration_name(newest))
+        return []
+    gone = []
+    candidates = [iteration for iteration in all_iterations(root) if iteration <= newest]
+    for iteration in retention.superseded(candidates, best, is_whole, uncounted):
+        folder = root / iteration_name(iteration)
+        try:
+            set_aside(folder)
+        except OSError as error:
+            _logger.warning("%s cannot be removed: %s", folder, error.strerror)
+        else:
+            gone.append(iteration)
+    if gone:
+        _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
+    return gone
+
+
+def point_link(root: Path, name: str, iteration: int | None) -> None:
+    """Let the link `name` in `root` lead to a checkpoint; it is replaced atomically.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        name: the name of the link.
+        iteration: that of the checkpoint; None, or one without a checkpoint: the link goes.
+
+    Raises:
+        OSError: the file system has no symbolic links, or something else has this name.
+    """
+    link = root / name
+    if iteration is None or not (root / iteration_name(iteration)).is_dir():
+        if link.is_symlink():
+            link.unlink()
+        return
+    if link.is_symlink() and link.readlink().name == iteration_name(iteration):
+        return
+    draft = root / f".{name}.tmp"
+    try:
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(iteration_name(iteration), target_is_directory=True)
+        draft.replace(link)
+    finally:
+        draft.unlink(missing_ok=True)

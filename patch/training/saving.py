@@ -24,7 +24,7 @@ from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
 from patch.memory import is_on_disk
 from patch.numbers import size_text
-from patch.preflight.checkpoint_places import checkpoint_root, disk_root
+from patch.preflight.checkpoint_places import checkpoint_root
 from patch.preflight.stored_shape import is_hf_folder
 from patch.storage.names import ADAPTER_FOLDER
 from patch.training.run_state import Progress, state_to_save
@@ -111,7 +111,7 @@ class CheckpointSaver:
                 self._copies = None
         copies = None if is_end else self._copies
         self._newest = self._pending = start_save(
-            checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
+            checkpoint_root(run.config), iteration, state, common, copies
         )
         if run.config.adapter.lora_rank:
             write_adapters(run, iteration)

@@ -114,7 +114,7 @@ class StoreMetrics(TrainerHook):
             self._sending.join(_WAIT_S)
 
     def _send(self, content: bytes) -> None:
-        """A failure is no reason to end the run: the next save will tell, and has a way out."""
+        """A failure is no reason to end the run: the next save will tell."""
         try:
             write_atomically(self._root / self._file.name, content)
         except OSError as error:

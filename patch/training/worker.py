@@ -11,7 +11,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from patch import compat
-from patch.checkpoint.retention import Retention
 from patch.checks.run_length import profiled_steps
 from patch.config import to_yaml
 from patch.config.fields import FIELDS, scalar_of
@@ -30,7 +29,7 @@ from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError, ConfigError
 from patch.logger import configure_logging, get_logger
 from patch.optimizer.kernels import try_kernel
-from patch.preflight.checkpoint_places import checkpoint_root, disk_root
+from patch.preflight.checkpoint_places import checkpoint_root
 from patch.preflight.resume_guard import check_tokens, remember_data
 from patch.preflight.stored_shape import has_hf_config
 from patch.storage.atomic import write_record
@@ -39,7 +38,7 @@ from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 from patch.training import HOOKS
-from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure
+from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
@@ -159,9 +158,7 @@ def _retention(run: Run, root: AnyPath, measure: Measure) -> CheckpointRetention
     retention = Retention(last or (1 if every else None), every)
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
     metrics = Path(config.output_path) / METRICS_FILE
-    return CheckpointRetention(
-        metrics, root, disk_root(run.config), retention, run.start_iteration, weights_only, measure
-    )
+    return CheckpointRetention(metrics, root, retention, run.start_iteration, weights_only, measure)
 
 
 def _compare_runs(config: RunConfig) -> None:

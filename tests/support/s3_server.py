@@ -3,7 +3,7 @@
 `Server.fail` sets what fails from then on:
 
     none            nothing
-    every/3         every third request: by turns an answer 503 and a connection that breaks
+    every/10        every tenth request: by turns an answer 503 and a connection that breaks
     after/N/WORD    all requests, once N of those that write a name with WORD in it have been answered
 """
 
@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
-    "AWS_MAX_ATTEMPTS": "1",  # of botocore, which waits a second before another one
+    "AWS_MAX_ATTEMPTS": "2",  # of botocore, which waits up to a second before another one
     "NO_PROXY": HOST,
     "no_proxy": HOST,
 }

@@ -12,10 +12,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.retention import Retention, set_aside_superseded
 from patch.checkpoint.save import Save, start_save
 from patch.errors import CheckpointError
 from patch.storage.names import TRACKER, iteration_name
+from patch.training.checkpoint_retention import Retention, set_aside_superseded
 
 PAGE = 4096
 

@@ -12,13 +12,9 @@ from kills import killer_at
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint, weights_folder
-from patch.checkpoint.retention import (
-    Retention,
-    delete_set_aside,
-    point_link,
-    set_aside_superseded,
-)
+from patch.checkpoint.folder import delete_set_aside
 from patch.errors import CheckpointError
+from patch.training.checkpoint_retention import Retention, point_link, set_aside_superseded
 
 
 def state(value: float) -> dict:

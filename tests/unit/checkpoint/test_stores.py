@@ -18,24 +18,23 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.compare import compare
-from patch.checkpoint.folder import NoWholeCheckpointError
+from patch.checkpoint.folder import NoWholeCheckpointError, delete_set_aside
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.inspect import find_stored, inspect
-from patch.checkpoint.retention import Retention, delete_set_aside, set_aside_superseded
 from patch.checkpoint.save import start_save
 from patch.checkpoint.stored import TorchDistReader
 from patch.config import to_yaml
 from patch.errors import CheckpointError
 from patch.storage.lock import hold_run
 from patch.storage.remote import RemotePath
-from patch.training.run_state import Progress, find_newest
+from patch.training.checkpoint_retention import Retention, set_aside_superseded
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest) -> RemotePath:
-    return RemotePath(f"memory://{request.node.name}", patience_s=0.2)
+    return RemotePath(f"memory://{request.node.name}")
 
 
 def state(value: float) -> dict:
@@ -100,7 +99,7 @@ def test_damage_is_found_and_other_checkpoints_are_taken(root, logged) -> None:
 def test_store_that_does_not_answer_is_no_damage() -> None:
     """An older checkpoint would be taken for it."""
     with failing_store():
-        root = RemotePath("failing://run", patience_s=0.01)
+        root = RemotePath("failing://run")
         for iteration in (1, 2):
             save(root, iteration, 1.0)
         for working in range(0, 12, 2):
@@ -138,53 +137,30 @@ def test_inspection_and_comparison_of_a_store_with_the_disk(root, tmp_path) -> N
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_store_that_dies_at_any_moment_of_a_save_leaves_a_copy_on_the_disk(tmp_path, in_background) -> None:
-    """In the background the state has changed when the copy is written."""
-    moments = 0
+def test_store_that_dies_at_any_moment_of_a_save_leaves_the_checkpoint_before(in_background) -> None:
     for working in range(0, 60, 3):
         with failing_store():
-            root, disk = RemotePath("failing://run", patience_s=0.01), tmp_path / str(working)
+            root = RemotePath("failing://run")
             save(root, 1, 1.0)
-            values = state(2.0)
             die(working)
-            copies = HostCopies() if in_background else None
-            saving = start_save(root, 2, values, {"consumed_samples": 8}, copies, disk=disk)
-            saving.wait_for_copies()
-            if in_background:
-                values["model"]["w"].data.fill_(99.0)
             try:
-                saving.finish()
+                start_save(root, 2, state(2.0), {}, HostCopies() if in_background else None).finish()
                 break  # a save has fewer requests
             except CheckpointError as error:
-                assert error.field == "save"
-                assert re.search(rf"failing://run.*no answer.* IS IN {disk}/iter_0000002 INSTEAD", str(error))
+                assert re.search(r"run/iter_0000002 (was not|is complete, but) .*no answer", str(error))
             finally:
                 answer(())
-            moments += 1
-            place, progress = find_newest(root, disk)
-            assert place == (disk if latest_iteration(root) == 1 else root)
-            assert progress == Progress(2, 8) and loaded(disk, 2) == loaded(place, 2) == 2.0
+            newest = latest_iteration(root)
+            assert newest == 1 or loaded(root, 2) == 2.0, "it was published before the tracker was written"
             save(root, 3, 3.0)
-            assert find_newest(root, disk) == (root, Progress(3, 12))
+            assert latest_iteration(root) == 3 and loaded(root, 3) == 3.0
             assert ".unfinished" not in {name.partition("/")[2] for name in root.files()}
-    assert moments > 6
-
-
-def test_neither_store_nor_disk(tmp_path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with failing_store():
-        root = RemotePath("failing://run", patience_s=0.01)
-        die(0)
-        with pytest.raises(CheckpointError, match="no answer.*; nor on the disk: .*Not a directory"):
-            start_save(root, 1, state(1.0), {}, disk=tmp_path / "file").finish()
-        with pytest.raises(CheckpointError, match="was not started.*no answer"):
-            save(root, 1, 1.0)
+    assert working > 18
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, monkeypatch, is_whole) -> None:
+def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, is_whole) -> None:
     """Whether that one has written it, or still writes."""
-    monkeypatch.setattr("patch.storage.lock._SETTLE_S", 0.01)
     save(root, 1, 1.0)
     with hold_run(root):
         lock = (root / ".lock").read_bytes()

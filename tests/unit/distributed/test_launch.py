@@ -59,8 +59,6 @@ ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUD
         ({"deterministic_mode": True}, "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         # NVLS reductions differ from call to call (pytorch#154880).
         ({"deterministic_mode": True}, "NCCL_ALGO", "^NVLS"),
-        # How long S3 keeps a save waiting.
-        ({"save": "s3://bucket/run"}, "AWS_MAX_ATTEMPTS", "3"),
         ({}, ALLOCATOR, "expandable_segments:True"),
         ({}, OLDER, None),
         # One queue where tensor-parallel layers need it: up to Hopper, Blackwell keeps the order by itself.

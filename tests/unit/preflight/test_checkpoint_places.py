@@ -32,7 +32,7 @@ def fill(root, iteration: int) -> None:
 
 
 def test_store_that_does_not_answer_is_refused_before_a_process_starts(command) -> None:
-    config = command.parse("--save=failing://bucket/run", "--save-retry-seconds=0").config
+    config = command.parse("--save=failing://bucket/run").config
     with failing_store():
         for error in (PermissionError("Access Denied"), ConnectionError("unreachable")):
             answer([error])
@@ -99,13 +99,13 @@ def test_run_that_forgets_its_store_does_not_start_over(command, url) -> None:
     for flags, got in (([], "none"), (["--save=memory://another"], "memory://another")):
         with refused(ConfigError, match=f"--save: got {got}, expected {url}: there the run in .*out has its"):
             resume_notes(command.parse(*flags).config)
-    fill(output / "checkpoint", 20)  # what the store has refused
+    fill(output / "checkpoint", 20)
     remember_data(config, [])
     assert resume_notes(command.parse().config) == [f"--save: {url} before, none from here on"]
 
 
 def test_run_that_forgets_its_store_does_not_go_back(command, url) -> None:
-    """The disk has an earlier checkpoint, which the store refused once."""
+    """The disk has an earlier checkpoint, from before the run got its store."""
     output = command.folder / "out"
     begun = command.parse(f"--save={url}").config
     fill(output / "checkpoint", 4)
@@ -113,7 +113,7 @@ def test_run_that_forgets_its_store_does_not_go_back(command, url) -> None:
     remember_data(command.parse("--resume-with-changed-data").config, [])
     others = [command.parse(*flags).config for flags in ([], ["--save=memory://other_place"])]
     fill(RemotePath(url), 2)
-    assert [len(resume_notes(config)) for config in others] == [1, 1], "what a failed store is told"
+    assert [len(resume_notes(config)) for config in others] == [1, 1], "what another store is told"
     fill(RemotePath(url), 6)
     assert [len(resume_notes(config)) for config in others] == [1, 1], "its last one was interrupted"
     (RemotePath(url) / "iter_0000006" / "checksums.json").write_bytes(b"")

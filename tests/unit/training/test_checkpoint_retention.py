@@ -11,22 +11,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from failing_store import answer, die, failing_store
 from full_disk import disk_full_after
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from training_runs import build_seeded_run
 
-from patch.checkpoint import latest_iteration, save_checkpoint
-from patch.checkpoint.retention import Retention
-from patch.checkpoint.save import start_save
+from patch.checkpoint import save_checkpoint
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.storage.names import METRICS_FILE, all_iterations, iteration_name
-from patch.storage.remote import RemotePath
 from patch.training import checkpoint_retention
-from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure
+from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
 from patch.training.metrics import MetricsLog
 from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
@@ -39,7 +34,7 @@ SCORE = Measure("tasks/cmmlu/acc", is_higher_better=True)
 def kept(output: Path, start: int, **changes: Any) -> CheckpointRetention:
     """The hook of a run in this folder."""
     root = output / "checkpoint"
-    places = {"root": root, "disk": root, "retention": Retention()} | changes
+    places = {"root": root, "retention": Retention()} | changes
     return CheckpointRetention(output / METRICS_FILE, start_iteration=start, **places)
 
 
@@ -129,7 +124,7 @@ def test_deletion_that_hangs_holds_up_neither_a_save_nor_the_end(
     (tmp_path / ".removed_iter_0000009").mkdir()
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        hook = kept(tmp_path, 0, root=tmp_path, disk=tmp_path, retention=Retention(last=1))
+        hook = kept(tmp_path, 0, root=tmp_path, retention=Retention(last=1))
         hook.on_save(2)
         hook.close()
     assert time.monotonic() - begin < 5
@@ -145,7 +140,7 @@ def test_run_that_went_back_counts_its_own_checkpoints(one_process, tmp_path: Pa
 
     for iteration in (1, 2, 3):
         save(iteration)
-    hook = kept(tmp_path, 2, root=tmp_path, disk=tmp_path, retention=Retention(last=2))
+    hook = kept(tmp_path, 2, root=tmp_path, retention=Retention(last=2))
     left = []
     for iteration in (4, 5):
         save(iteration)
@@ -165,42 +160,12 @@ def test_folder_without_links_is_said_once(tmp_path: Path, monkeypatch, caplog) 
     (tmp_path / iteration_name(1)).mkdir()
     (tmp_path / ".removed_iter_0000009").mkdir()
     with caplog.at_level(logging.WARNING):
-        hook = kept(tmp_path, 1, root=tmp_path, disk=tmp_path)
+        hook = kept(tmp_path, 1, root=tmp_path)
         hook.on_save(1)
         hook.close()
     (record,) = caplog.records
     assert "gets no links last and best (Operation not permitted)" in record.getMessage()
     assert [path.name for path in tmp_path.iterdir()] == [iteration_name(1)]
-
-
-def test_what_the_store_refused_goes_from_the_disk_once_the_store_is_further(
-    one_process, tmp_path, caplog
-) -> None:
-    """Not what was saved on the disk before the run got a store, and not a later one."""
-
-    def state() -> dict:
-        return {"model": {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}}
-
-    caplog.set_level(logging.INFO, "patch")
-    with failing_store():
-        root, disk = RemotePath("failing://run", patience_s=0), tmp_path / "checkpoint"
-        save_checkpoint(disk, 1, state(), {})
-        for iteration in (2, 3, 5):
-            die(0)
-            with pytest.raises(CheckpointError, match=" INSTEAD"):
-                start_save(root, iteration, state(), {}, disk=disk).finish()
-        answer(())
-        hook = kept(tmp_path, 3, root=root, disk=disk)
-        left = []
-        for iteration in (4, 5, 6):
-            save_checkpoint(root, iteration, state(), {})
-            hook.on_save(iteration)
-            hook.close()
-            left.append((sorted(all_iterations(disk)), latest_iteration(disk)))
-        assert sorted(all_iterations(root)) == [4, 5, 6]
-    assert left == [([1, 5], 5), ([1], 1), ([1], 1)]
-    assert not list(disk.glob(".*")), "their space is free"
-    assert "step 4: removed those of steps 2, 3, which it had refused" in caplog.text
 
 
 class Part(NamedTuple):
