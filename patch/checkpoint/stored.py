@@ -26,7 +26,7 @@ from patch.compat.checkpoint_format import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain, load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
-from patch.storage.places import AnyPath, check_kind
+from patch.storage.places import AnyPath, check_kind, open_to_read
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_small
 
@@ -232,8 +232,7 @@ class TorchDistReader:
     def _map(self, path: Path) -> mmap.mmap:
         """A file as memory."""
         if path not in self._mapped:
-            check_kind(path)
-            with path.open("rb") as stream:
+            with open_to_read(path) as stream:
                 self._mapped[path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._mapped[path]
 
@@ -422,8 +421,7 @@ def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
 def _load_record(path: AnyPath, place: StorageInfo, device: str | None = None) -> Any:
     if isinstance(path, RemotePath):
         return load_plain(io.BytesIO(path.read_bytes(place.offset, place.offset + place.length)), device)
-    check_kind(path)
-    with path.open("rb") as stream:
+    with open_to_read(path) as stream:
         view = create_file_view(stream, place.offset, place.length)
         return load_plain(cast(IO[bytes], view), device)
 

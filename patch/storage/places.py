@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from patch.errors import ConfigError, ConversionError
@@ -186,7 +187,7 @@ def check_kind(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a pipe or a device, expected a file", str(path))
 
 
-def open_to_read(path: Path) -> IO[bytes]:
+def open_to_read(path: Path) -> BufferedReader:
     """Open a regular file of a disk.
 
     Raises:
