@@ -94,6 +94,7 @@ def test_files_of_others_are_opened_by_storage_which_looks_at_them(house):
         for node in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
             called = getattr(node.func, "attr", "open" if getattr(node.func, "id", "") == "open" else "")
             modes = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-            if (called in ("read_text", "read_bytes") and not node.args) or (called == "open" and "rb" in modes):
+            is_whole = called in ("read_text", "read_bytes") and not node.args
+            if is_whole or (called == "open" and "rb" in modes):
                 found.setdefault(name, []).append(node.lineno)
     assert not found, "use open_to_read, read_small or read_json of patch.storage"
