@@ -33,9 +33,13 @@ from patch.storage.text_files import read_small
 LEGACY_FILE = "model_optim_rng.pt"
 WINDOW_BYTES = 2 * 2**20
 """Bytes copied at once. They fit the processor's cache."""
+_MOST_MAPPED = 64
+"""Files that are mapped at once: each keeps a file open."""
 _MOST_COMMON_BYTES = 1 << 30
 _MAPPED_BYTES = 256 * 2**20
-"""After this many bytes a file is mapped again, so that pages that were read leave the memory."""
+"""After this many bytes a file of the old format is mapped again, so that its pages leave the memory."""
+_KEPT_BYTES = 16 * 2**20
+"""After this many bytes the pages of mapped files that were read leave the memory of this process."""
 
 
 class StoredTensor(NamedTuple):
@@ -106,6 +110,8 @@ class TorchDistReader:
         """The bytes of the pieces of the tensor that was read last, by file and offset."""
         self._last_key: str | None = None
         self._mapped: dict[Path, mmap.mmap] = {}
+        self._num_bytes = 0
+        """Bytes that were read since pages left the memory."""
 
     def common(self) -> dict[str, Any]:
         """The plain values of common.pt; objects of a program's own classes are empty stand-ins.
@@ -193,13 +199,17 @@ class TorchDistReader:
         dtype = self.tensors[key].dtype
         if key != self._last_key:
             self._records, self._last_key = {}, key
-            for mapped in self._mapped.values():
-                mapped.madvise(mmap.MADV_DONTNEED)  # pages that were read leave this process
         if position not in self._records:
             with _reading_errors(path, key, stored.place):
                 self._records[position] = self._record(path, stored, dtype)
         values = self._records[position][_slices(_relative(window, stored.box), window.sizes)]
-        return torch.from_numpy(np.array(values)).view(-1).view(dtype).view(window.sizes)
+        copied = np.array(values)
+        self._num_bytes += copied.nbytes
+        if self._num_bytes > _KEPT_BYTES:
+            self._num_bytes = 0
+            for mapped in self._mapped.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+        return torch.from_numpy(copied).view(-1).view(dtype).view(window.sizes)
 
     def _record(self, path: AnyPath, stored: _StoredPiece, dtype: torch.dtype) -> np.ndarray:
         """The bytes of a stored tensor, those of a number along a last axis; mapped from a file on a disk.
@@ -232,6 +242,9 @@ class TorchDistReader:
     def _map(self, path: Path) -> mmap.mmap:
         """A file as memory."""
         if path not in self._mapped:
+            if len(self._mapped) == _MOST_MAPPED:
+                self._records.clear()
+                self._mapped.clear()
             with open_to_read(path) as stream:
                 self._mapped[path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._mapped[path]

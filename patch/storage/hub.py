@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -46,7 +47,6 @@ _FILE = re.compile(
 )
 """Endings of files; a path with one is a misspelled path, not a name."""
 _SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
-_FORBIDDEN = "HF_HUB_OFFLINE forbids to download"
 
 
 class HubName(NamedTuple):
@@ -64,17 +64,6 @@ class HubName(NamedTuple):
     def folder_name(self) -> str:
         """The name of its folder in the cache."""
         return f"{self.kind}s--{self.repo.replace('/', '--')}"
-
-
-class _Wanted(NamedTuple):
-    """What is needed of a repository, and what is said where it is missing."""
-
-    patterns: Sequence[str]
-    is_there: Callable[[Path], bool]
-    """Whether a snapshot's folder holds it."""
-    words: str
-    error: type[PatchError]
-    field: str | None
 
 
 def shadowed_by(text: str) -> str | None:
@@ -138,13 +127,13 @@ def fetch_model(
         PatchError: of that kind: the hub does not know the name or cannot be reached, the download fails, or
             the repository does not hold what is needed.
     """
+    patterns = MODEL_FILES + WEIGHT_FILES if weights else MODEL_FILES
+    words = "weights as safetensors" if weights else "config.json"
 
     def is_there(folder: Path) -> bool:
         return (folder / "config.json").is_file() and not (weights and lacking_weights(folder))
 
-    patterns = MODEL_FILES + WEIGHT_FILES if weights else MODEL_FILES
-    words = "weights as safetensors" if weights else "config.json"
-    return _fetch(name, _Wanted(patterns, is_there, words, error, field))
+    return _fetch(name, patterns, is_there, words, error, field)
 
 
 def fetch_tokenizer(
@@ -155,7 +144,7 @@ def fetch_tokenizer(
     def is_there(folder: Path) -> bool:
         return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
-    return _fetch(name, _Wanted(MODEL_FILES, is_there, " or ".join(TOKENIZER_FILES), error, field))
+    return _fetch(name, MODEL_FILES, is_there, " or ".join(TOKENIZER_FILES), error, field)
 
 
 def fetch_data(name: HubName, *, field: str | None = None) -> Path:
@@ -165,7 +154,7 @@ def fetch_data(name: HubName, *, field: str | None = None) -> Path:
         DataError: see `fetch_model`.
     """
     words = "files of rows (JSON, Parquet, Arrow or CSV)"
-    return _fetch(name, _Wanted(DATA_FILES, lambda folder: bool(data_files(folder)), words, DataError, field))
+    return _fetch(name, DATA_FILES, lambda folder: bool(data_files(folder)), words, DataError, field)
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -173,57 +162,60 @@ def data_files(folder: Path) -> list[Path]:
     return row_files(file for file in folder.rglob("*") if file.is_file())
 
 
-def _fetch(name: HubName, wanted: _Wanted) -> Path:
-    """The folder of a snapshot that holds what is wanted: from the cache, or downloaded into it."""
+def _fetch(
+    name: HubName,
+    patterns: Sequence[str],
+    is_there: Callable[[Path], bool],
+    words: str,
+    error_type: type[PatchError],
+    field: str | None,
+) -> Path:
+    """The folder of a snapshot that holds what is wanted: from the cache, or downloaded into it.
+
+    Args:
+        name: of the repository.
+        patterns: what is downloaded.
+        is_there: whether a snapshot's folder holds what is wanted.
+        words: what is wanted, for messages.
+        error_type: of the error where it is missing.
+        field: the field of the configuration that holds the name.
+    """
     from huggingface_hub import constants, snapshot_download  # takes 0.6 s, and few runs need it
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(
             name.repo,
             repo_type=name.kind,
             revision=name.revision,
-            allow_patterns=list(wanted.patterns),
+            allow_patterns=list(patterns),
             # Files in a model's folders are other forms of the same weights and tokenizers of other programs.
             ignore_patterns=["*/*"] if name.kind == "model" else None,
             local_files_only=local,
         )
         return Path(folder)
 
-    cache = Path(constants.HF_HUB_CACHE)
+    folder, cache, is_offline = None, Path(constants.HF_HUB_CACHE), constants.HF_HUB_OFFLINE
     try:
-        folder = _held(snapshot, wanted)
-        if folder is None:
-            _logger.info("%s: %s is downloaded into %s", name.repo, wanted.words, cache)
+        with suppress(LocalEntryNotFoundError):
+            folder = snapshot(local=True)
+        if folder is None or not is_there(folder):
+            _logger.info("%s: %s is downloaded into %s", name.repo, words, cache)
             folder = snapshot(local=False)
+        if is_there(folder):
+            return folder
+        reason, cause = "the hub does not have them or cannot be reached", None
     except Exception as error:  # noqa: BLE001 - it raises errors of httpx, OSError and ValueError
-        reason = _reason(error, name, offline=constants.HF_HUB_OFFLINE)
-        part = getattr(error, "snapshot_path", None)
-        found = f"has no {wanted.words} in {part}" if part else f"is neither a path nor in {cache}"
-        raise wanted.error(f"{name.repo} {found}, and {reason}", field=wanted.field) from error
-    if not wanted.is_there(folder):
-        reason = _FORBIDDEN if constants.HF_HUB_OFFLINE else "the hub does not have them or cannot be reached"
-        message = f"{name.repo} has no {wanted.words} in {folder}, and {reason}"
-        raise wanted.error(message, field=wanted.field)
-    return folder
+        folder, reason, cause = getattr(error, "snapshot_path", None), _reason(error, name), error
+    found = f"has no {words} in {folder}" if folder else f"is neither a path nor in {cache}"
+    reason = "HF_HUB_OFFLINE forbids to download" if is_offline else reason
+    raise error_type(f"{name.repo} {found}, and {reason}", field=field) from cause
 
 
-def _held(snapshot: Callable[..., Path], wanted: _Wanted) -> Path | None:
-    """The snapshot's folder if the cache has all that is wanted."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = snapshot(local=True)
-    except LocalEntryNotFoundError:
-        return None
-    return folder if wanted.is_there(folder) else None
-
-
-def _reason(error: Exception, name: HubName, *, offline: bool) -> str:
+def _reason(error: Exception, name: HubName) -> str:
     """Why a download failed, in one line."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if offline:
-        return _FORBIDDEN
     if isinstance(error, GatedRepoError):
         return "its terms must be accepted on its page of the hub, then log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, RevisionNotFoundError):

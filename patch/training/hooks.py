@@ -5,7 +5,7 @@ registered (`patch.training.register_hook`). Here are progress, the last save an
 of --profile; metrics and checkpoints have own files.
 
 log/last_saved_iteration.txt tells a job's script whether a run gets on. The tracker does not: with --save URL
-it is in the store, and the one on the disk is of a copy that the store once refused.
+it is in the store, and one on the disk is of a checkpoint from before --save was given.
 
 A trace has the phases of each step, the buckets' reductions and gathers, the chunks' copies and updates, and
 waits, by name. Perfetto and chrome://tracing draw it.

@@ -96,7 +96,7 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
 
     Args:
         root: the folder of the run's checkpoints.
-        disk: the folder of those that a store has refused, or that were saved before --save was given.
+        disk: the folder of those that were saved before --save was given.
 
     Returns:
         the folder with the checkpoint, and its progress; `root` and None if there is none.

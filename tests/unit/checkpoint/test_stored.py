@@ -114,6 +114,19 @@ def test_files_hold_what_torch_reads_and_their_checksums(tmp_path, is_strided):
         assert read.float().tolist() == value.float().tolist()
 
 
+def test_files_that_are_not_all_mapped_at_once_are_read(one_process, tmp_path, monkeypatch):
+    """A checkpoint of a thousand ranks has more files than a process may have open."""
+    monkeypatch.setattr(stored, "_MOST_MAPPED", 1)
+    monkeypatch.setattr(stored, "_KEPT_BYTES", 0)
+    tensors = {name: torch.randn(5, 3) for name in ("a", "b")}
+    shards = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    save_checkpoint(tmp_path, 1, {"model": shards}, {})
+    reader = TorchDistReader(tmp_path / "iter_0000001")
+    for name in ("a", "b", "a"):
+        assert torch.equal(reader.read(name, Box((0, 0), (5, 3))), tensors[name])
+        assert len(reader._mapped) == 1
+
+
 def of_all_ranks(tensor: torch.Tensor, rank: int) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets("w", tensor, replica_id=rank)
 
