@@ -166,7 +166,7 @@ def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str,
 
 def _refuse_non_finite(shards: list[ShardedBase]) -> None:
     for shard in shards:
-        data = shard.data if isinstance(shard, ShardedTensor) else None
+        data = shard.data.detach() if isinstance(shard, ShardedTensor) and shard.data is not None else None
         if data is not None and data.itemsize > 1 and not is_on_disk(data) and not is_finite(data):
             raise CheckpointError(
                 f"{shard.key} has values that are NaN or infinite, expected finite ones: take an earlier step"

@@ -10,6 +10,7 @@ from refusals import Payload
 
 from patch.checkpoint import load_checkpoint, read_common, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
+from patch.checkpoint.load import load_only_weights
 from patch.config import user_message
 from patch.errors import CheckpointError
 from patch.training.run_state import CURES
@@ -45,6 +46,17 @@ def sections(values: dict[str, torch.Tensor]) -> dict:
 def root(tmp_path: Path) -> Path:
     save_checkpoint(tmp_path, 7, sections(tensors()), COMMON)
     return tmp_path
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    values = tensors()
+    values["decoder.weight"][1, 2] = torch.nan
+    save_checkpoint(tmp_path, 7, sections(values), COMMON)
+    folder, state = iteration_folder(tmp_path, 7), {"model": sections(tensors())["model"]}
+    state["model"]["decoder.weight"].data = torch.nn.Parameter(torch.zeros(4, 4))  # as of a model
+    with pytest.raises(CheckpointError, match="decoder.weight has values that are NaN or infinite"):
+        load_only_weights(folder, state["model"], prefixes=("decoder.", "embedding."), vocab_size=6)
+    assert load_checkpoint(tmp_path, 7, sections(tensors())), "a resume goes on from what it saved"
 
 
 def test_load_brings_every_bit_back_in_place(root):
