@@ -1,11 +1,13 @@
-"""The walls of the house: how long a file, a function and an argument list may be, and how large the whole.
+"""The largest size of a file, a function and an argument list, and of the whole project.
 
-A commit that raises a figure of BUDGET says what it buys; one that takes away lowers it. The aims are 29,000
-lines of code of the product, 25,500 of tests, 15 % small modules and 45 files in a room.
+BUDGET is the most lines of code that the product (patch, toolkits, examples, the C++ kernel) and the tests may
+have. It only falls; an issue may raise it only by the allowance written in it. Code that moves to another
+room takes its lines along. Never set it to today's count. Data files (.txt, .yaml) are printed apart.
 """
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 
@@ -13,8 +15,10 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 POSITIONAL_ARGUMENTS = 8
 SMALL_LINES = 45
-BUDGET = {"product": 41_278, "tests": 35_125, "small modules, %": 15, "files in a room": 45}
+BUDGET = {"product": 38_500, "tests": 35_000}
 """Lines of code are those without docstrings, comments and blanks."""
+SMALL_MODULES_PERCENT, FILES_IN_A_ROOM = 15, 45
+DATA = (".txt", ".yaml", ".jinja")
 NO_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -44,17 +48,32 @@ def _lines_of_code(source) -> int:
     return len(lines)
 
 
-def test_the_whole_stays_within_its_budget(all_sources):
+def _lines_of_cpp(text: str) -> int:
+    lines = re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines()
+    return sum(bool(line.partition("//")[0].strip()) for line in lines)
+
+
+def test_the_whole_stays_within_its_budget(all_sources, root):
     sizes = {source.path.parts: _lines_of_code(source) for source in all_sources}
-    product = {parts: lines for parts, lines in sizes.items() if parts[0] in ("patch", "toolkits")}
-    rooms = Counter(parts[:2] for parts in product if len(parts) > 2)
-    found = {
-        "product": sum(product.values()),
-        "tests": sum(lines for parts, lines in sizes.items() if parts[0] == "tests"),
-        "small modules, %": round(100 * sum(n < SMALL_LINES for n in product.values()) / len(product)),
-        "files in a room": max(rooms.values()),
-    }
-    assert not {name: n for name, n in found.items() if n > BUDGET[name]}, found
+    there = [file for folder in ("patch", "toolkits") for file in (root / folder).rglob("*.*")]
+    kernels = [file for file in there if file.suffix == ".cpp"]
+    sizes |= {file.relative_to(root).parts: _lines_of_cpp(file.read_text()) for file in kernels}
+    rooms, data = Counter(), Counter()
+    for parts, lines in sizes.items():
+        rooms["/".join(parts[: 1 + (len(parts) > 2 and parts[0] != "tests")])] += lines
+    for file in (file for file in there if file.suffix in DATA):
+        data[str(file.relative_to(root))] = file.read_text().count("\n")
+    found = {"product": rooms.total() - rooms["tests"], "tests": rooms["tests"]}
+    print(found, *sorted(rooms.items()), "data:", *sorted(data.items()), sep="\n")
+    assert not {name: lines for name, lines in found.items() if lines > BUDGET[name]}
+
+
+def test_rooms_have_few_files_and_few_small_ones(house):
+    installed = [source for source in house if source.path.parts[0] != "examples"]
+    rooms = Counter(source.path.parts[:2] for source in installed if len(source.path.parts) > 2)
+    assert max(rooms.values()) <= FILES_IN_A_ROOM, rooms.most_common(1)
+    small = sum(_lines_of_code(source) < SMALL_LINES for source in installed)
+    assert round(100 * small / len(installed)) <= SMALL_MODULES_PERCENT
 
 
 def test_functions_stay_below_the_wall(all_sources):
