@@ -119,8 +119,6 @@ class _Screen:
             self._say("  checksums: it has none; the lengths of its files are checked")
         for complaint in found.complaints:
             self._say(f"  DAMAGED {complaint}", "bold red")
-        for target in found.loads_into:
-            self._say(f"  loads into {target}")
         for other in found.neighbours:
             note = f" ({other.note})" if other.note else ""
             self._say(f"  in its folder: {other.name}, {size_text(other.num_bytes)}{note}", "dim")

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from hf_families import family_model
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from refusals import Payload
 from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 
 from patch.checkpoint import save_checkpoint
-from patch.convert import hf_to_mcore
 from toolkits.inspect_checkpoint import main
 
 W, STATE, STEPS = "decoder.w", "optimizer.exp_avg.decoder.w", "embedding.steps"
@@ -135,7 +133,7 @@ def test_damaged_file_is_named(one_process, tmp_path, capsys, name):
     code, report = inspect(tmp_path, tmp_path / "run")
     (found,) = report["checkpoints"]
     assert code == 4 and [str(path) in said for said in found["complaints"]] == [True]
-    assert f"DAMAGED {path}" in capsys.readouterr().out and not found["loads_into"]
+    assert f"DAMAGED {path}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", [["checksums.json", ".metadata"], ["checksums.json", "common.pt"]])
@@ -150,7 +148,7 @@ def test_checkpoint_that_no_load_would_take_is_listed_with_what_is_wrong(one_pro
         code, report = inspect(tmp_path, load)
         (found,) = report["checkpoints"]
         assert code == 4 and found["folder"] == str(folder)
-        assert any(lost[1] in said for said in found["complaints"]) and not found["loads_into"]
+        assert any(lost[1] in said for said in found["complaints"])
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
@@ -217,7 +215,6 @@ def test_megatron_lms_old_format_is_listed_and_compared(tmp_path):
     assert code == 1 and first["format"] == "mp_rank" and first["facts"]["iteration"] == 3
     assert [each["shape"] for each in first["tensors"]] == [[64, 8]] * 2
     assert [each["name"][:10] for each in report["comparison"]["differences"]] == ["mp_rank_01"]
-    assert any("mcore2hf" in target for target in first["loads_into"])
 
 
 @pytest.mark.parametrize(
@@ -254,46 +251,19 @@ def save_two_layouts(rank: int, world_size: int, folder: Path) -> None:
         new_job()
 
 
-def test_run_says_where_it_came_from_and_what_takes_it(tmp_path):
+def test_run_says_where_it_came_from(tmp_path):
     run_distributed(save_two_layouts, 2, tmp_path)
     code, report = inspect(tmp_path, tmp_path / "tp", tmp_path / "dp")
     tp, dp = report["checkpoints"]
-    assert tp["facts"]["vocabulary"] == {"stored rows": 256, "used rows": 250, "padding": 6}
     assert (
         tp["facts"]["layout"]["tensor_model_parallel_size"] == 2
         and tp["facts"]["processes that wrote it"] == 2
     )
     assert tp["facts"]["versions"]["torch"] == torch.__version__
-    assert [text.split(":")[0] for text in tp["loads_into"]] == [
-        "a resume of its run", "this project's model, as position 22",
-        "a plain GPTModel of megatron-core", "transformers",
-    ]  # fmt: skip
-    assert "at TP 1, 2, PP up to 4" in tp["loads_into"][1]
-    assert len(dp["loads_into"]) == 3 and {each["group"] for each in dp["tensors"]} == {"weights"}
+    assert {each["group"] for each in dp["tensors"]} == {"weights"}
     found = report["comparison"]
     assert code == 1 and not found["differences"] and found["num_equal"] == len(dp["tensors"])
     assert all(name.startswith(("optimizer.", "random.")) for name in found["only_first"])
-
-
-def test_model_with_a_norm_that_upstream_has_not_is_not_said_to_load_there(tmp_path):
-    family_model("bloom", tmp_path / "hf")
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    _, report = inspect(tmp_path, tmp_path / "mcore")
-    ours, theirs = report["checkpoints"][0]["loads_into"]
-    assert "at TP 1, 2, 3, 6, PP up to 2" in ours and theirs.startswith("transformers")
-
-
-@pytest.mark.parametrize(("layer", "number"), [("decoder.layers.norm", 3), ("decoder.layers.0.norm", 1)])
-def test_layers_one_by_one_load_only_where_some_have_experts(tmp_path, layer, number):
-    folder = save(
-        tmp_path / "run", {"embedding.word_embeddings.weight": torch.rand(6, 4), layer: torch.rand(6)}
-    )
-    _, report = inspect(tmp_path, folder)
-    assert len(report["checkpoints"][0]["loads_into"]) == number
-    family_model("qwen-2-moe-mixed", tmp_path / "hf")
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    _, report = inspect(tmp_path, tmp_path / "mcore")
-    assert "position 22" in report["checkpoints"][0]["loads_into"][0]
 
 
 def test_neighbours_and_links(one_process, tmp_path):
