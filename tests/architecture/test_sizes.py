@@ -1,7 +1,7 @@
 """The largest size of a file, a function and an argument list, and of the whole project.
 
-BUDGET is the most lines of code that the product (patch, toolkits, examples, the C++ kernel) and the tests may
-have. It only falls; an issue may raise it only by the allowance written in it. Code that moves to another
+BUDGET is the most lines of code of the product (patch, toolkits, examples, the C++ kernel) and of the tests.
+It only falls; an issue may raise it only by the allowance written in it. Code that moves to another
 room takes its lines along. Never set it to today's count. Data files (.txt, .yaml) are printed apart.
 """
 
