@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from multiprocessing import parent_process, util
-from pathlib import Path
 
 import psutil
 import pytest
@@ -32,19 +31,6 @@ def test_results_come_in_the_order_of_the_lists(processes: int) -> None:
     lists = [[(number, 0.02 * (number % 3 == 0)), (number + 1, 0)] for number in range(40)]
     given = list(BoundedMap(work, processes)(iter(lists)))
     assert given == [(items, [number**2 for number, _ in items]) for items in lists]
-
-
-def test_several_processes_work_at_the_same_time(tmp_path: Path) -> None:
-    """Each item waits until all of them have begun."""
-
-    def meet(number: int) -> int:
-        (tmp_path / str(number)).touch()
-        while len(list(tmp_path.iterdir())) < 4:
-            time.sleep(0.01)
-        return number
-
-    given = BoundedMap(meet, 4)([[number] for number in range(4)])
-    assert [results for _, results in given] == [[0], [1], [2], [3]]
 
 
 def test_input_is_read_only_as_far_ahead_as_children_and_waiting_results_need() -> None:
