@@ -63,8 +63,8 @@ class BoundedMap:
         self._ahead, others = 3 * processes, set(active_children())
         self._slots = RawArray("q", self._ahead)
         """Of each list in work: the process, in the upper 32 bits, and the index of its item."""
-        work = function, self._slots, bounded
-        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, work)
+        initial = (function, self._slots, bounded)
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, initial)
         gc.freeze()  # a child must not end garbage of the parent, and wait for threads that it does not have
         try:
             self._pool.submit(int)  # the first call forks all processes
@@ -96,8 +96,7 @@ class BoundedMap:
     def _ended(self, pending: Iterable[Any], item: Any) -> ChildEndedError:
         """The error for the process that ended by itself; the pool ends the others by SIGTERM."""
         self._pool.shutdown()
-        codes = {each.pid: each.exitcode for each in self._processes}
-        codes = {pid: code for pid, code in codes.items() if code not in (0, -signal.SIGTERM)}
+        codes = {p.pid: p.exitcode for p in self._processes if p.exitcode not in (0, -signal.SIGTERM)}
         for items, slot, results in pending:
             pid, index = divmod(self._slots[slot], 1 << 32)
             if pid in codes and results.exception() is not None:

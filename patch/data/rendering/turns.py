@@ -44,15 +44,10 @@ def samples_of(template: Template, chat: MarkedChat, turns: Sequence[int]) -> li
         DataError: prompt and answer cannot be separated; the answer has no end; the template loses something;
             or there are too many samples.
     """
-    samples = _samples(template, chat, turns)
+    marks = template.marks_answers(chat)
+    samples = [_from_blocks(template, chat, turns)] if marks else _from_prefixes(template, chat, turns)
     is_all_learned = len(turns) == sum(message["role"] == "assistant" for message in chat.messages)
     return samples if is_all_learned else [_divided(template, spans) for spans in samples]
-
-
-def _samples(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
-    if template.marks_answers(chat):
-        return [_from_blocks(template, chat, turns)]
-    return _from_prefixes(template, chat, turns)
 
 
 def _divided(template: Template, spans: list[Span]) -> list[Span]:

@@ -67,7 +67,7 @@ class Templates:
                 ((_, (text,)),) = self._process([[(template, dict(doc))]])
             except ChildEndedError as error:
                 raise _refusal(template, str(error)) from error
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            except (MemoryError, TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
                 raise _refusal(template, f"{type(error).__name__}: {error}") from error
             self._texts[key] = text
         return self._texts[key]
