@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from patch.data.rendering.encoder import SpanEncoder
 from patch.data.rendering.spans import MARK, Span, SpecialTokenMarker, unmarked
-from patch.data.tokenizer import load_tokenizer, special_tokens
+from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 
 
@@ -122,16 +122,6 @@ def test_token_that_merges_would_make_out_of_text_is_not_made() -> None:
     assert tokenizer.bos_token_id in split  # so transformers' own way is not enough here
     got = encoded(SpanEncoder(tokenizer), marked)
     assert tokenizer.bos_token_id not in got and tokenizer.decode(got).strip() == "<s>"
-
-
-def test_real_llama3_tokenizer(llama3_folder) -> None:
-    tokenizer, pick = load_tokenizer(str(llama3_folder)), random.Random(3)
-    encoder = SpanEncoder(tokenizer)
-    texts = [random_text(pick, PIECES + ["<|eot_id|>", "<|start_header_id|>"] * 4) for _ in range(200)]
-    marker = SpecialTokenMarker(special_tokens(tokenizer))
-    for text in texts:
-        got = encoded(encoder, marker.marked(text))
-        assert tokenizer.decode(got) == text and max(got, default=0) < 128000
 
 
 def test_tokenizer_without_a_fast_core_is_refused() -> None:
