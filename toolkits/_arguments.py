@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from patch.numbers import NEGATIVE, to_int
@@ -23,12 +24,17 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser that takes whole flags only, and refuses an unknown one first of all, with the nearest flag.
 
     argparse alone would complain of what a misspelled flag leaves missing. A description is shown as written.
+
+    Args:
+        gone: flags of earlier versions, with what to use instead.
+        settings: of argparse's parser.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, gone: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **settings)
         self._negative_number_matcher = NEGATIVE
+        self._gone = gone
 
     def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type only
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -45,6 +51,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def _refuse(self, flag: str, known: list[str]) -> None:
         from patch.config.foreign_flags import nearest_flag
 
+        if flag in self._gone:
+            self.error(f"{flag} was removed: {self._gone[flag]}")
         self.error(f"unknown argument {flag}{nearest_flag(flag, known)} (--help lists the flags)")
 
 

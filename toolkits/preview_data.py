@@ -37,6 +37,7 @@ _DATA_FLAGS = (
     "data_workers",
 )
 """The fields that decide what becomes of raw rows."""
+_GONE = "the terminal shows rows and figures, and --json FILE writes them"
 _LENGTH = 4096
 """Tokens of a sample if neither a flag nor a run says it."""
 
@@ -62,7 +63,8 @@ def _preview(options: argparse.Namespace) -> int:
     preview.show_rows(console, options.rows, options.row)
     if options.statistics:
         preview.show_statistics(console)
-    preview.write(options.html, options.json)
+    if options.json is not None:
+        preview.write(options.json)
     preview.check()
     return 0
 
@@ -114,7 +116,8 @@ def _is_indexed(text: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(prog=typed("python -m toolkits.preview_data"), description=__doc__)
+    prog = typed("python -m toolkits.preview_data")
+    parser = ArgumentParser(prog=prog, description=__doc__, gone=dict.fromkeys(("--html", "--plot"), _GONE))
     parser.add_argument(
         "data", nargs="?", metavar="DATA",
         help="what DATASET_PATH is: a file, folder or glob of rows, the prefix of .bin and .idx, or several "
@@ -137,9 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"
-    )
-    parser.add_argument(
-        "--html", type=output_file, metavar="FILE", help="also write one HTML page with all of this"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     note = f"--max-padding-length is --seq-length, or {_LENGTH} where --config does not say it either."

@@ -25,6 +25,8 @@ from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
 from patch.storage.places import AnyPath, open_to_read
 from patch.storage.text_files import read_json, read_small
 
+_MIXED = ", largest deficit first"
+"""How fine-tuning sets with weights take turns: the hash tells runs apart that began with another rule."""
 _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
 _PIECES = 16
@@ -118,7 +120,7 @@ def _files_hash(config: RunConfig) -> str:
     total = sum(part.weight or 0 for part in parts)
     for part in parts:
         files = set_files(config.data, part.path, "train_data_path")
-        share = "" if part.weight is None else f"{part.weight / total:.6g}"
+        share = "" if part.weight is None else f"{part.weight / total:.6g}" + _MIXED * config.training.sft
         digest.update(f"{share} {len(files)}\n".encode())
         for name in files:
             with open_to_read(Path(name)) as file:

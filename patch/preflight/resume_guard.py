@@ -193,8 +193,9 @@ def _check_data(config: RunConfig, before: RunConfig) -> None:
         _refuse(config, "train_data_path", then, now, _DATA)
     if known is not None:
         raise ConfigError(
-            f"{now} has changed since the run in {output} began (number of files, or size, first or "
-            f"last MiB of one), expected the same data; put it back, or give {_CHANGE}",
+            f"{now} has changed since the run in {output} began (number of files, size, first or last "
+            f"MiB of one, or the rule by which sets with weights take turns), expected the same data; put it "
+            f"back, or give {_CHANGE}",
             field="train_data_path",
         )
 

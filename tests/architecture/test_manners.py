@@ -75,7 +75,6 @@ def test_patch_never_prints(house):
 
 OWN_READS = {
     "patch/config/foreign_flags.py": "a table of the house",
-    "patch/data/preview/preview.py": "a page of the house",
     "patch/families/config_json.py": "a table of the house",
     "patch/device.py": "/proc and /sys",
     "patch/distributed/launch.py": "/sys",

@@ -123,7 +123,6 @@ def encode_in_order(
     if workers == 1:
         yield from map(encoder, batches)
         return
-    pool: BoundedMap[list[tuple[Document, ...]], list[EncodedBatch]]
     pool = BoundedMap(encoder, workers, bounded=False)
     try:
         for _, (encoded,) in pool([batch] for batch in batches):

@@ -16,7 +16,7 @@ from patch.config.data_spec import DataPart
 from patch.data.pretraining.indexed_dataset import open_indexed
 from patch.data.pretraining.indexed_sft import IndexedSftSource
 from patch.data.pretraining.provenance import read_provenance
-from patch.data.preview.figures import Figures, Histogram, name_of
+from patch.data.preview.figures import Figures, lengths_text, name_of
 from patch.data.preview.tokens import ShownRow, TokenTexts
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
@@ -141,23 +141,20 @@ class IndexedPreview:
                 ("end of documents", "none" if made.eod is None else f"id {made.eod}"),
                 ("made by", f"{made.made_by} from the key {made.json_key}"),
             ]
-        median, longest = int(np.median(sizes)), int(sizes.max())
-        name, lengths = name_of(self._part), Histogram.of(sizes)
-        stored_as = np.dtype(self._indexed.index.dtype).name
+        longest, stored_as = int(sizes.max()), np.dtype(self._indexed.index.dtype).name
         table = [
             *[(what, f"{count:,}") for what, count in counts.items()],
-            ("length", f"median {median:,}, longest {longest:,} tokens of a {counted}"),
+            ("length", lengths_text(sizes, f"longest {longest:,} tokens of a {counted}")),
             ("stored as", stored_as),
             *origin,
         ]
         values = {
-            "name": name,
+            "name": name_of(self._part),
             "counts": counts,
             "stored_as": stored_as,
             "counted": counted,
-            "lengths": asdict(lengths),
-            "median": median,
+            "median": int(np.median(sizes)),
             "longest": longest,
             "provenance": None if made is None else asdict(made),
         }
-        return Figures(name, table, lengths, counted, values)
+        return Figures(name_of(self._part), table, values)

@@ -1,4 +1,4 @@
-"""What a user sees of a run's training data: rows as tokens and figures of each set, printed and as files.
+"""What a user sees of a run's training data: rows as tokens and figures of each set, printed and as JSON.
 
 How many samples a set has is said as far as that can be known before the run: those of .bin/.idx follow from
 the .idx; those of rows are in the token cache, and a small set is tokenized at once.
@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -26,15 +25,7 @@ from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import PairSource, pack
 from patch.data.preview.figures import Figures, figures_of_rows
 from patch.data.preview.terminal import print_figures, print_legend, print_row, terminal
-from patch.data.preview.tokens import (
-    INNER_BORDER,
-    ShownRow,
-    ShownToken,
-    TokenTexts,
-    lines_of,
-    visible,
-    visible_name,
-)
+from patch.data.preview.tokens import ShownRow, ShownToken, TokenTexts
 from patch.data.readers import read_rows
 from patch.data.sft.options import SftOptions, sft_options
 from patch.data.sft.rows import Item, TokenizedRow
@@ -48,7 +39,6 @@ if TYPE_CHECKING:
     from patch.data.preview.indexed import IndexedPreview
 
 _FIELD = "train_data_path"
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _FEW_LINES = 30
 """What `--dry-run` shows of a sample."""
 _SMALL_BYTES = 1 << 20
@@ -122,47 +112,22 @@ class Preview:
             if figures.report is not None:
                 figures.report.refuse_drops(part.path, self.data.max_dropped_share)
 
-    def write(self, html: Path | None, json_file: Path | None) -> None:
-        """Write what was shown as one HTML page, and as JSON.
-
-        Args:
-            html: the page's file; None: none.
-            json_file: the file of JSON; None: none.
+    def write(self, file: Path) -> None:
+        """Write what was shown as JSON.
 
         Raises:
-            ConfigError: a file cannot be written.
+            ConfigError: the file cannot be written.
         """
-        try:
-            if html is not None:
-                html.write_text(self._page(), encoding="utf-8")
-            if json_file is not None:
-                json_file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
-
-    def to_json(self) -> dict[str, Any]:
-        """What was shown as plain values."""
-        return {
+        values = {
             "data": self.data.train_data_path,
             "tokenizer": self.tokenizer.name_or_path,
             "sets": [each.values for each in self.sets],
             "rows": [row.to_json() for row in self.rows],
         }
-
-    def _page(self) -> str:
-        """What was shown as an HTML page. Whatever comes from the rows is escaped."""
-        environment = Environment(
-            autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-        )
-        environment.filters |= {"visible": visible, "name": visible_name, "hover": _hover}
-        return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-            title=self.data.train_data_path,
-            tokenizer=self.tokenizer.name_or_path,
-            sets=self.sets,
-            rows=self.rows,
-            lines_of=lines_of,
-            inner_border=INNER_BORDER,
-        )
+        try:
+            file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
 
     @property
     def _has_rows(self) -> bool:
@@ -201,12 +166,6 @@ class Preview:
                 for item, row in zip(items, rows, strict=True):
                     remarks = _remarks(row, options, length)
                     yield ShownRow(item.where, _samples(row, texts), remarks, self.pairs, has_label=True)
-
-
-def _hover(token: ShownToken) -> str:
-    if not token.text:
-        return f"id {token.id}: continues a character"
-    return f"id {token.id}: {visible(token.text)}"
 
 
 def _items(files: Sequence[Path]) -> Iterator[Item]:

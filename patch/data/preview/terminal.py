@@ -43,8 +43,6 @@ _STYLES = {True: ("black on green", "black on bright_green"), False: ("default",
 _SPECIAL_STYLES = {True: "bold underline", False: "magenta"}
 _BORDER_STYLE = "dim"
 
-_BAR_CELLS = 40
-
 
 def terminal(stream: TextIO) -> Console:
     """A console on a stream. What its encoding lacks is shown as an escape, such as \\u2502."""
@@ -92,17 +90,11 @@ def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> 
 
 
 def print_figures(console: Console, figures: Figures) -> None:
-    """Print the figures of a set, and a bar for each range of lengths that it has."""
+    """Print the figures of a set."""
     console.print(Text(visible_name(figures.name), style="bold"))
     longest = max(len(name) for name, _ in figures.table)
     for name, value in figures.table:
         console.print(Text.assemble((f"  {name:<{longest}}  ", "dim"), visible_name(value)))
-    width, most = len(f"{figures.lengths.edges[-1]:,}"), max(figures.lengths.counts)
-    for first, last, count in figures.lengths.bars():
-        bar = "\u2588" * -(-count * _BAR_CELLS // most)
-        console.print(
-            Text.assemble(f"  {first:>{width},} to {last:>{width},} tokens  ", (bar, "green"), f" {count:,}")
-        )
 
 
 def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:

@@ -1,12 +1,13 @@
-"""Reads the values of JSON text: a list, one value on each line, or values one after another."""
+"""Reads the values of JSON text: one on each line (JSONL), or a text that is held whole, such as a list."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,150 +16,94 @@ import orjson
 from patch.errors import DataError
 
 LONGEST_ROW = 1 << 28
+LONGEST_TEXT = 1 << 32
+"""Bytes of a text that is not JSONL, which memory holds."""
 NOT_UTF8 = "which is not UTF-8; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
-_PIECE_BYTES = 1 << 17
+_PIECE_BYTES = 1 << 18
 _BLANKS = " \t\r\n"
-_BLANK = f"[{_BLANKS}]*"
-_BETWEEN = re.compile(_BLANK)
-_JOINED = (_BETWEEN, _BETWEEN)
-"""What stands before a value, and what at the end of the text: where values follow each other."""
-_LIST_BEGINS = (re.compile(rf"{_BLANK}\[{_BLANK}"), re.compile(rf"{_BLANK}\[{_BLANK}\]{_BLANK}"))
-_LIST_GOES_ON = (re.compile(rf"{_BLANK}(?:,|\]{_BLANK}\[){_BLANK}"), re.compile(rf"{_BLANK}\]{_BLANK}"))
-"""The same in a list, or several one after another."""
-_Signs = tuple[re.Pattern[str], re.Pattern[str]]
-_LONGEST_SIGN = 16
-"""More than the characters of an escape or a word: a mistake nearer to the end may be one of a cut text."""
+_BLANK = re.compile(f"[{_BLANKS}]*")
 
 
 def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
-    """Place and value of each row; memory holds one row.
+    """Place and value of each row. Of JSONL memory holds one row, of other JSON the whole text.
 
     Args:
         path: the file, for messages.
         stream: its text in UTF-8.
 
     Raises:
-        DataError: malformed JSON, or a row over 256 MiB.
+        DataError: malformed JSON, a line of JSONL over 256 MiB, or another text over 4 GiB.
     """
     head = stream.peek().lstrip(_BLANKS.encode())
-    if head[:1] == b"[":
-        values = _Text(path, stream).values(_LIST_BEGINS, _LIST_GOES_ON)
-        yield from ((f"row {number}", value) for number, (_, value) in enumerate(values, start=1))
-    elif head[:1] in (b"{", b""):
-        for line, value in _lines(path, stream) if b"\n" in head else _Text(path, stream).values():
-            yield f"line {line}", value
-    else:
+    if head[:1] not in (b"[", b"{", b""):
         raise DataError(
             f"{path}: begins with {_excerpt(head)}, expected JSON, which begins with [ or {{, "
             "parquet or Arrow; or CSV in a file whose name ends in .csv or .tsv"
         )
-
-
-def _lines(path: Path, stream: BufferedReader) -> Iterator[tuple[int, Any]]:
-    """One value on each line; from the first line that is none on, values one after another."""
-    for number, line in enumerate(iter(partial(stream.readline, LONGEST_ROW + 1), b""), start=1):
-        if len(line) > LONGEST_ROW:
-            raise _too_long(path, number)
-        if line.isspace():
-            continue
-        try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            yield from _Text(path, stream, line, number).values()
+    number, line = 1, b""
+    if head[:1] != b"[":
+        for number, line in enumerate(iter(partial(stream.readline, LONGEST_ROW + 1), b""), start=1):
+            if len(line) > LONGEST_ROW:
+                raise _too_long(path, number, LONGEST_ROW)
+            if line.isspace():
+                continue
+            try:
+                value = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                break  # the rest is no JSONL
+            yield f"line {number}", value
+        else:
             return
-        yield number, value
+    pieces = islice(iter(partial(stream.read, _PIECE_BYTES), b""), LONGEST_TEXT // _PIECE_BYTES)
+    text = b"".join([line, *pieces])
+    if stream.peek():
+        raise _too_long(path, number, LONGEST_TEXT)
+    yield from _values(path, text, number)
 
 
-class _Text:
-    """JSON text of which only the value that is read is held.
-
-    Python's scanner finds where a value ends, and orjson says what it is. The text is held as Latin-1, with a
-    character for each byte: the signs of JSON are ASCII, and orjson checks that the rest is UTF-8.
+def _values(path: Path, text: bytes, line: int) -> Iterator[tuple[str, Any]]:
+    """Place and value of each value of a text, and of each one of its lists.
 
     Args:
         path: the file, for messages.
-        stream: what follows `begun`.
-        begun: the beginning of the text.
-        line: where it stands in the file.
+        text: one value, or several one after another.
+        line: where it begins in the file.
     """
+    found: Iterable[tuple[int, Any]]
+    try:
+        found = [(line, orjson.loads(text))]
+    except orjson.JSONDecodeError:
+        found = _joined(path, text.decode("latin-1"), line)
+    number = 0
+    for begin, value in found:
+        is_list = isinstance(value, list)
+        for row in value if is_list else [value]:
+            number += 1
+            yield f"row {number}" if is_list else f"line {begin}", row
 
-    def __init__(self, path: Path, stream: BufferedReader, begun: bytes = b"", line: int = 1) -> None:
-        self._path, self._stream, self._line = path, stream, line
-        self._text, self._begin = begun.decode("latin-1"), 0
-        self._scan = json.JSONDecoder(parse_int=len).raw_decode  # int refuses 4,300 digits
 
-    def values(self, first: _Signs = _JOINED, following: _Signs = _JOINED) -> Iterator[tuple[int, Any]]:
-        """Line and value of each.
+def _joined(path: Path, text: str, line: int) -> Iterator[tuple[int, Any]]:
+    """Line and value of each of several values. Python's scanner finds where a value ends; orjson reads it.
 
-        Args:
-            first: what stands before the first value, or at the end if there is none.
-            following: what stands before each other one, or at the end.
-        """
-        signs = first
-        while (found := self._next(*signs)) is not None:
-            start, end = found
-            self._line += self._text.count("\n", self._begin, start)
-            yield self._line, _parse(self._path, self._text[start:end].encode("latin-1"), self._line)
-            self._line += self._text.count("\n", start, end)
-            self._begin, signs = end, following
-
-    def _next(self, before: re.Pattern[str], at_end: re.Pattern[str]) -> tuple[int, int] | None:
-        """Where the next value begins and ends; None at the end of the text."""
-        while True:
-            separator, blank = (each.match(self._text, self._begin) for each in (before, _BETWEEN))
-            assert blank is not None, "it may be empty"
-            start, error = (separator or blank).end(), None
-            try:
-                if separator:
-                    return start, self._scan(self._text, start)[1]
-            except json.JSONDecodeError as mistake:
-                error = mistake
-            except RecursionError:
-                raise _malformed(self._path, self._line, self._line, "too many brackets") from None
-            if self._may_go_on(start, error, _LONGEST_SIGN) and self._read():
-                continue
-            if at_end.fullmatch(self._text, self._begin):
-                return None
-            if error is not None and error.pos == start and at_end is not _BETWEEN:
-                error = None  # no value begins here
-            raise self._fault(start, error)
-
-    def _may_go_on(self, start: int, error: json.JSONDecodeError | None, margin: int) -> bool:
-        """Whether more text may mend what the scanner refuses: it ends too early, or in a word."""
-        if error is None:
-            return not self._text[start:].strip(_BLANKS + "]")
-        return error.msg.startswith("Unterminated") or error.pos + margin >= len(self._text.rstrip(_BLANKS))
-
-    def _read(self) -> bool:
-        """Read on, as much as is held, so that a long value is not scanned often; False at the end."""
-        held = len(self._text) - self._begin
-        if held > LONGEST_ROW:
-            raise _too_long(self._path, self._line)
-        piece = self._stream.read(min(max(_PIECE_BYTES, held), LONGEST_ROW + _PIECE_BYTES - held))
-        if piece:
-            self._text, self._begin = self._text[self._begin :] + piece.decode("latin-1"), 0
-        return bool(piece)
-
-    def _fault(self, start: int, error: json.JSONDecodeError | None) -> DataError:
-        """What is wrong where neither a value nor the end of the text comes.
-
-        Args:
-            start: where the value begins.
-            error: what the scanner says of it; None: there is neither a value nor a comma of a list.
-        """
-        begin = self._line + self._text.count("\n", self._begin, start)
-        if error is None:
-            rest = self._text[start:].encode("latin-1")
-            found = _excerpt(rest) if rest else "the end of the file inside the list"
-            return DataError(
-                f"{self._path}: line {begin}: malformed JSON: got {found}, expected a comma between two "
-                "rows and ] after the last one"
-            )
-        if self._may_go_on(start, error, 0):
-            return _malformed(self._path, begin, begin, "unexpected end of data; is the file cut off?")
-        line = begin + self._text.count("\n", start, error.pos)
-        found = _excerpt(self._text[error.pos :].encode("latin-1"))
-        return _malformed(self._path, begin, line, f"{error.msg}, got {found}")
+    Args:
+        path: the file, for messages.
+        text: a character for each byte: its signs are ASCII, and orjson checks that the rest is UTF-8.
+        line: where it begins in the file.
+    """
+    scan, end = json.JSONDecoder(parse_int=len).raw_decode, 0  # int refuses 4,300 digits
+    while (start := _BLANK.match(text, end).end()) < len(text):  # type: ignore[union-attr]  # it may be empty
+        line += text.count("\n", end, start)
+        try:
+            _, end = scan(text, start)
+        except RecursionError:
+            raise _malformed(path, line, "too many brackets") from None
+        except json.JSONDecodeError as error:
+            if error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip(_BLANKS)):
+                raise _malformed(path, line, "unexpected end of data; is the file cut off?") from None
+            what = f"{error.msg}, got {_excerpt(text[error.pos :][:20].encode('latin-1'))}"
+            raise _malformed(path, line + text.count("\n", start, error.pos), what) from None
+        yield line, _parse(path, text[start:end].encode("latin-1"), line)
+        line += text.count("\n", start, end)
 
 
 def _parse(path: Path, data: bytes, line: int) -> Any:
@@ -176,18 +121,17 @@ def _parse(path: Path, data: bytes, line: int) -> Any:
         except UnicodeDecodeError as undecodable:  # orjson reports each at the first character
             before = data.count(b"\n", 0, undecodable.start)
             what = f"got {data[undecodable.start : undecodable.end]!r}, {NOT_UTF8}"
-        raise _malformed(path, line, line + before, what) from error
+        raise _malformed(path, line + before, what) from error
 
 
-def _malformed(path: Path, begin: int, line: int, what: str) -> DataError:
-    within = "" if line == begin else f" (in the text that begins at line {begin})"
-    return DataError(f"{path}: line {line}: malformed JSON{within}: {what}")
+def _malformed(path: Path, line: int, what: str) -> DataError:
+    return DataError(f"{path}: line {line}: malformed JSON: {what}")
 
 
-def _too_long(path: Path, line: int) -> DataError:
+def _too_long(path: Path, line: int, most: int) -> DataError:
     return DataError(
-        f"{path}: line {line}: has more than {LONGEST_ROW} bytes, expected one JSON object; is it a text "
-        "file?"
+        f"{path}: line {line}: has more than {most} bytes, expected one JSON object on each line; is it "
+        "text?"
     )
 
 

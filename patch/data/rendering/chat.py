@@ -58,7 +58,7 @@ class ChatRenderer:
         return samples
 
     def blame(self, error: ChildEndedError) -> DataError:
-        """The error for an item, which has a `where`, on which the template ended its process.
+        """The error for an item, which has a `where`, on which template or tokenizer ended their process.
 
         The kernel kills a process for want of memory, whichever process needs it.
         """
@@ -68,7 +68,8 @@ class ChatRenderer:
                 "machine has no memory left; expected fewer processes that tokenize, or more free memory",
                 field="data_workers",
             )
-        return DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}")
+        both = f"{self._template.name}, or the tokenizer {self._tokenizer.name_or_path},"
+        return DataError(f"{error.item.where}: {both} {error}; {FOREIGN_CURE}")
 
     def samples(self, row: Conversation | Text) -> Samples:
         """The samples of one row: usually one, none if there is nothing to learn, several if a template

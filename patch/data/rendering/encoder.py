@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.rendering.bounded_process import without_collections
-from patch.data.rendering.byte_level import byte_level_encoder
 from patch.data.rendering.spans import Span, any_of, unmarked
 from patch.data.tokenizer import backend_of
 from patch.errors import DataError
@@ -41,7 +39,7 @@ class _Piece(NamedTuple):
 
 
 class SpanEncoder:
-    """Encodes the spans of samples; by tiktoken where its ids are known to be the tokenizer's.
+    """Encodes the spans of samples.
 
     With a large vocabulary it takes seconds to make: make it once. It can be used after a fork.
 
@@ -53,7 +51,6 @@ class SpanEncoder:
         DataError: the tokenizer is not a fast one.
     """
 
-    @without_collections()  # which would look at every entry of a large vocabulary again and again
     def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
         if (backend := backend_of(tokenizer)) is None:
             raise DataError(
@@ -70,19 +67,7 @@ class SpanEncoder:
             spelled_out |= {token["content"] for token in added} & set(tokenizer.all_special_tokens)
             # A single character is a piece of every text: without it in the vocabulary, text would be lost.
             spelled_out = {token for token in spelled_out if len(token) > 1}
-        self._byte_level = byte_level_encoder(backend, described, spelled_out)
-        if self._byte_level is None:
-            self._copy(described, spelled_out)
-
-    def _copy(self, described: dict[str, Any], special: Collection[str]) -> None:
-        """Make the copy that knows the special tokens by other names.
-
-        Args:
-            described: what the tokenizer's `to_str` writes; it is changed.
-            special: the added tokens that are text where a row spells them out.
-        """
         described |= {"truncation": None, "padding": None, "post_processor": None}
-        added = described["added_tokens"]
         self._added = re.compile(any_of(token["content"] for token in added))
         self._added_at_end = re.compile(
             rf"(?:{any_of(token['content'] for token in added if not token['single_word'])})\Z"
@@ -91,7 +76,7 @@ class SpanEncoder:
             rf"\s+(?:{any_of(token['content'] for token in added if token['lstrip'])})|{self._added.pattern}"
         )
         self._longest = max((len(token["content"]) for token in added), default=0)
-        self._names = {token: secrets.token_hex(_NAME_BYTES) for token in special}
+        self._names = {token: secrets.token_hex(_NAME_BYTES) for token in spelled_out}
         """The other name of each special token."""
         _rename(described, self._names)
         self._tokenizer = self._without_prefix = _made(described)
@@ -107,8 +92,6 @@ class SpanEncoder:
         Raises:
             Exception: the tokenizer cannot encode a text (tokenizers raises no other class).
         """
-        if self._byte_level is not None:
-            return [[self._byte_level.ids(span.text) for span in sample] for sample in samples]
         spans = [self._pieces(sample) for sample in samples]
         pieces = [piece for sample in spans for span in sample for piece in span]
         encoded = iter(self._encode(pieces))

@@ -132,32 +132,26 @@ class Template:
         return start if header < 0 else max(start, header + size)
 
     def end_of_turn(self, text: str, start: int, end: int, where: str) -> int:
-        """Where a turn ends: after the token that ends it, which may follow the turn's block.
+        """Where a turn ends: after the tokens that end it, which may follow the turn's block.
 
         Args:
             text: the text of the conversation.
-            start: where the turn's words end, or earlier if no special token comes between.
+            start: where the turn's words begin.
             end: where that ends which the template writes for the turn.
             where: file and row, for error messages.
 
         Raises:
             DataError: no special token is the last of the turn, or follows it.
         """
-        size = len(self._end_token)
-        place = text.rfind(self._end_token, start, end)
-        if place >= 0 and not self.has_words(text[place + size : end]):
-            return place + size
         following = self._special_with_blanks.match(text, end)
         assert following is not None, "it matches nothing too"
-        place = text.find(self._end_token, max(start, end - size), following.end())
-        if place >= 0:
-            return place + size
-        # A call of a tool may end with another token, after further special tokens.
-        last: re.Match[str] | None
-        *_, last = [None, *self._special.finditer(text, start, end)]
-        if last is None or text[last.end() : end].strip():
-            last = self._special.search(text, end, following.end())
-        return self._found(last, where).end()
+        if (place := text.rfind(self._end_token, start, following.end())) >= 0:
+            last = place + len(self._end_token)
+        else:  # a call of a tool may end with another token
+            last = max((found.end() for found in self._special.finditer(text, start, end)), default=start)
+        if last == start or self.has_words(text[last:end]):
+            raise self._endless(where)
+        return last
 
     def turns_of(self, text: str) -> list[str]:
         """A text, divided where the user speaks after an answer (see `question_header`)."""
@@ -171,8 +165,8 @@ class Template:
     @cached_property
     def question_header(self) -> str:
         """What the template writes between an answer and the user's next words; "" if that is unknown."""
-        after_answer = self._followed_probe.rpartition(PROBE[1]["content"])[2]
-        header, question, _ = after_answer.partition(self._end_token)[2].partition(PROBE[0]["content"])
+        after_end = self._after_answer([PROBE[0]]).partition(self._end_token)[2]
+        header, question, _ = after_end.partition(PROBE[0]["content"])
         return header if question else ""
 
     @cached_property
@@ -208,41 +202,33 @@ class Template:
     def _end_token(self) -> str:
         """The special token that ends an answer, or several that follow each other.
 
-        Of those after our own answer, as many as also stand there when a question follows: neither that
+        It is what the template writes after our own answer, whether a question follows or not: neither that
         question's header nor what only ends the whole conversation.
 
         Raises:
             DataError: the template writes none.
         """
-        text = self.write(_PROBE_CHAT)
-        begin = text.rfind(PROBE[1]["content"])
-        found = self._found(self._special.search(text, begin), _PROBE_CHAT.where)
-        end, followed = found.end(), self._followed_probe
-        if followed.startswith(text[:end]):
-            while (more := self._special.match(text, end)) and followed.startswith(text[: more.end()]):
-                end = more.end()
-        return text[found.start() : end]
+        ends = [self._after_answer([]), self._after_answer([PROBE[0]])]
+        found = [*self._special.finditer(os.path.commonprefix([end for end in ends if end]))]
+        if not found:
+            raise self._endless(_PROBE_CHAT.where)
+        return ends[0][found[0].start() : found[-1].end()]
 
-    @cached_property
-    def _followed_probe(self) -> str:
-        """Our own conversation, and its question again; "" if the template refuses that."""
+    def _after_answer(self, more: list[Message]) -> str:
+        """What the template writes after our own answer if messages follow; "" if it refuses them."""
         try:
-            return self.write(MarkedChat([*PROBE, PROBE[0]], None, _PROBE_CHAT.where))
+            text = self.write(MarkedChat([*PROBE, *more], None, _PROBE_CHAT.where))
         except DataError:
+            if not more:
+                raise
             return ""
+        return text.rpartition(PROBE[1]["content"])[2]
 
-    def _found(self, token: re.Match[str] | None, where: str) -> re.Match[str]:
-        """The special token that ends a turn.
-
-        Raises:
-            DataError: there is none.
-        """
-        if token is None:
-            raise DataError(
-                f"{where}: {self.name} ends the assistant's turn without a special token, so the model would "
-                f"not learn to stop; {CURE}"
-            )
-        return token
+    def _endless(self, where: str) -> DataError:
+        return DataError(
+            f"{where}: {self.name} ends the assistant's turn without a special token, so the model would "
+            f"not learn to stop; {CURE}"
+        )
 
     @contextmanager
     def _refusing(self, chat: MarkedChat) -> Iterator[None]:

@@ -17,32 +17,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from patch.data.formats import Message
 from patch.data.rendering.spans import Span
-from patch.data.rendering.template import CURE, PROBE, MarkedChat, Template
+from patch.data.rendering.template import CURE, MarkedChat, Template
 from patch.errors import DataError
 
-_MANY_TURNS = 4
-"""From this many turns of the assistant on, the fast way of rendering is tried."""
 MOST_SAMPLES = 64
 """Samples that may be made of one conversation; each has the whole text before its answer."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END_OF_THOUGHTS = "</think>"
 """The end of thoughts within the words, which templates take apart."""
 _WRITING_CURE = "use a chat template that writes it, such as that of the instruct model (--chat-template)"
-
-
-class _RewrittenError(Exception):
-    """The text of earlier turns has changed."""
-
-
-class _Turn(NamedTuple):
-    """The text up to an answer, and the answer with the token that ends it."""
-
-    prompt: str
-    answer: str
 
 
 def samples_of(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
@@ -57,21 +44,10 @@ def samples_of(template: Template, chat: MarkedChat, turns: Sequence[int]) -> li
         DataError: prompt and answer cannot be separated; the answer has no end; the template loses something;
             or there are too many samples.
     """
-    samples = _samples(template, chat, turns)
+    marks = template.marks_answers(chat)
+    samples = [_from_blocks(template, chat, turns)] if marks else _from_prefixes(template, chat, turns)
     is_all_learned = len(turns) == sum(message["role"] == "assistant" for message in chat.messages)
     return samples if is_all_learned else [_divided(template, spans) for spans in samples]
-
-
-def _samples(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
-    if template.marks_answers(chat):
-        return [_from_blocks(template, chat, turns)]
-    if len(turns) >= _MANY_TURNS:
-        try:
-            return [_from_local_turns(template, chat, turns)]
-        except (DataError, _RewrittenError):
-            # Either the text of a turn depends on earlier turns, or the row is wrong. The slow way tells.
-            pass
-    return _from_prefixes(template, chat, turns)
 
 
 def _divided(template: Template, spans: list[Span]) -> list[Span]:
@@ -113,32 +89,9 @@ def _from_blocks(template: Template, chat: MarkedChat, turns: Sequence[int]) -> 
         if index in turns:
             start = template.begin_of_block(text, begin)
             _check_answer(template.name, chat, index, text[start:end])
-            end = _end_of(template, chat, index, text, start, end)
+            end = template.end_of_turn(text, start, end, chat.where)
             spans += [Span(text[done:start], False), Span(text[start:end], True)]
             done = end
-    return spans
-
-
-def _from_local_turns(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[Span]:
-    """One sample, in a time linear in the number of turns if the text of a turn needs no earlier turns.
-
-    Only the first and the last turn are cut from the text of all that comes before. The others are rendered
-    after a short conversation of our own; the last one then shows whether their text is right.
-    """
-    probe = _turn(template, MarkedChat(PROBE, None, chat.where), 1)
-    probe_text = probe.prompt + probe.answer
-    spans: list[Span] = []
-    begin = 0
-    for index in turns:
-        if index in (turns[0], turns[-1]):
-            turn, before = _turn(template, chat, index), "".join(span.text for span in spans)
-        else:
-            part = MarkedChat([*PROBE, *chat.messages[begin : index + 1]], None, chat.where)
-            turn, before = _turn(template, part, len(part.messages) - 1), probe_text
-        if not turn.prompt.startswith(before):
-            raise _RewrittenError
-        spans += [Span(turn.prompt[len(before) :], False), Span(turn.answer, True)]
-        begin = index + 1
     return spans
 
 
@@ -147,12 +100,12 @@ def _from_prefixes(template: Template, chat: MarkedChat, turns: Sequence[int]) -
     samples: list[list[Span]] = [[]]
     done = ""
     for index in turns:
-        turn = _turn(template, chat, index)
-        if not turn.prompt.startswith(done):
+        prompt, answer = _turn(template, chat, index)
+        if not prompt.startswith(done):
             samples.append([])
             done = ""
-        samples[-1] += [Span(turn.prompt[len(done) :], False), Span(turn.answer, True)]
-        done = turn.prompt + turn.answer
+        samples[-1] += [Span(prompt[len(done) :], False), Span(answer, True)]
+        done = prompt + answer
         if len(samples) > MOST_SAMPLES:
             raise DataError(
                 f"{chat.where}: {template.name} writes earlier turns differently after each question, so "
@@ -163,29 +116,20 @@ def _from_prefixes(template: Template, chat: MarkedChat, turns: Sequence[int]) -
     return samples
 
 
-def _turn(template: Template, chat: MarkedChat, index: int) -> _Turn:
-    """The turn of one message, cut from the text of the conversation up to it."""
+def _turn(template: Template, chat: MarkedChat, index: int) -> tuple[str, str]:
+    """The text up to an answer, and the answer with the token that ends it."""
     prompt = template.write(chat.beginning(index), generate=True) + template.header
-    said = chat.beginning(index + 1)
-    text = template.write(said)
+    text = template.write(chat.beginning(index + 1))
     if not text.startswith(prompt):
         raise DataError(
             f"{chat.where}: message {index + 1}: {template.name} writes the text before the answer "
             f"differently from the prompt for it, so prompt and answer cannot be separated; {CURE}"
         )
-    end = _end_of(template, said, index, text, len(prompt), len(text))
-    answer = text[len(prompt) : end]
+    answer = text[len(prompt) : template.end_of_turn(text, len(prompt), len(text), chat.where)]
     _check_answer(template.name, chat, index, answer)
     if index == len(chat.messages) - 1:
         _check_row(template.name, chat, text)
-    return _Turn(prompt, answer)
-
-
-def _end_of(template: Template, chat: MarkedChat, index: int, text: str, start: int, end: int) -> int:
-    """Where the answer ends that a template writes from `start` to `end` of a text, with its end token."""
-    words = words_of(chat.messages[index])
-    place = text.find(words, start, end)
-    return template.end_of_turn(text, start if place < 0 else place + len(words), end, chat.where)
+    return prompt, answer
 
 
 def words_of(message: Message) -> str:

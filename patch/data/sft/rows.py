@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Text, columns_in, to_conversation, to_pair
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
-from patch.data.rendering.bounded_process import ChildEndedError, next_step
 from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.errors import DataError
@@ -94,7 +93,6 @@ class RowTokenizer:
         is_special, is_partly_encoded = any(map(self.renderer.holds_special_token, rows)), False
         whole: list[Tokens] = []
         samples = [spans for row in rows for spans in self.renderer.samples(row)]
-        next_step()
         for spans in samples:
             tokens, is_whole = self._encode(spans, item.where)
             is_partly_encoded |= not is_whole
@@ -122,16 +120,6 @@ class RowTokenizer:
             is_special,
             is_partly_encoded,
             columns_in(value, self._options.format.columns),
-        )
-
-    def blame(self, error: ChildEndedError) -> DataError:
-        """The error for an item that took too much: the tokenizer's, if its text was written."""
-        if error.was_killed or error.step == 0:
-            return self.renderer.blame(error)
-        return DataError(
-            f"{error.item.where}: tokenizer {self._name} {error} to encode it; expected one whose patterns "
-            "and normalizer end soon: its tokenizer.json has them",
-            field="tokenizer_name_or_path",
         )
 
     def _cut(self, tokens: Tokens, row: Conversation | Text, length: int) -> list[Tokens]:
@@ -178,10 +166,9 @@ class RowTokenizer:
         """The tokens of a sample, and whether they are all."""
         try:
             ids, is_whole = self._ids(spans)
-        except MemoryError:
-            raise
         except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
-            raise DataError(f"{where}: tokenizer {self._name} cannot encode it: {error!s:.500}") from error
+            reason = str(error) or type(error).__name__
+            raise DataError(f"{where}: tokenizer {self._name} cannot encode it: {reason:.500}") from error
         tokens = np.array([token for part in ids for token in part], np.int32)
         learned = np.zeros(len(tokens), bool)
         turns = [0]

@@ -269,13 +269,13 @@ def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, lengt
         TrainingError: the processes cannot be started.
     """
     work = RowTokenizer(tokenizer, options, length)
-    rows: BoundedMap[Item, TokenizedRow] = BoundedMap(work, options.num_workers)
+    rows = BoundedMap(work, options.num_workers)
 
     def tokenized(batches: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[TokenizedRow]]]:
         try:
             yield from rows(batches)
         except ChildEndedError as error:
-            raise work.blame(error) from error
+            raise work.renderer.blame(error) from error
 
     return tokenized
 

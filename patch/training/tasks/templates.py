@@ -66,8 +66,8 @@ class Templates:
             try:
                 ((_, (text,)),) = self._process([[(template, dict(doc))]])
             except ChildEndedError as error:
-                raise _refusal(template, error.reason) from error
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                raise _refusal(template, str(error)) from error
+            except (MemoryError, TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
                 raise _refusal(template, f"{type(error).__name__}: {error}") from error
             self._texts[key] = text
         return self._texts[key]

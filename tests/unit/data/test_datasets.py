@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from refusals import refused
@@ -51,18 +50,6 @@ def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
     assert build(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid == {}
 
 
-def test_names_and_join_of_the_rows_reach_the_samples(tmp_path: Path) -> None:
-    """Rows with the user's own keys give the samples of the same rows with the usual keys, joined by hand."""
-    tokenizer = tiny_tokenizer()
-    usual = build(raw_run(tmp_path), tokenizer).train
-    rows = [{"q": "hel", "x": "lo", "a": answer} for answer in ("world", "again", "you")]
-    (tmp_path / "own.json").write_text(json.dumps(rows))
-    named = dict(columns="instruction=q,input=x,output=a", alpaca_input_join="empty")
-    own = build(raw_run(tmp_path, train_data_path=str(tmp_path / "own.json"), **named), tokenizer).train
-    for index in range(3):
-        assert torch.equal(torch.stack(own[index][:3]), torch.stack(usual[index][:3]))
-
-
 @pytest.mark.parametrize("name", ["train", "valid"])
 def test_bad_row_is_about_the_position_of_its_file(tmp_path: Path, name: str) -> None:
     config = raw_run(tmp_path)
@@ -88,18 +75,6 @@ def texts(source: SampleSource, count: int) -> list[str]:
     tokenizer = tiny_tokenizer()
     samples = [source[index] for index in range(count)]
     return [tokenizer.decode(sample.labels[sample.loss_mask > 0].tolist()) for sample in samples]
-
-
-def test_training_sets_with_weights_are_blended(tmp_path: Path) -> None:
-    big = rows_of(tmp_path, "big.json", [f"number {index}" for index in range(40)])
-    small = rows_of(tmp_path, "small.json", ["yes", "no"])
-    spec = f"0.75 {big} 0.25 {small}"
-    train, num_samples, *_ = build(raw_run(tmp_path, train_data_path=spec), tiny_tokenizer())
-    assert train.is_shuffled and num_samples == len(train) == 80
-    drawn = texts(train, 80)
-    of_big = [text for text in drawn if "number" in text]
-    assert len(of_big) == 60 and len(set(of_big[:40])) == 40
-    assert sum("yes" in text for text in drawn) == 10
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -4,14 +4,10 @@ import gzip
 import json
 import os
 import random
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +18,7 @@ from megatron.core.tokenizers import MegatronTokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from patch.data.pretraining.encode import Encoder, document_reader, encode_in_order
+from patch.data.pretraining.encode import document_reader
 from patch.data.pretraining.preprocess import WrittenSet, write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
@@ -216,43 +212,6 @@ def test_kill_between_two_files_never_leaves_a_pair_that_does_not_match(
         if code == 0:
             break
     assert seen == {"old", "neither", "new"} and code == 0
-
-
-def test_workers_of_a_killed_process_end(monkeypatch) -> None:
-    """They wait for work that nobody will give them."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    encoder = Encoder(tiny_tokenizer(), None)
-
-    def batches() -> Iterator[list[tuple[list[str], ...]]]:
-        yield [(["hello"],)]
-        time.sleep(60)
-
-    child = os.fork()
-    if not child:
-        list(encode_in_order(batches(), encoder, 2))
-    try:
-        process = psutil.Process(child)
-        wait_for(lambda: len(process.children()) == 2)
-        workers = process.children()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    wait_for(lambda: not any(lives(worker) for worker in workers))
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it has not ended; in a container nobody may ask for the exit code of an orphan."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -> None:

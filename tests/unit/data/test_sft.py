@@ -99,15 +99,6 @@ def test_long_conversation_is_cut_and_keeps_every_position(tmp_path: Path, logge
     assert learned_text(load_sft(path, tokenizer, 11)[0], tokenizer) == "world"
 
 
-@pytest.mark.timeout(100)
-def test_row_of_30_mb_takes_seconds(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    path = write_rows(tmp_path, [alpaca("hello", "ab" * 15_000_000), alpaca("hello", "world")])
-    source = load_sft(path, tokenizer, 64)
-    assert learned_text(source[0], tokenizer).startswith("abab")
-    assert learned_text(source[1], tokenizer) == "world<|eot_id|>"
-
-
 def test_text_that_the_tokenizer_fails_on_is_refused_with_the_file(tmp_path: Path) -> None:
     core = Tokenizer(models.WordLevel({"<|eot_id|>": 0, "hello": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|eot_id|>")
@@ -127,13 +118,6 @@ def test_set_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [alpaca("hello", "world")])
     with pytest.raises(DataError, match="the longest row with one has 12 tokens"):
         load_sft(path, tiny_tokenizer(), 4)
-
-
-def test_special_tokens_in_a_message_are_reported(tmp_path: Path, logged: list[str]) -> None:
-    rows = [alpaca("a", "b"), alpaca("say <|eot_id|>", "b")]
-    load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 24)
-    assert any("special tokens spelled out" in message and "row 2" in message for message in logged)
-    assert sum("2 rows, 2 samples" in message and "tokens learned" in message for message in logged) == 1
 
 
 def test_masks_equal_transformers_on_several_turns(tmp_path: Path) -> None:

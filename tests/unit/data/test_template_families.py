@@ -142,15 +142,6 @@ def test_thoughts_are_learned_with_the_answer_that_has_them() -> None:
     assert second_runs == ["\u010a > <think> \u010a\u010a </think> \u010a \u010a no <|im_end|>"]
 
 
-def test_several_calls_at_once() -> None:
-    several = [{**message} for message in WITH_TOOLS]
-    several[1]["tool_calls"] = [call("hello"), call("world")]
-    (runs,) = learned("QWEN25", chat(several, tools=TOOLS))
-    assert runs[0].count("<tool_call>") == 2 and "hello" in runs[0] and "world" in runs[0]
-    with pytest.raises(DataError, match="^row: the chat template refuses the conversation: one call at once"):
-        learned("LLAMA31", chat(several, tools=TOOLS))
-
-
 @pytest.mark.parametrize(
     ("family", "row", "said"),
     [
@@ -172,12 +163,6 @@ def test_what_a_template_does_not_write_is_noticed(family: str, row: Conversatio
     with pytest.raises(DataError, match=said) as caught:
         learned(family, row)
     assert caught.value.field == "chat_template"
-
-
-def test_thoughts_within_the_words_need_no_line_break_after_them() -> None:
-    ((run,),) = learned("QWEN3", chat(turns("hello", "<think>no</think>yes")))
-    (expected,) = learned("QWEN3", chat(turns("hello", "<think>\nno\n</think>\n\nyes")))
-    assert [run] == expected
 
 
 def test_answer_of_a_tool_that_is_not_written_is_noticed() -> None:

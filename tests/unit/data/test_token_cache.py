@@ -244,25 +244,6 @@ def test_process_that_is_killed_at_any_moment_leaves_nothing_that_misleads(
     assert moment > 20 and 0 < num_kept < moment / 2
 
 
-def test_builder_that_is_killed_is_followed_by_one_that_waited(tmp_path: Path) -> None:
-    path, cache = write_rows(tmp_path / "rows.jsonl"), tmp_path / "cache"
-
-    def load_for_ever() -> None:
-        TokenWriter.write = lambda *args: time.sleep(60)
-        load(path, cache)
-
-    builder = in_child(load_for_ever)
-    while not list(cache.glob("sets/.*.tmp")):
-        time.sleep(0.01)
-    waiting = in_child(load, path, cache)
-    time.sleep(0.2)
-    assert os.waitpid(waiting, os.WNOHANG) == (0, 0)
-    os.kill(builder, signal.SIGKILL)
-    assert exit_code(builder) == -signal.SIGKILL
-    assert exit_code(waiting) == 0
-    assert len(entries(cache)) == 1 and not leftovers(cache)
-
-
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_one_process_reads_the_rows_and_those_who_wait_end_as_it_does(tmp_path: Path, is_bad: bool) -> None:
     """A bad row at the end of a large file must not be looked for by one rank after the other."""

@@ -122,6 +122,18 @@ def test_folder_with_one_file_more_is_other_data(command):
         resume_notes(config)
 
 
+def test_sets_with_weights_of_a_run_that_took_other_turns_are_refused(command, monkeypatch):
+    """Earlier versions hashed no rule, because they mixed fine-tuning sets by another one."""
+    (command.folder / "b.json").write_text("[1]")
+    positions = {"DATASET_PATH": f"0.7 {command.data} 0.3 {command.folder / 'b.json'}"}
+    with monkeypatch.context() as earlier:
+        earlier.setattr("patch.preflight.data_record._MIXED", "")
+        config = _begun(command, **positions)
+    with refused(ConfigError, match="has changed since .* the rule by which sets with weights take turns"):
+        resume_notes(config)
+    assert resume_notes(command.parse("--resume-with-changed-data", **positions).config)
+
+
 @pytest.mark.parametrize(
     ("name", "chosen", "message"),
     [

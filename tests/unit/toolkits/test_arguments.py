@@ -8,7 +8,7 @@ FLAGS = {
     "doctor.__main__": ("--json",),
     "inspect_checkpoint": ("--json",),
     "plan": ("--json", "--plot", "--scaling"),
-    "preview_data": ("--html", "--json"),
+    "preview_data": ("--json",),
     "verify_alignment": ("--json",),
 }
 

@@ -1,8 +1,6 @@
-"""preview_data: figures counted by hand, the tokens of the page, exit codes, hostile rows."""
+"""preview_data: figures counted by hand, the tokens of rows, exit codes, hostile rows."""
 
 import json
-import re
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -45,21 +43,14 @@ def _flags(tokenizer: Path, *more: object, length: int = LENGTH) -> list[str]:
     return ["--tokenizer-name-or-path", str(tokenizer), "--seq-length", str(length), *map(str, more)]
 
 
-def _tokens_of(page: str) -> list[tuple[str, bool, str]]:
-    """The tokens of a page: text, whether marked as learned, and title."""
-    found = re.findall(r'<(mark|span) class="token[^"]*" title="([^"]*)">(.*?)</\1>', page, re.DOTALL)
-    return [(unescape(text), tag == "mark", unescape(title)) for tag, title, text in found]
-
-
 @pytest.fixture(scope="module")
 def seen(tokenizer, tmp_path_factory):
-    """All five rows as JSON and as a page."""
+    """All five rows as JSON."""
     folder = tmp_path_factory.mktemp("seen")
     rows = _write(folder, ROWS)
     more = ("--rows", 9, "--max-dropped-share", 0.2, "--cache-dir", folder / "cache")
-    outputs = ("--json", folder / "it.json", "--html", folder / "it.html")
-    assert main([str(rows), *_flags(tokenizer, *more, *outputs)]) == 0
-    return json.loads((folder / "it.json").read_text()), (folder / "it.html").read_text(), rows
+    assert main([str(rows), *_flags(tokenizer, *more, "--json", folder / "it.json")]) == 0
+    return json.loads((folder / "it.json").read_text()), rows
 
 
 def test_figures_are_those_counted_by_hand(seen):
@@ -70,8 +61,6 @@ def test_figures_are_those_counted_by_hand(seen):
     assert report["cut"] == {"count": 1, "first": ["line 5"]} and report["unlearned"] == 1
     assert report["special"] == {"count": 1, "first": ["line 4"]}
     assert (figures["duplicates"], figures["most_copies"], figures["median"]) == (1, 2, 16)
-    # 12, 12, 21 and 30 tokens
-    assert figures["lengths"] == {"edges": [0, 5, 10, 15, 20, 25, 31], "counts": [0, 0, 2, 0, 1, 1]}
     assert figures["padded_share"] == pytest.approx(1 - 75 / 120)
     packing = figures["packing"]
     assert (packing["num_tokens"], packing["num_learned"], packing["num_packs"]) == (75, 26, 3)
@@ -93,7 +82,7 @@ def test_rows_are_shown_with_what_became_of_them(seen):
 
 
 def test_shown_tokens_are_those_that_a_run_learns(seen, tokenizer):
-    values, _, rows = seen
+    values, rows = seen
     source = load_sft(rows, load_tokenizer(str(tokenizer)), LENGTH, SftOptions(max_dropped_share=1.0))
     shown = [sample for row in values["rows"] for sample in row["samples"]]
     assert len(shown) == len(source)
@@ -103,45 +92,21 @@ def test_shown_tokens_are_those_that_a_run_learns(seen, tokenizer):
         assert sample["learned"][1:] == source[index].loss_mask[:size].tolist()
 
 
-def test_page_has_the_same_tokens_and_figures(seen):
-    values, text, _ = seen
-    expected = [
-        (text, bool(learned))
-        for row in values["rows"]
-        for sample in row["samples"]
-        for text, learned in zip(sample["texts"], sample["learned"], strict=True)
-    ]
-    tokens = _tokens_of(text)
-    assert [(text, is_learned) for text, is_learned, _ in tokens] == expected
-    assert tokens[5][2] == f"id {values['rows'][0]['samples'][0]['ids'][5]}: hello"
-    for figure in ("37.5% of all slots", "3 sequences, 83.3% of all slots used", "1: line 3"):
-        assert figure in text
-
-
-def test_hostile_rows_are_text_everywhere_and_the_page_loads_and_runs_nothing(tokenizer, tmp_path, capsys):
+def test_hostile_rows_are_text(tokenizer, tmp_path, capsys):
     folder = tmp_path / "<b>\x1b[2J&"
     folder.mkdir()
     rows = _write(folder, [{"instruction": HOSTILE, "output": HOSTILE}])
-    page = tmp_path / "it.html"
-    assert main([str(rows), *_flags(tokenizer, "--html", page, length=200)]) == 0
+    assert main([str(rows), *_flags(tokenizer, length=200)]) == 0
     assert "\x1b" not in capsys.readouterr().out
-    text = page.read_text()
-    tags = set(re.findall(r"<\s*(\w+)", text))
-    assert not {"script", "b"} & tags and {"style", "mark"} <= tags and "\x1b" not in text
-    shown = "".join(token for token, is_learned, _ in _tokens_of(text) if is_learned)
-    assert shown == HOSTILE.replace(" ", "\u2423").replace("\x1b", "\u241b") + "<|eot_id|>"
-    assert not re.search(r"url\((?!#)|@import|javascript:|src=|href=|https?://", text)
-    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
 
 
 def test_too_many_drops_are_shown_and_end_with_exit_code_3(tokenizer, tmp_path, capsys):
-    page = tmp_path / "it.html"
-    assert main([str(_write(tmp_path, ROWS)), *_flags(tokenizer, "--html", page)]) == 3
+    file = tmp_path / "it.json"
+    assert main([str(_write(tmp_path, ROWS)), *_flags(tokenizer, "--json", file)]) == 3
     said = capsys.readouterr()
     assert "--max-dropped-share" in said.err and "dropped: nothing to learn  1: line 3" in said.out
-    bars = [line.split()[:3] for line in said.out.splitlines() if " to " in line and " tokens  " in line]
-    assert bars == [["10", "to", "14"], ["20", "to", "24"], ["25", "to", "30"]]
-    assert page.is_file()
+    # 12, 12, 21 and 30 tokens, the last of 31
+    assert "median 16, 90% have at most 27, longest row 31" in said.out and file.is_file()
 
 
 def test_one_row_is_found_by_the_number_that_messages_give_in_each_of_several_sets(
@@ -185,7 +150,7 @@ def test_a_run_and_its_variables_say_what_flags_do_not(tokenizer, tmp_path, caps
         (["none.jsonl"], 3, "none.jsonl does not exist"),
         (["x" * 300], 3, "x does not exist"),
         (["wrong.jsonl"], 3, "wrong.jsonl: line 1"),
-        (["rows.jsonl", "--no-statistics", "--html", "."], 2, ". cannot be written"),
+        (["rows.jsonl", "--no-statistics", "--json", "."], 2, ". cannot be written"),
     ],
 )
 def test_wrong_commands_are_refused(arguments, code, said, tokenizer, tmp_path, monkeypatch, capsys):
@@ -195,14 +160,21 @@ def test_wrong_commands_are_refused(arguments, code, said, tokenizer, tmp_path, 
     _write(tmp_path, ROWS[:1])
     assert main([*arguments, "--tokenizer-name-or-path", str(tokenizer)]) == code
     told = capsys.readouterr()
-    assert said in told.err and (told.out == "" or "--html" in arguments)
+    assert said in told.err and (told.out == "" or "--json" in arguments)
 
 
-def test_unknown_flag_names_the_nearest_one(capsys):
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--jsno", "unknown argument --jsno, did you mean --json? (--help lists the flags)"),
+        ("--html", "--html was removed: the terminal shows rows and figures, and --json FILE writes them"),
+        ("--plot", "--plot was removed: the terminal shows rows and figures, and --json FILE writes them"),
+    ],
+)
+def test_unknown_flag_names_the_nearest_one_and_a_removed_one_what_to_use(flag, said, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["none.jsonl", "--htlm=x"])
-    said = "unknown argument --htlm, did you mean --html? (--help lists the flags)\n"
-    assert caught.value.code == 2 and capsys.readouterr().err.endswith(said)
+        main(["none.jsonl", f"{flag}=x"])
+    assert caught.value.code == 2 and capsys.readouterr().err.endswith(said + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +188,8 @@ def documents(tokenizer, tmp_path_factory) -> Path:
 
 
 def test_documents_are_shown_with_figures_counted_by_hand(documents, tokenizer, tmp_path, capsys):
-    page, file = tmp_path / "it.html", tmp_path / "it.json"
-    arguments = _flags(tokenizer, "--rows", 3, "--html", page, "--json", file)
+    file = tmp_path / "it.json"
+    arguments = _flags(tokenizer, "--rows", 3, "--json", file)
     assert main([str(documents), *arguments]) == 0
     values = json.loads(file.read_text())
     encoder = load_tokenizer(str(tokenizer))
@@ -234,11 +206,9 @@ def test_documents_are_shown_with_figures_counted_by_hand(documents, tokenizer, 
         "samples of 30": (len(ids) + size) // 30,
     }  # fmt: skip
     assert (figures["median"], figures["longest"], figures["stored_as"]) == (len(ids) + 1, size, "uint16")
-    assert figures["lengths"]["counts"][0] == 2 and sum(figures["lengths"]["counts"]) == 3
     assert figures["provenance"]["tokenizer"] == str(tokenizer)
     said = capsys.readouterr().out
     assert f"{documents}: document 1: {len(ids) + 1} tokens" in said and str(tokenizer) in said
-    assert len(_tokens_of(page.read_text())) == len(ids) + 1 + 512
 
 
 def test_a_document_has_a_number(documents, tokenizer, capsys):
