@@ -1,7 +1,7 @@
 """Arguments of other programs: what to write here instead, or why nothing is needed, or that it is not there.
 
-foreign_flags.txt is the one table of them: messages about unknown flags and keys of files come from it, and
-the tables of docs/migrating.md are it, in both languages (`tests/architecture/test_guide_facts.py`).
+foreign_flags.txt is the one table of them: messages about unknown flags and keys of files come from it
+(`tests/unit/config/test_flags.py`).
 
 Source: Pai-Megatron-Patch's scripts, Megatron-LLaMA's and Megatron-LM's arguments, BigScience's
 Megatron-DeepSpeed, DeepSpeed's JSON, LLaMA-Factory's YAML, torchtitan's TOML, transformers, PEFT, TRL, vLLM,
@@ -65,7 +65,7 @@ def _fit_of_value(part: str, value: str) -> int:
 
 @cache
 def foreign_flags() -> dict[str, list[ForeignFlag]]:
-    """Program -> its rows, in the order of docs/migrating.md."""
+    """Program -> its rows, in the order of the table."""
     table: dict[str, list[ForeignFlag]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):

@@ -140,9 +140,7 @@ def test_links_of_the_other_documents_lead_somewhere() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_page_is_right(path: Path, fixtures: Fixtures, tmp_path: Path) -> None:
     page = read_page(path)
-    faults = faults_of_blocks(page) + faults_of_links(page)
-    if "migrating" not in path.name:  # which names the flags of other programs, and has a test of its own
-        faults += faults_of_flags(page)
+    faults = faults_of_blocks(page) + faults_of_links(page) + faults_of_flags(page)
     if path.stem.endswith(CHINESE):
         faults += faults_of_translation(page)
     else:

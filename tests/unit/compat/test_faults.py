@@ -1,6 +1,6 @@
 """Numbers that megatron-core 0.16.1 computes wrongly in silence, measured with and without this project.
 
-    make upstream-faults     prints the table; docs/upstream.md tells what the rows are
+    make upstream-faults     prints the table; docs/migrating.md tells what the rows are
 
 Each row runs upstream's own classes on two processes, made to run on a CPU (compat/cpu.py) without any
 correction, and then this project's. What is right is known: one process, a formula, or transformers.
