@@ -1,4 +1,4 @@
-"""The guides of ready lines and parallelism: by plan each line fits its machine, with the figures of the page.
+"""The pages of ready lines and parallelism: by plan each line fits its machine, with the figures of the page.
 
 `RENEW_GOLDEN=1` writes the plan's figures into the pages.
 """
