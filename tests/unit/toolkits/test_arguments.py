@@ -7,7 +7,7 @@ import pytest
 FLAGS = {
     "doctor.__main__": ("--json",),
     "inspect_checkpoint": ("--json",),
-    "plan": ("--json", "--plot", "--scaling"),
+    "plan": ("--json", "--scaling"),
     "preview_data": ("--json",),
     "verify_alignment": ("--json",),
 }
