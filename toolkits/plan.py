@@ -94,13 +94,12 @@ def _count(text: str) -> float:
     return number
 
 
-def _removed_plot(file: str) -> None:
-    raise argparse.ArgumentTypeError("removed: plan a line that was found, which lists its parts")
-
-
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [--machine NAME] [--nodes N] [...] -- RUN"
-    parser = ArgumentParser(prog=typed("python -m toolkits.plan"), usage=usage, description=__doc__)
+    gone = {"--plot": "plan a line that was found, which lists its parts"}
+    parser = ArgumentParser(
+        prog=typed("python -m toolkits.plan"), usage=usage, description=__doc__, gone=gone
+    )
     parser.add_argument(
         "--machine", default="here", metavar="NAME",
         help="a100, h100, h200, b200 (nodes of eight), here, or a YAML or JSON file of a machine, such as "
@@ -116,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--ranks", action="store_true", help="also print which ranks form which process groups")
     what.add_argument("--search", action="store_true", help="find the fastest layouts, as command lines")
     add("--best", type=positive, default=5, metavar="N", help="--search: so many [5]")
-    add("--plot", type=_removed_plot, help=argparse.SUPPRESS)
     add("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     add(
         "--scaling", type=output_file, metavar="PNG",

@@ -6,6 +6,7 @@ the config.json beside a converted checkpoint; padding and tying come from the s
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -181,8 +182,10 @@ def load_hf(
     adapter = stored.adapter_folder
     with TemporaryDirectory() as merged:
         if adapter is not None and not stored.is_by_peft:
-            merge_adapter(folder, adapter, merged)
-            folder = Path(merged)
+            # A copy is no part of its run, whose type and quantisation a merge would take for the base.
+            plain = shutil.copytree(adapter, Path(merged) / "adapter_alone")
+            merge_adapter(folder, plain, Path(merged) / "model")
+            folder = Path(merged) / "model"
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch_dtype(stored.precision), attn_implementation=attention, local_files_only=True
         )

@@ -122,7 +122,7 @@ def stated_dtype(
     """
     stated, found = {} if hf_source is None else _read_json(hf_source / "config.json"), {*dtypes}
     known = {f"torch.{kind}": getattr(torch, kind) for kind in ("float32", "bfloat16", "float16")}
-    own = known.get(f"torch.{stated.get('torch_dtype') or stated.get('dtype')}")
+    own = known.get(f"torch.{stated.get('dtype') or stated.get('torch_dtype')}")
     return own if own and (is_source or own in found) else reduce(torch.promote_types, found)
 
 

@@ -147,12 +147,13 @@ def merge_adapter(
 
 
 def _base_folder(base: StrPath | None) -> Path:
+    cure = "expected the base as a Hugging Face folder: llama-patch merge --base HF_FOLDER --adapter RUN"
     if base is None:
-        raise ConversionError("no run names the base of the adapters, expected its folder: give it (--base)")
+        raise ConversionError(f"no run names the base of the adapters, {cure}")
     name = hub_name(os.fspath(base), "model")
     folder = local_path(base) if name is None else fetch_model(name, weights=True, error=ConversionError)
     if not is_hf_folder(folder):
-        raise ConversionError(f"got {folder}, expected the base as a Hugging Face folder: give it (--base)")
+        raise ConversionError(f"got {folder}, {cure}")
     return folder.resolve()
 
 
@@ -171,7 +172,7 @@ def _of_peft(folder: Path, model: ModelConfig) -> _Adapters:
 def _of_run(place: AnyPath, run: RunConfig) -> _Adapters:
     if not run.adapter.lora_rank:
         raise ConversionError(f"{place} has no adapters: llama-patch convert mcore2hf exports such a run")
-    tokenizer = tokenizer_of(run, f"give {place}/{ADAPTER_FOLDER} as --adapter beside --base")
+    tokenizer = tokenizer_of(run, f"put the tokenizer back at {run.tokenizer_folder}")
     checkpoint = weights_folder(place)
     stored = StoredWeights(checkpoint, run.model, "", run.adapter)
     (dtype,) = {*stored.dtypes.values()}

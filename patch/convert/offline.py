@@ -26,10 +26,12 @@ from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import (
     copy_descriptions,
     model_of,
+    read_step,
     stated_dtype,
     tokenizer_of,
     write_config,
     write_descriptions,
+    write_tokenizer,
 )
 from patch.convert.hf_layout import remember_layout, write_like
 from patch.convert.hf_reader import HFFolder, open_checked
@@ -83,6 +85,7 @@ def hf_to_mcore(
         _write_checkpoint(folder, partial / RELEASE, model, dtype)
         with writing(partial):
             copy_descriptions(source, partial)
+            write_tokenizer(partial, None, read_step(source))
             if dtype is not None:
                 write_config(partial, model, source, dtype)
             remember_layout(folder, partial)
@@ -214,9 +217,10 @@ def mcore_to_hf(
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, None if hf_config is None else local_path(hf_config))
     if described is None:
-        merge_adapter(None, str(source), target, overwrite=overwrite)
+        merge_adapter(hf_config, str(source), target, overwrite=overwrite)
         return
     folder, verify = unverified_weights(source)
+    step = iteration_of(folder)
     sources = [path for path in (source, described.folder) if isinstance(path, Path)]
     with ThreadPoolExecutor(1, initializer=same_device()) as pool:
         verified = pool.submit(verify)
@@ -228,11 +232,13 @@ def mcore_to_hf(
                 with writing(partial):
                     write_like(described.folder, partial, dtypes, weights.blocks(), title)
                     model, origin, tokenizer = described
-                    is_source = hf_config is None and tokenizer is None
+                    is_source = hf_config is None and folder.name == RELEASE  # from hf2mcore
                     stated = stated_dtype(stored.values(), origin, is_source=is_source)
-                    write_descriptions(partial, model, origin, tokenizer, stated, iteration_of(folder))
+                    if is_source and origin is not None:
+                        step = read_step(origin)
+                    write_descriptions(partial, model, origin, tokenizer, stated, step)
                 verified.result()
-                publish(target, "Hugging Face folder", iteration_of(folder))
+                publish(target, "Hugging Face folder", step)
         except Exception:
             verified.result()  # a damaged source is the reason of other errors
             raise
@@ -247,11 +253,11 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description | None:
     if isinstance(source, Path):
         home = source.parent if is_complete(source) and not has_hf_config(source) else source
         folder = hf_config or (home if isinstance(home, Path) and has_hf_config(home) else None)
-    if folder is not None:
-        return _Description(model_of(folder), folder, None)
-    run = run_behind(str(home))
+    run = None if folder is not None and folder != hf_config else run_behind(str(home))
     if run is not None and run.adapter.lora_rank:
         return None
+    if folder is not None:
+        return _Description(model_of(folder), folder, None)
     if run is None:
         raise ConversionError(
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "

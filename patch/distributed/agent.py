@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -87,10 +88,17 @@ class Guardian:
 class WorkerFiles(DefaultLogsSpecs):
     """torch's files of the workers, in a folder of its own for each start of them."""
 
+    folder: str
+    """Folder of the error files, on this machine: what a user names may be slow, or have another clock."""
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """See the base class, which would delete those of the last start if this one is no restart."""
         self._run_log_dir = None
-        return super().reify(envs)
+        files, start = super().reify(envs), tempfile.mkdtemp(dir=self.folder)
+        for local in envs:
+            file = files.error_files[local] = os.path.join(start, f"error{local}.json")
+            envs[local]["TORCHELASTIC_ERROR_FILE"] = file
+        return files
 
 
 def _words(code: int, *, has_nccl: bool) -> str:
@@ -207,7 +215,14 @@ class Agent(LocalElasticAgent):
                 process.send_signal(self._signals[0])
             self._forwarded = time.monotonic()
         if self._forwarded is not None and time.monotonic() > self._forwarded + INSISTENCE_S:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # with which the workers die
+            signal.signal(signal.SIGINT, self._give_up)
+
+    def _give_up(self, number: int, frame: object) -> None:
+        """Kill the workers and end the job on all machines: Ctrl-C came again."""
+        self._has_workers = False
+        for local in self._processes():
+            self._kill(local)
+        raise SignalException("Ctrl-C again", signal.SIGINT)
 
     def _kill_the_others(self) -> None:
         """After a failure let the other workers end, then kill them: they only wait for the one that failed.

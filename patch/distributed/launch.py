@@ -65,6 +65,7 @@ def launch(
     from patch.distributed.rendezvous import Meeting
 
     own = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # we handle them ourselves
+    own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # otherwise workers would not meet in our store
     os.environ.update(worker_environment(config, machine, os.environ) | own)
     if cores := cores_of_workers(machine, parallel.nproc_per_node):
         os.environ[CORES] = " ".join(",".join(map(str, each)) for each in cores)
@@ -73,6 +74,8 @@ def launch(
         try:
             log_dir, tee = (parallel.log_dir, Std.ERR) if parallel.log_dir else (folder, Std.NONE)
             files = WorkerFiles(log_dir, redirects, tee)
+            files.folder = folder
+            tempfile.TemporaryFile(dir=log_dir).close()
         except OSError as error:
             raise ConfigError(f"{parallel.log_dir} cannot be created: {error}", field="log_dir") from error
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)

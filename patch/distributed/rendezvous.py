@@ -5,8 +5,8 @@
 - The workers of every round meet in the store of the first machine's launcher, under names of their own: no
   other port has to be free or open, and no store dies with a worker. torch would keep the workers' store on
   the machine that had rank 0 first.
-- A machine ends if fewer than the largest number of machines came, and layout and global batch do not allow
-  all of them. (Machines beyond the largest number wait as spares in torch's rendezvous.)
+- If the machines that are there are too many for the layout and the global batch, the last ones wait as
+  spares until the others meet again. (For each machine in its own waiting list torch restarts the round.)
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Meeting(dynamic.DynamicRendezvousHandler):
     """This machine's index, and the address of the first machine, whose launcher keeps the store."""
     sizes: Collection[int]
     """The numbers of machines that the layout and the global batch allow."""
+    is_spare = False
+    """Whether this machine waits until another is lost; the others go on without it."""
 
     @classmethod
     def join(cls, place: Rendezvous, sizes: Collection[int], timeout: timedelta) -> Meeting:
@@ -54,7 +56,9 @@ class Meeting(dynamic.DynamicRendezvousHandler):
         Raises:
             TrainingError: no launcher of the first machine answers at its address.
         """
-        address, limits = f"{place.master_addr}:{place.master_port}", (min(sizes), max(sizes))
+        address, limits = (
+            f"{place.master_addr}:{place.master_port}", (min(sizes), max(sizes) + place.num_spares)
+        )  # fmt: skip
         seconds = int(timeout.total_seconds())
         parameters = elastic.RendezvousParameters(
             "c10d", address, "patch", *limits, is_host=not place.node_rank, read_timeout=seconds
@@ -74,22 +78,37 @@ class Meeting(dynamic.DynamicRendezvousHandler):
         return meeting
 
     def next_rendezvous(self) -> elastic.RendezvousInfo:
-        """Meet the others; returns when this machine takes part in a round. See the base class.
-
-        Raises:
-            RendezvousGracefulExitError: layout and global batch do not allow this machine besides the others.
-        """
-        info = super().next_rendezvous()
-        size = max(size for size in self.sizes if size <= info.world_size)
-        if info.rank >= size:
-            _logger.warning("%d of %d machines train, this one is not needed", size, info.world_size)
-            raise elastic.RendezvousGracefulExitError
+        """Meet the others; returns when this machine takes part in a round. See the base class."""
+        while True:
+            info = super().next_rendezvous()
+            size = max(size for size in self.sizes if size <= info.world_size)
+            if info.rank < size:
+                break
+            said = "%d of %d machines train; this one waits until another is lost"
+            _logger.info(said, size, info.world_size)
+            self.is_spare = True
+            self._wait_as_spare()
+            self.is_spare = False
         os.environ[ROUND] = str(self._state_holder.state.round + 1)  # the workers inherit it
         return elastic.RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
 
+    def _wait_as_spare(self) -> None:
+        """Wait until the others meet again.
+
+        Raises:
+            RendezvousGracefulExitError: the job has ended.
+        """
+        try:
+            while not self.num_nodes_waiting():
+                if self.is_closed():
+                    raise elastic.RendezvousGracefulExitError("the job has ended")
+                time.sleep(1.0)
+        except elastic.RendezvousConnectionError as error:
+            raise elastic.RendezvousGracefulExitError("the job has ended") from error
+
     def leave(self, *, closes: bool) -> None:
         """Leave the job; if that is asked and this machine is no spare, close it for all machines."""
-        if closes and self._this_node not in self._state_holder.state.redundancy_list:
+        if closes and not self.is_spare:
             self.shutdown()
         if self.place.node_rank == 0 and max(self.sizes) + self.place.num_spares > 1:
             time.sleep(LINGER_S)

@@ -17,6 +17,9 @@ from patch.errors import ConfigError, shown
 from patch.families.shape import ModelConfig
 from patch.numbers import to_float, to_int
 
+_FREE_KEYS = {"hidden_act": "used", "sliding_window": "used"}
+"""Keys of a family of another program that LLaMA's rows would refuse, and that its traits decide."""
+
 
 @cache
 def key_table() -> dict[str, dict[str, Any]]:
@@ -75,7 +78,7 @@ class ConfigReader:
             ConfigError: a key that changes the computation has another value than is supported.
         """
         known, values = key_table().get(model_type), dict(self.values)
-        for key, row in (known or {**key_table()["llama"], "hidden_act": "used"}).items():
+        for key, row in (known or {**key_table()["llama"], **_FREE_KEYS}).items():
             got = self.values.get(key)
             if type(got) is int and "default" in row and isinstance(row["default"], float):
                 self.refuse(key, got, f"{got}.0: transformers takes no whole number")

@@ -72,7 +72,7 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     fits, it is ZeRO-2.
 
     Returns:
-        the run with a stage instead of auto, and one line for each stage about its communication and memory.
+        the run with a stage instead of auto, and one line for each stage tried, with its memory.
     """
     if config.sharding != "auto":
         return config, []

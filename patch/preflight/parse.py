@@ -16,8 +16,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import help_text, is_flag, read_flags
@@ -264,6 +265,9 @@ def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
         if merged.get(name) is not None and not is_url(merged[name]):
             merged[name] = os.path.abspath(merged[name])
+    chat = merged.get("chat_template")
+    if chat is not None and chat not in get_args(BuiltInTemplate) and os.path.exists(chat):
+        merged["chat_template"] = os.path.abspath(chat)
     for name in _DATA:
         if merged.get(name) is not None:
             parts = parse_data(merged[name], name)

@@ -23,6 +23,7 @@ from patch.families.weights import OUTPUT, HFTensor
 from patch.preflight.checkpoint_places import begun_root
 from patch.preflight.hub_names import weights_here
 from patch.storage.names import (
+    ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -168,7 +169,8 @@ def check_start(config: RunConfig) -> None:
         folder = weights_here(config)
         if folder is not None and _weight_files(folder)[0].suffix == ".safetensors":
             check_headers(WeightHeaders(folder), config.model)
-    if (load := config.adapter.lora_load) is not None and begun_root(config) is None:
+    load = config.adapter.lora_load  # a run, or a checkpoint in it, is left to the workers
+    if load is not None and (Path(load) / ADAPTER_CONFIG_NAME).is_file() and begun_root(config) is None:
         with about("lora_load"):
             check_adapter(WeightHeaders(Path(load), adapter=True), config.model, config.adapter)
 

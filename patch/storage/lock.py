@@ -270,15 +270,19 @@ def _take_file(path: Path, content: bytes, *, any_host: bool) -> tuple[_Owner | 
         any_host: whether the kernel's lock is enough where the file names an owner on another machine.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    with _alone_on_this_host():
-        is_locked = _flock(descriptor)
-        owner = _read(os.pread(descriptor, 1000, 0))
-        is_free = not owner.text or owner.is_gone
-        is_free |= bool(is_locked) and (any_host or owner.is_on_this_machine)
-        if is_locked is not False and is_free and _is_at_path(descriptor, path):
-            os.truncate(descriptor, 0)
-            os.pwrite(descriptor, content, 0)
-            return None, descriptor
+    try:
+        with _alone_on_this_host():
+            is_locked = _flock(descriptor)
+            owner = _read(os.pread(descriptor, 1000, 0))
+            is_free = not owner.text or owner.is_gone
+            is_free |= bool(is_locked) and (any_host or owner.is_on_this_machine)
+            if is_locked is not False and is_free and _is_at_path(descriptor, path):
+                os.truncate(descriptor, 0)
+                os.pwrite(descriptor, content, 0)
+                return None, descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
     os.close(descriptor)
     return owner, None
 
@@ -306,8 +310,9 @@ def _alone_on_this_host() -> Iterator[None]:
     """One process of this host at a time looks at a lock and takes it, also where there is no flock."""
     descriptor = os.open(tempfile.gettempdir(), os.O_RDONLY)
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _WAIT_S  # one that a dead file system holds up does not hold up others
+        while _flock(descriptor) is False and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)

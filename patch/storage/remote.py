@@ -15,8 +15,6 @@ from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-PATIENCE_S = 60.0
-"""How long drivers try a failing request again, roughly: s3fs and gcsfs with their own settings."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _KNOWN = {
     FileNotFoundError: errno.ENOENT,

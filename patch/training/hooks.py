@@ -173,8 +173,10 @@ class RateWarning(TrainerHook):
     def on_log(self, record: Record) -> None:
         """Compare a logged loss with the first one."""
         loss = record["loss"]
+        if not math.isfinite(loss):
+            return
         self._limit = self._limit or 10 * max(loss, 0.1)
-        if record["iteration"] <= 100 and self._limit < loss < math.inf:
+        if record["iteration"] <= 100 and loss > self._limit:
             self._limit = math.inf
             said = "step %d: the loss has grown tenfold, to %.4g. The rate is probably too high: %s is %g"
             _logger.warning(said, record["iteration"], loss, where("lr"), self._lr)

@@ -23,7 +23,7 @@ from patch.data.order import StepReader
 from patch.data.samples import SampleSource
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
-from patch.distributed.collectives import all_or_none
+from patch.distributed.collectives import all_or_none, from_rank_0
 from patch.distributed.context_group import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
@@ -248,12 +248,15 @@ def load_start(run: Run, *, is_begun: bool = False) -> None:
         with optimizer.described_weights():
             load_weights(folder, stages, run.config, optimizer)
     if adapter.lora_load and not is_begun:
-        if (Path(adapter.lora_load) / ADAPTER_CONFIG_NAME).is_file():
+        place = adapter.lora_load
+        if from_rank_0(lambda: (Path(place) / ADAPTER_CONFIG_NAME).is_file()):
             with optimizer.full_weights(frozen=False):
                 import_adapter(stages, adapter.lora_load, model, adapter, run.groups)
         else:
+            with all_or_none():
+                folder = any_path(place)
             with optimizer.described_weights():
-                load_weights(any_path(adapter.lora_load), stages, run.config, optimizer, adapters=True)
+                load_weights(folder, stages, run.config, optimizer, adapters=True)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 

@@ -1,4 +1,4 @@
-"""A check, what it finds, and the report of all: a check that fails or takes too long stops no other one."""
+"""A check, what it finds, and the report of all: a check that fails stops no other one."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ def _weights(model: str) -> list[str]:
     if run is None:
         return ["--load", model]
     tokenizer, data, load = run.tokenizer_folder, run.data, run.checkpoint.load
-    own: dict[str, Any] = {"tokenizer_name_or_path": tokenizer, "load": model}
+    precision = "bf16" if run.training.precision == "fp8" else run.training.precision
+    own: dict[str, Any] = {"tokenizer_name_or_path": tokenizer, "load": model, "precision": precision}
     own |= {"chat_template": data.chat_template, "chat_template_kwargs": data.chat_template_kwargs}
     if run.adapter.lora_rank:
         own |= {"load": load, "lora_load": model}

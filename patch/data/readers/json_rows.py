@@ -49,7 +49,9 @@ def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 value = orjson.loads(line)
-            except orjson.JSONDecodeError:
+            except orjson.JSONDecodeError as error:
+                if not error.msg.startswith(("unexpected end of data", "unexpected content after")):
+                    _parse(path, line, number)  # raises: more text would not mend it
                 break  # the rest is no JSONL
             yield f"line {number}", value
         else:

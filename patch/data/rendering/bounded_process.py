@@ -65,13 +65,18 @@ class BoundedMap:
         """Of each list in work: the process, in the upper 32 bits, and the index of its item."""
         initial = (function, self._slots, bounded)
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, initial)
-        gc.freeze()  # a child must not end garbage of the parent, and wait for threads that it does not have
+        was_enabled = gc.isenabled()
+        gc.disable()  # a child must not end garbage of the parent, and wait for threads that it does not have
         try:
             self._pool.submit(int)  # the first call forks all processes
         except OSError as error:
+            for process in set(active_children()) - others:
+                process.kill()  # without a pool the end of this program would wait for them
             what = f"no process can be started for the rows: {error.strerror}"
             raise TrainingError(f"{what}; free memory or raise ulimit -u") from error
-        gc.unfreeze()
+        finally:
+            if was_enabled:
+                gc.enable()
         self._processes = set(active_children()) - others
 
     def __call__(self, lists: Iterable[list[Any]]) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -87,11 +92,16 @@ class BoundedMap:
                 if number >= self._ahead:
                     yield pending[0][0], pending[0][2].result()
                 slot = number % self._ahead
+                self._slots[slot] = 0
                 pending.append((items, slot, self._pool.submit(_results, slot, items)))
             for items, _, results in pending:
                 yield items, results.result()
         except BrokenProcessPool:
             raise self._ended(pending, items[0]) from None
+        except (KeyboardInterrupt, SystemExit):
+            for process in self._processes:
+                process.kill()  # otherwise the end of this program waits for the lists in work
+            raise
 
     def _ended(self, pending: Iterable[Any], item: Any) -> ChildEndedError:
         """The error for the process that ended by itself; the pool ends the others by SIGTERM."""
@@ -112,6 +122,8 @@ def _begin(*work: Any) -> None:
     """Prepare a process of a pool."""
     global _work
     _work = work
+    gc.freeze()
+    gc.enable()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

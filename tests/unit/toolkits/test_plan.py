@@ -78,4 +78,4 @@ def test_a_measured_machine_and_this_one_can_be_planned(tmp_path, capsys):
 def test_a_removed_flag_names_what_to_do(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--search", "--plot=a.png", "--", "--model-size=8B"])
-    assert "--plot: removed: plan a line that was found" in capsys.readouterr().err
+    assert "--plot was removed: plan a line that was found" in capsys.readouterr().err
