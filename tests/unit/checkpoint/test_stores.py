@@ -128,7 +128,7 @@ def test_inspection_and_comparison_of_a_store_with_the_disk(root, tmp_path) -> N
     inspection, reader = inspect(found, lambda num_bytes: None)
     theirs, other = inspect(tmp_path / "iter_0000002", lambda num_bytes: None)
     assert reader is not None and other is not None and not inspection.complaints
-    for field in ("files", "facts", "tensors", "neighbours", "loads_into"):
+    for field in ("files", "facts", "tensors", "neighbours"):
         assert getattr(inspection, field) == getattr(theirs, field)
     assert json.dumps(asdict(inspection))
     assert compare(reader, other, lambda num_bytes: None).is_equal
