@@ -65,8 +65,7 @@ class BoundedMap:
         """Of each list in work: the process, in the upper 32 bits, and the index of its item."""
         initial = (function, self._slots, bounded)
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, initial)
-        was_enabled = gc.isenabled()
-        gc.disable()  # a child must not end garbage of the parent, and wait for threads that it does not have
+        gc.freeze()  # a child must not end garbage of the parent, and wait for threads that it does not have
         try:
             self._pool.submit(int)  # the first call forks all processes
         except OSError as error:
@@ -75,8 +74,7 @@ class BoundedMap:
             what = f"no process can be started for the rows: {error.strerror}"
             raise TrainingError(f"{what}; free memory or raise ulimit -u") from error
         finally:
-            if was_enabled:
-                gc.enable()
+            gc.unfreeze()
         self._processes = set(active_children()) - others
 
     def __call__(self, lists: Iterable[list[Any]]) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -122,8 +120,6 @@ def _begin(*work: Any) -> None:
     """Prepare a process of a pool."""
     global _work
     _work = work
-    gc.freeze()
-    gc.enable()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
