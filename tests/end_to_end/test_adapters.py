@@ -54,7 +54,7 @@ def test_peft_loads_the_folder_and_its_merge_is_the_export(
         re.sub("tokenizer_name_or_path: .*", "tokenizer_name_or_path: /no", text)
     )
     assert merge(["--adapter", str(moved), "--save", str(moved / "merged")]) == 4
-    assert f"; or give {moved}/adapter as --adapter beside --base" in capsys.readouterr().err
+    assert "; or put the tokenizer back at /no" in capsys.readouterr().err
 
 
 def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, unbroken: Path) -> None:

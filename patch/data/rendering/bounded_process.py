@@ -100,6 +100,10 @@ class BoundedMap:
             for process in self._processes:
                 process.kill()  # otherwise the end of this program waits for the lists in work
             raise
+        except Exception:
+            # The error's traceback keeps the pool alive, and a process of multiprocessing waits for it at its end.
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
     def _ended(self, pending: Iterable[Any], item: Any) -> ChildEndedError:
         """The error for the process that ended by itself; the pool ends the others by SIGTERM."""

@@ -49,14 +49,17 @@ def test_input_is_read_only_as_far_ahead_as_children_and_waiting_results_need() 
     assert len(list(results)) == 299 == num_read - 1
 
 
-def test_first_error_in_order_is_raised_after_all_results_before_it() -> None:
-    """It comes late, and the one after it at once."""
+def test_first_error_in_order_is_raised_after_all_results_before_it_and_ends_the_processes() -> None:
+    """It comes late, and the one after it at once. The processes end although the error is still at hand."""
+    before = set(psutil.Process().children())
     lists = [*([(number, 0.01)] for number in range(5)), [(5, 0.0), (-1, 0.2)], [(-2, 0.0)]]
     given = []
-    with pytest.raises(DataError, match="^number -1$"):
+    with pytest.raises(DataError, match="^number -1$") as caught:
         for _, results in BoundedMap(work, 3)(lists):
             given += results
     assert given == [0, 1, 4, 9, 16]
+    _, living = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=30)
+    assert not living and caught.tb
 
 
 def test_killed_child_names_its_item_and_the_others_end_with_the_map() -> None:

@@ -69,7 +69,7 @@ def test_places_count_from_one_and_blank_lines_count_too(tmp_path: Path, data: b
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'{"a": 1}\n{"a": }\n', "line 2: malformed JSON: Expecting value, got '}"),
+        (b'{"a": 1}\n{"a": }\n', "line 2: malformed JSON: unexpected character, expected a JSON value"),
         (b'{"a": 1}\n\n{"a": "\xff"}\n', "line 3: malformed JSON: got b'\\xff', which is not UTF-8; convert"),
         (b'{"a": 1}\n{"a": \n{"a": 1}\n', "line 2: malformed JSON: unexpected end of data; is the file cut"),
         (b'{"a": 1}\n{"a": \n{"a": 1}\n{"a": 2}\n' * 9, "line 4: malformed JSON: Expecting ',' delimiter"),
@@ -80,7 +80,7 @@ def test_places_count_from_one_and_blank_lines_count_too(tmp_path: Path, data: b
         (b'{"a": 1},\n{"b": 2}', "line 1: malformed JSON: "),
         (b'{"a":\n1} 5 {"b":\n2}', "line 2: got a number, expected an object"),
         (b'{"a": "\\ud800"}', "line 1: malformed JSON: no low surrogate in string"),
-        (b'{"a":' * 5000, "line 1: malformed JSON: too many brackets"),
+        pytest.param(b'{"a":' * 5000, "line 1: malformed JSON: depth limit exceeded", id="deep"),
         ('[\n{"a": "三三"},\n{"a" 2}\n]'.encode(), "line 3: malformed JSON: Expecting ':' delimiter, got"),
         (b'\xef\xbb\xbf[\n{"a": 1},\n', "line 1: malformed JSON: unexpected end of data; is the"),
         (b'[{"a": 1},\n{"a": "\xff"}]', "line 2: malformed JSON: got b'\\xff', which is not UTF-8"),
