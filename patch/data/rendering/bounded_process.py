@@ -101,7 +101,7 @@ class BoundedMap:
                 process.kill()  # otherwise the end of this program waits for the lists in work
             raise
         except Exception:
-            # The error's traceback keeps the pool alive; a process of multiprocessing would wait for it at exit.
+            # The error's traceback keeps the pool alive; a multiprocessing child would wait for it at exit.
             self._pool.shutdown(wait=False, cancel_futures=True)
             raise
 
