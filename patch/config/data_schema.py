@@ -76,30 +76,31 @@ class DataConfig:
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0)
     eval_iters: int | None = flag("most global batches of one evaluation of a set; 0: the whole set", none=0)
     eval_tasks: str | None = flag(
-        "tasks of lm-evaluation-harness that score the model before the first step and after the last one: "
-        "names, a,b,c; none",
+        "score the model on these tasks of lm-eval before the first step and after the last one: names of "
+        "tasks, groups or tags, a,b,c",
         none="none",
     )
     eval_tasks_path: str | None = flag(
-        "folder of the tasks' YAML files, which run no code; none: lm-eval's own, data from Hugging Face's "
-        "cache",
+        "folder with the tasks' YAML files; none: lm-eval's tasks, with data in Hugging Face's cache",
         none="none",
     )
     eval_tasks_interval: int | None = flag(
-        "steps between scores of --eval-tasks; 0: only at the beginning and the end", none=0
+        "steps between scores; 0: only before the first step and after the last one", none=0
     )
     eval_tasks_limit: int | None = flag("the first N questions of each task; 0: all", none=0)
     eval_tasks_allow_code: bool = flag(
-        "the tasks' folder is trusted: its Python functions run, and its keys are not looked at", False
+        "trust --eval-tasks-path: run its !function, accept every key", False
     )
     eval_tasks_num_fewshot: int | None = flag(
-        "examples before each question, unless its task says 0; -1: as it says", none=-1
+        "examples before each question, except for tasks that say 0; -1: as each task says", none=-1
     )
-    eval_tasks_apply_chat_template: bool = flag("questions are messages of the run's chat template", False)
+    eval_tasks_apply_chat_template: bool = flag("ask through the run's chat template", False)
     eval_tasks_fewshot_as_multiturn: bool = flag(
-        "with --eval-tasks-apply-chat-template: each example is a question and an answer of the chat", True
+        "with --eval-tasks-apply-chat-template: an example is two messages; off: part of the question's", True
     )
-    eval_tasks_system_instruction: str | None = flag("text before all questions; none", none="none")
+    eval_tasks_system_instruction: str | None = flag(
+        "text before all questions; in a chat the system message", none="none"
+    )
 
     @property
     def tasks(self) -> list[str]:
@@ -141,7 +142,7 @@ class CheckpointConfig:
         none=0,
     )
     metric_for_best_model: str | None = flag(
-        "TASK/METRIC of --eval-tasks by which a checkpoint is the best; valid_loss: the validation loss",
+        "TASK/METRIC of --eval-tasks that chooses the best checkpoint; valid_loss: the validation loss",
         none="valid_loss",
     )
     save_weights_only_at_end: bool = flag(

@@ -31,13 +31,16 @@ class ExpertsConfig:
         "alltoall",
     )
     moe_router_load_balancing_type: LoadBalancing = flag(
-        "the loss of uneven loads, over the tokens of a micro-batch (aux_loss) or of each of its rows "
-        "(seq_aux_loss)",
+        "load balancing loss over the tokens of a micro-batch (aux_loss) or of each row (seq_aux_loss)",
         "aux_loss",
     )
-    moe_aux_loss_coeff: float = flag("factor of that loss, summed over layers", 0.0, at_least=0)
+    moe_aux_loss_coeff: float = flag(
+        "coefficient of the load balancing loss (1 when the load is even); Qwen uses 1e-3, Mixtral 0.02",
+        0.0,
+        at_least=0,
+    )
     moe_z_loss_coeff: float = flag(
-        "factor of the loss of large router logits, summed over layers", 0.0, at_least=0
+        "coefficient of a penalty on large router logits; 1e-3 in the ST-MoE paper", 0.0, at_least=0
     )
     moe_expert_capacity_factor: float | None = flag(
         "an expert takes at most so many times its even share of a process's tokens, the likeliest first; "

@@ -48,12 +48,16 @@ class OptimizerConfig:
         at_least=1,
     )
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(
-        "buckets are padded to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
+        "pad buckets to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
     )
     grad_reduce_in_bf16: bool = flag(
-        "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
+        "reduce gradients in bf16, sum in fp32: half the bytes; needs --use-distributed-optimizer", False
     )
-    main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
+    main_grads_dtype: GradientType = flag(
+        "dtype in which gradients are summed and reduced; bf16: half the memory and bytes, less precise over "
+        "many micro-batches",
+        "fp32",
+    )
     gradient_accumulation_fusion: bool | None = flag(
         "linear layers' backward adds the weights' gradients to the main gradients itself, without rounding "
         "each micro-batch's to the weights' type; auto, the default: on GPUs",

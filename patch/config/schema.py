@@ -103,8 +103,8 @@ class ParallelConfig:
         none="default",
     )
     num_distributed_optimizer_instances: int = flag(
-        "replicas form so many groups of neighbours, such as nodes: states (and gradients) are shared inside "
-        "each group and alike in all, so that weights are gathered without crossing groups",
+        "divide the replicas into N groups (such as nodes) that shard states inside the group: all-gathers "
+        "stay inside, gradients cross groups once a step",
         1,
         at_least=1,
     )
@@ -194,25 +194,27 @@ class TrainingConfig:
         "bf16",
     )
     fp8_format: Fp8Format | None = flag(
-        "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", none="default"
-    )
-    fp8_recipe: Fp8Scaling | None = flag(
-        "fp8: scales for whole tensors; delayed: from the step before (Transformer Engine's layers); "
-        "default: tensorwise (refused: rowwise, mxfp8, blockwise)",
+        "fp8: inputs and weights in e4m3 and gradients in e5m2 (hybrid), or all in e4m3; default: hybrid",
         none="default",
     )
-    first_last_layers_bf16: bool = flag("fp8: the model's first and last layers stay in bf16", False)
-    num_layers_at_start_in_bf16: int = flag(
-        "with --first-last-layers-bf16: so many of the first", 1, at_least=0
+    fp8_recipe: Fp8Scaling | None = flag(
+        "fp8: one scale a tensor (tensorwise), or the scale of the step before (delayed, Transformer Engine "
+        "only); default: tensorwise (rowwise, mxfp8, blockwise are refused)",
+        none="default",
     )
-    num_layers_at_end_in_bf16: int = flag("with --first-last-layers-bf16: so many of the last", 1, at_least=0)
+    first_last_layers_bf16: bool = flag("fp8: keep the first and last layer in bf16", False)
+    num_layers_at_start_in_bf16: int = flag(
+        "with --first-last-layers-bf16: number of first layers", 1, at_least=0
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        "with --first-last-layers-bf16: number of last layers", 1, at_least=0
+    )
     disable_parameter_transpose_cache: bool = flag(
-        "fp8: make 8-bit weights in each micro-batch; default: once a step, if there is memory to keep them",
+        "fp8: make 8-bit weights in each micro-batch (same bits, less memory); off: once a step, if they fit",
         False,
     )
     fp8_param_gather: bool = flag(
-        "fp8: replicas that share optimizer states send each other the layers' weights in 8 bits and keep no "
-        "others (our own layers, tensorwise)",
+        "fp8: all-gather the layers' weights in 8 bits, half the bytes (our own layers, tensorwise)",
         False,
     )
     recompute_granularity: RecomputeChoice | None = flag(
