@@ -65,6 +65,7 @@ class BoundedMap:
         """Of each list in work: the process, in the upper 32 bits, and the index of its item."""
         initial = (function, self._slots, bounded)
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, initial)
+        was_frozen = gc.get_freeze_count() > 0  # by `quick_start`
         gc.freeze()  # a child must not end garbage of the parent, and wait for threads that it does not have
         try:
             self._pool.submit(int)  # the first call forks all processes
@@ -74,7 +75,8 @@ class BoundedMap:
             what = f"no process can be started for the rows: {error.strerror}"
             raise TrainingError(f"{what}; free memory or raise ulimit -u") from error
         finally:
-            gc.unfreeze()
+            if not was_frozen:
+                gc.unfreeze()
         self._processes = set(active_children()) - others
 
     def __call__(self, lists: Iterable[list[Any]]) -> Iterator[tuple[list[Any], list[Any]]]:
