@@ -98,9 +98,7 @@ class DataConfig:
     eval_tasks_fewshot_as_multiturn: bool = flag(
         "with --eval-tasks-apply-chat-template: an example is two messages; off: part of the question's", True
     )
-    eval_tasks_system_instruction: str | None = flag(
-        "text before all questions; in a chat the system message", none="none"
-    )
+    eval_tasks_system_instruction: str | None = flag("the system message, or text before all", none="none")
 
     @property
     def tasks(self) -> list[str]:

@@ -35,9 +35,7 @@ class ExpertsConfig:
         "aux_loss",
     )
     moe_aux_loss_coeff: float = flag(
-        "coefficient of the load balancing loss (1 when the load is even); Qwen uses 1e-3, Mixtral 0.02",
-        0.0,
-        at_least=0,
+        "coefficient of the load balancing loss; Qwen uses 1e-3, Mixtral 0.02", 0.0, at_least=0
     )
     moe_z_loss_coeff: float = flag(
         "coefficient of a penalty on large router logits; 1e-3 in the ST-MoE paper", 0.0, at_least=0

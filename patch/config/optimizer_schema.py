@@ -54,9 +54,7 @@ class OptimizerConfig:
         "reduce gradients in bf16, sum in fp32: half the bytes; needs --use-distributed-optimizer", False
     )
     main_grads_dtype: GradientType = flag(
-        "dtype in which gradients are summed and reduced; bf16: half the memory and bytes, less precise over "
-        "many micro-batches",
-        "fp32",
+        "dtype in which gradients are summed and reduced; bf16: half the memory, less precise", "fp32"
     )
     gradient_accumulation_fusion: bool | None = flag(
         "linear layers' backward adds the weights' gradients to the main gradients itself, without rounding "

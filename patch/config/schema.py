@@ -203,12 +203,8 @@ class TrainingConfig:
         none="default",
     )
     first_last_layers_bf16: bool = flag("fp8: keep the first and last layer in bf16", False)
-    num_layers_at_start_in_bf16: int = flag(
-        "with --first-last-layers-bf16: number of first layers", 1, at_least=0
-    )
-    num_layers_at_end_in_bf16: int = flag(
-        "with --first-last-layers-bf16: number of last layers", 1, at_least=0
-    )
+    num_layers_at_start_in_bf16: int = flag("--first-last-layers-bf16: number of first layers", 1, at_least=0)
+    num_layers_at_end_in_bf16: int = flag("--first-last-layers-bf16: number of last layers", 1, at_least=0)
     disable_parameter_transpose_cache: bool = flag(
         "fp8: make 8-bit weights in each micro-batch (same bits, less memory); off: once a step, if they fit",
         False,
