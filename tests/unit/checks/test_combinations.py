@@ -7,13 +7,15 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from patch.checks.layout import fewer_machines_suffice
 from patch.checks.rules import RULES
 from patch.config import user_message
-from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, coerce
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -22,56 +24,12 @@ from patch.plan.describe import describe_plan
 from patch.plan.resolve import resolve_cp_comm_type, resolve_sharding
 
 SECTIONS = ("model", "parallel", "training", "optimizer", "data")
-LAYOUT = "pipeline_model_parallel_layout"
-FULL = {"recompute_granularity": "full"}
-VALUES: dict[str, list[dict[str, Any]]] = {
-    "PR": [{"precision": value} for value in ("fp32", "fp16", "bf16", "fp8")],
-    "TP": [{"tensor_model_parallel_size": value} for value in (1, 2, 3)],
-    "PP": [{"pipeline_model_parallel_size": value} for value in (1, 2, 3)],
-    "stages": [
-        {},
-        *({"num_layers_per_virtual_pipeline_stage": value} for value in (1, 2, 3)),
-        *({LAYOUT: value} for value in ("EttttL", "Ettt|tL", "E|tt|tt|L")),
-        {"account_for_embedding_in_pipeline_split": True},
-        {
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-            "num_layers_per_virtual_pipeline_stage": 1,
-        },
-    ],
-    "CP": [{"context_parallel_size": value} for value in (1, 2, 3, 4)],
-    "CP by": [{"cp_comm_type": value} for value in (None, "p2p", "a2a")],
-    "ranks": [{"rank_order": value} for value in ("tp-cp-dp-pp", "pp-tp", "tp-tp")],
-    "SP": [{"sequence_parallel": value} for value in (False, True)],
-    "DO": [
-        {"use_distributed_optimizer": shards, "overlapped_distributed_optimizer": too, **level}
-        for shards in (False, True)
-        for too in (False, True)
-        for level in ({}, {"data_parallel_sharding": ZeroStage.NONE}, {"data_parallel_sharding": "auto"})
-    ],
-    "FL": [{"attention_backend": value} for value in ("auto", "flash")],
-    "SFT": [{"sft": True, "dataset_type": "raw"}, {"sft": False, "dataset_type": "idxmap"}],
-    "AC": [
-        {},
-        {"recompute_granularity": "selective"},
-        {"recompute_granularity": "auto"},
-        *(FULL | {"recompute_method": method, "recompute_num_layers": number}
-          for method in ("uniform", "block") for number in (1, 2, 3)),
-    ],
-    "activations": [{}, {"cpu_offloading": True}, {"cpu_offloading": True, "cpu_offloading_num_layers": 2}],
-    "offload": [{"optimizer_offload_policy": value} for value in (None, "static", "auto")],
-    "GPU": [{}, {"simulated_device_memory": 2**30}],
-    "packing": [{"packing": value} for value in (False, True)],
-    "align": [{"precision_align": value} for value in (None, "eager")],
-    "batch": [{"global_batch_size": value} for value in (24, 7)],
-    "length": [{"max_padding_length": value} for value in (32, 24, 33)],
-}  # fmt: skip
-"""Names of positions and flags, and what their values are in the configuration."""
+VALUES = yaml.safe_load(Path(__file__).with_name("combinations.yaml").read_text())
 RELATED = [
     ("PP", "stages", "AC", "activations", "batch", "GPU"),
     ("TP", "CP", "CP by", "SP", "length", "align", "PR"),
     ("TP", "PP", "CP", "ranks", "batch"),
-    ("DO", "CP", "PP", "offload", "GPU"),
+    ("DO", "overlapped", "sharding", "CP", "PP", "offload", "GPU"),
     ("SFT", "packing", "CP", "length", "FL"),
 ]
 """Rules relate values within such a group: all its combinations are tried, with the first of other values."""
@@ -91,6 +49,10 @@ def combinations() -> Iterator[dict[str, Any]]:
         yield first | {key: value for changes in chosen for key, value in changes.items()}
 
 
+def value_of(name: str, value: Any) -> Any:
+    return coerce(FIELDS[name], value, name) if isinstance(value, str) else value
+
+
 def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """The run with these values, on as many processes as two replicas take."""
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -99,7 +61,8 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     for name in SECTIONS:
         section = getattr(config, name)
         own = {field.name for field in dataclasses.fields(section)} & changes.keys()
-        sections[name] = dataclasses.replace(section, **{field: changes[field] for field in own})
+        values = {field: value_of(field, changes[field]) for field in own}
+        sections[name] = dataclasses.replace(section, **values)
     return dataclasses.replace(config, **sections)
 
 

@@ -25,32 +25,22 @@ def backends(command: Any, machine: MachineFacts, *flags: str, **positions: str)
 
 
 @pytest.mark.parametrize(
-    ("machine", "wish", "order"),
+    ("machine", "wishes", "order"),
     [
-        (GPUS, "auto", ("cudnn", "flash")),
-        (GPUS, "flash", ("cudnn", "flash")),
-        (FA3, "auto", ("flash", "cudnn")),
-        (FA3, "flash", ("flash", "cudnn")),
-        (FA3, "fused", ("cudnn", "flash")),
-        (AMPERE, "auto", ("flash", "cudnn")),
-        (AMPERE, "flash", ("flash", "cudnn")),
-        (AMPERE, "fused", ("cudnn", "flash")),
-        (FA3, "local", ("cudnn", "flash")),
+        (GPUS, "auto flash", ("cudnn", "flash", *LAST)),
+        (FA3, "auto flash", ("flash", "cudnn", *LAST)),
+        (FA3, "fused local", ("cudnn", "flash", *LAST)),
+        (AMPERE, "auto flash", ("flash", "cudnn", *LAST)),
+        (AMPERE, "fused", ("cudnn", "flash", *LAST)),
+        (FA3, "unfused", ("math",)),
     ],
 )
-def test_order_of_attention_kernels(command, machine, wish, order):
-    assert backends(command, machine, f"--attention-backend={wish}").sdpa == (*order, *LAST)
-
-
-@pytest.mark.parametrize("wish", ["auto", "flash", "fused", "local"])
-def test_deterministic_mode_never_asks_for_cudnn(command, wish):
-    found = backends(command, FA3, f"--attention-backend={wish}", "--deterministic-mode")
-    assert found.sdpa == ("flash", *LAST)
-    assert found.has_flash_attention_3 == (wish != "local")
-
-
-def test_unfused_attention_has_all_scores(command):
-    assert backends(command, FA3, "--attention-backend=unfused").sdpa == ("math",)
+def test_order_of_attention_kernels(command, machine, wishes, order):
+    """With --deterministic-mode never cuDNN."""
+    for wish in wishes.split():
+        assert backends(command, machine, f"--attention-backend={wish}").sdpa == order
+        found = backends(command, machine, f"--attention-backend={wish}", "--deterministic-mode")
+        assert found.sdpa == (order if wish == "unfused" else ("flash", *LAST))
 
 
 def test_a_kernel_that_does_not_work_is_not_in_the_order_nor_in_the_table(command):
@@ -59,19 +49,22 @@ def test_a_kernel_that_does_not_work_is_not_in_the_order_nor_in_the_table(comman
     assert found.sdpa == ("flash", *LAST) and "cuDNN" not in found.line
 
 
-def test_flash_attention_3_needs_hopper_and_its_package(command):
-    assert backends(command, FA3).has_flash_attention_3
-    assert not backends(command, GPUS).has_flash_attention_3
-    ampere = dataclasses.replace(FA3, compute_capability=(8, 0))
-    assert not backends(command, ampere).has_flash_attention_3
-    assert not backends(command, FA3, "--precision-align=sdpa").has_flash_attention_3
-
-
-def test_kernels_of_triton_are_for_gpus_that_have_it(command):
-    assert backends(command, GPUS).is_fused
-    assert not backends(command, dataclasses.replace(GPUS, libraries=frozenset())).is_fused
-    assert not backends(command, command.machine).is_fused
-    assert not backends(command, GPUS, "--precision-align=eager").is_fused
+def test_flash_attention_3_and_kernels_of_triton_are_taken_where_they_are(command):
+    bare, ampere = (dataclasses.replace(FA3, **change) for change in (
+        {"libraries": frozenset()}, {"compute_capability": (8, 0)}
+    ))  # fmt: skip
+    for machine, flags, expected in (
+        (FA3, [], (True, True)),
+        (FA3, ["--attention-backend=local"], (False, True)),
+        (GPUS, [], (False, True)),
+        (ampere, [], (False, True)),
+        (bare, [], (False, False)),
+        (command.machine, [], (False, False)),
+        (FA3, ["--precision-align=sdpa"], (False, False)),
+        (GPUS, ["--precision-align=eager"], (False, False)),
+    ):
+        found = backends(command, machine, *flags)
+        assert (found.has_flash_attention_3, found.is_fused) == expected, flags
 
 
 @pytest.mark.parametrize(
@@ -79,11 +72,6 @@ def test_kernels_of_triton_are_for_gpus_that_have_it(command):
     [
         (GPUS, [], ["attention cuDNN, else FlashAttention-2 (flash-attn 3 is not installed)"]),
         (FA3, ["--attention-backend=auto"], ["attention FlashAttention-3, else cuDNN;"]),
-        (
-            GPUS,
-            ["--context-parallel-size=2", "--cp-comm-type=p2p"],
-            ["attention cuDNN, else FlashAttention-2 (flash-attn 3"],
-        ),
         (
             AMPERE,
             ["--context-parallel-size=2", "--cp-comm-type=p2p"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,29 +58,29 @@ def tree(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_folder_gives_its_data_files_sorted(tmp_path: Path):
-    names = ("b.jsonl", "a.json.gz", "below/c.PARQUET", "below/d.jsonl.zst")
-    others = ("README.md", ".git/x.json", ".hidden.json", "_SUCCESS", "_temporary/part.json", "x.txt")
-    folder = tree(tmp_path, *names, *others)
-    assert files_of(str(folder)) == sorted(folder / name for name in names)
-
-
-def test_what_describes_a_set_is_none_of_its_files(tmp_path: Path):
-    """A folder of `save_to_disk` that was loaded and filtered, one of several sets, and one of the hub."""
-    names = ("data-0.arrow", "below/data-0.arrow")
-    others = ("state.json", "dataset_info.json", "cache-1f.arrow", "dataset_dict.json", "dataset_infos.json")
-    folder = tree(tmp_path / "saved", *names, *others, "below/state.json", "about.csv")
-    assert files_of(str(folder)) == sorted(folder / name for name in names)
-    assert [file.name for file in files_of(str(tree(tmp_path / "states", "state.json", "city.json")))] == [
-        "city.json",
-        "state.json",
-    ]
-
-
-def test_tables_are_taken_where_nothing_else_has_rows(tmp_path: Path):
-    folder = tree(tmp_path, "a.csv", "b.TSV")
-    assert files_of(str(folder)) == [folder / "a.csv", folder / "b.TSV"]
-    assert files_of(str(tree(folder, "c.json"))) == [folder / "c.json"]
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        (
+            "a.json.gz b.jsonl below/c.PARQUET below/d.jsonl.zst",
+            "README.md .git/x.json .hidden.json _SUCCESS _temporary/part.json x.txt",
+        ),
+        # A folder of `save_to_disk` that was loaded and filtered, one of several sets, and one of the hub.
+        (
+            "below/data-0.arrow data-0.arrow",
+            "state.json dataset_info.json cache-1f.arrow dataset_dict.json dataset_infos.json "
+            "below/state.json about.csv",
+        ),
+        ("city.json state.json", ""),
+        ("a.csv b.TSV", ""),
+        ("c.json", "a.csv"),  # tables are taken where nothing else has rows
+        # One split, and words like splits.
+        ("contest.json devices.json latest.json train-0.json train-1.json", ""),
+    ],
+)
+def test_folder_gives_its_data_files_sorted(tmp_path: Path, names, others):
+    folder = tree(tmp_path, *names.split(), *others.split())
+    assert files_of(str(folder)) == [folder / name for name in names.split()]
 
 
 def test_a_saved_set_that_lacks_a_file_is_refused(tmp_path: Path):
@@ -90,27 +91,11 @@ def test_a_saved_set_that_lacks_a_file_is_refused(tmp_path: Path):
         files_of(str(folder))
 
 
-TABLE = {
-    "identity": {"file_name": "identity.json"},
-    "tools": {"file_name": "my tools.json", "formatting": "sharegpt", "columns": {"messages": "dialog"}},
-    "qa": {"hf_hub_url": "acme/qa", "columns": {"prompt": "question", "response": "answer", "system": ""}},
-    "web": {"file_name": "web.jsonl", "columns": {"prompt": "content"}},
-    "seen": {"file_name": "seen.json", "columns": {"messages": "messages", "images": "images"}},
-    "pairs": {"file_name": "pairs.json", "ranking": True},
-    "elsewhere": {"ms_hub_url": "acme/qa"},
-    "spoken": {
-        "file_name": "spoken.json",
-        "columns": {"messages": "messages"},
-        "tags": {"role_tag": "speaker", "content_tag": "content", "user_tag": "user"},
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ["", "/dataset_info.json", "/.."])
 def test_llama_factorys_table_names_its_sets_as_they_are_given_here(tmp_path: Path, name: str):
     tmp_path = tmp_path / "data"
     tmp_path.mkdir()
-    (tmp_path / "dataset_info.json").write_text(json.dumps(TABLE))
+    shutil.copy(Path(__file__).with_name("dataset_info.json"), tmp_path)
     tree(tmp_path, "identity.json", "my tools.json")
     with pytest.raises(DataError) as caught:
         files_of(os.path.normpath(f"{tmp_path}{name}"), "train_data_path")
@@ -142,9 +127,7 @@ def test_glob_gives_what_matches(tmp_path: Path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ((), "is a folder without data: it is empty; expected files that end in .json"),
         (("a.txt", "below/b.xlsx"), "is a folder without data: it has a.txt, b.xlsx; expected"),
-        (("train.json", "test.json"), r"holds several splits: training \(train.json\), test \(test.json\)"),
         (("data/train-0.parquet", "data/validation-0.parquet"), "holds several splits: .*validation"),
         (("train-0.json", "dev/a.json"), r"expected the files of one, .* such as '.*/\*\*/\*train\*'"),
         (("a/train/0.arrow", "a/train/state.json", "a/test/0.arrow"), "one, .* such as '[^*]*/a/train'"),
@@ -156,21 +139,13 @@ def test_folder_that_is_not_one_set_is_refused(tmp_path: Path, names, said):
     assert caught.value.field == "train_data_path"
 
 
-def test_one_split_and_words_like_splits_are_taken(tmp_path: Path):
-    folder = tree(tmp_path, "train-0.json", "train-1.json", "latest.json", "contest.json", "devices.json")
-    assert len(files_of(str(folder))) == 5
-
-
-def test_misspelled_file_names_the_one_beside_it(tmp_path):
-    (tmp_path / "alpaca_zh_demo.json").touch()
-    with pytest.raises(DataError, match=r"dmo.json does not exist, did you mean alpaca_zh_demo.json\?"):
-        files_of(str(tmp_path / "alpaca_zh_dmo.json"))
-
-
-def test_prefix_that_lacks_its_end_names_the_set(tmp_path):
-    for name in ("docsA_text_document.bin", "docsA_text_document.idx", "docsB_text_document.idx"):
-        (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"exist, did you mean {tmp_path}/docsA_text_document\?"):
-        files_of(str(tmp_path / "docsA"))
-    with pytest.raises(DataError, match="docsB does not exist, expected"):  # it has no .bin
-        files_of(str(tmp_path / "docsB"))
+def test_misspelled_file_or_prefix_names_the_one_beside_it(tmp_path):
+    tree(tmp_path, "alpaca_zh_demo.json", "docsB_text_document.idx")
+    tree(tmp_path, "docsA_text_document.bin", "docsA_text_document.idx")
+    for name, said in (
+        ("alpaca_zh_dmo.json", r"dmo.json does not exist, did you mean alpaca_zh_demo.json\?"),
+        ("docsA", rf"exist, did you mean {tmp_path}/docsA_text_document\?"),
+        ("docsB", "docsB does not exist, expected"),  # it has no .bin
+    ):
+        with pytest.raises(DataError, match=said):
+            files_of(str(tmp_path / name))

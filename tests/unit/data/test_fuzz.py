@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from indexed_sets import consecutive, write_set
-from small_runs import small_run
 
 from patch.data.formats import to_conversation
 from patch.data.pretraining.dataset import load_training
@@ -97,20 +96,32 @@ def test_damaged_sets(tmp_path: Path) -> None:
             data[place : place + len(word)] = word
         for each in whole:
             (tmp_path / each).write_bytes(data if each == name else whole[each])
-        run = small_run(
-            dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(tmp_path / str(case))
-        )
         try:
-            options = PretrainOptions(8, run.model.vocab_size, run.training.seed, tmp_path / f"index {case}")
+            options = PretrainOptions(8, 250, 1234, tmp_path / f"index {case}")
             source = load_training([str(prefix)], None, options, lambda one_pass: 12)
             samples = [source[index] for index in range(len(source))]
         except DataError:
             outcomes["refused"] += 1
             continue
         for sample in samples:
-            assert sample.loss_mask.all() and int(sample.labels.max()) < run.model.vocab_size
+            assert sample.loss_mask.all() and int(sample.labels.max()) < 250
             if name == "set.idx":
                 steps = (sample.labels - sample.tokens).tolist()
                 assert all(step in (1, -200) for step in steps), (case, data)
         outcomes["read"] += 1
     assert outcomes["refused"] > 15 and outcomes["read"] > 15
+
+
+def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
+    """A search for the nearest name in 50 MB would take hours."""
+    long = "instruction" * 5_000_000
+    for row in (
+        {long: "I", "output": "O"},
+        {f"{long}{number}": number for number in range(3)} | {str(number): number for number in range(10**5)},
+        {"messages": [{"role": long, "content": ""}]},
+        {"messages": [{long: "user", "content": ""}]},
+        {"prompt": "Q", "completion": "A", "tools": [{long: 1}]},
+    ):
+        with pytest.raises(DataError, match="instructioninstruction") as caught:
+            to_conversation(row, "row")
+        assert len(str(caught.value)) < 1500

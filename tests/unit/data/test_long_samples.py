@@ -15,6 +15,7 @@ from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
 
+CUTS = Path(__file__).with_name("cuts.txt")
 RULES = ("cut-end", "cut-begin", "split", "drop")
 BEGIN = 1000
 ANSWER = 500
@@ -40,61 +41,15 @@ def text_of(sample: Tokens) -> str:
     return "".join(signs)
 
 
-@pytest.mark.parametrize(
-    ("conversation", "length", "rule", "expected"),
-    [
-        # One that fits, by a hair: `length` tokens take one id more.
-        ("^aB|cD", 4, "cut-begin", ["^aBcD"]),
-        # One id too long.
-        ("^aB|cD", 3, "cut-end", ["^aBc"]),
-        ("^aB|cD", 3, "cut-begin", ["^cD"]),
-        ("^aB|cD", 3, "split", ["^aB", "^cD"]),
-        ("^aB|cD", 3, "drop", []),
-        # As many whole turns as fit.
-        ("^aB|cD|eF|gH", 5, "cut-begin", ["^eFgH"]),
-        ("^aB|cD|eF|gH", 5, "split", ["^aBcD", "^eFgH"]),
-        # What is left of a sample is filled with whole turns before it, which are not learned again.
-        ("aB|cD|eFG|hI", 6, "split", ["aBcDeFG", "cdefghI"]),
-        ("^aB|cD|eFG|hI", 6, "split", ["^aBcD", "^eFGhI"]),
-        ("^aB|cD|eFG|hI", 7, "split", ["^aBcDeFG", "^cdefghI"]),
-        ("aB|cDEFG|hI", 6, "split", ["aBcDEFG", "cdefghI"]),
-        # The last turn alone is too long: its end is kept, and its first kept token is context.
-        ("^aB|cDEFGH", 4, "cut-begin", ["^eFGH"]),
-        # A turn that is too long is divided; the token at the border is learned once.
-        ("^aB|cDEFGHI|jK", 4, "split", ["^aB", "^cDEF", "^fGHI", "^jK"]),
-        ("aBCDEF", 2, "split", ["aBC", "cDE", "deF"]),
-        # A question that is too long is context by its end; what is behind the last answer is left out.
-        ("^abcdefghijkLM|n", 6, "split", ["^hijkLM"]),
-        ("^abcdefghijkLMNOPQ", 6, "split", ["^ijkLMN", "^lmnOPQ"]),
-        # A template that writes the begin of text before every turn.
-        ("^aB|^cD|^eF", 4, "cut-begin", ["^eF"]),
-        ("^aB|^cD|^eF", 5, "split", ["^aB^cD", "^cd^eF"]),
-        # A sample of one token has no room for the begin of text.
-        ("^aB", 1, "split", ["aB"]),
-    ],
-)
-def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -> None:
-    given = cut(tokens(conversation), length, rule, BEGIN, Headers())
-    assert [text_of(sample) for sample in given] == expected
-    assert all(len(sample.ids) <= length + 1 for sample in given)
-
-
-@pytest.mark.parametrize(
-    ("conversation", "length", "rule", "expected"),
-    [
-        # pq is the header of a question, gh that of an answer.
-        ("^pqaaaghBC|pqddghE", 10, "split", ["^pqaaaghBC", "^pqddghE"]),
-        ("^pqaaaghBCDEFGHI", 11, "split", ["^aaaghBCDEFG", "^aghbcdefgHI"]),
-        ("^pqaaaghBCDEFGHIJK", 11, "split", ["^aaaghBCDEFG", "^bcdefgHIJK"]),
-        ("^pqaghBCDEFGHI", 11, "split", ["^aghBCDEFGHI"]),
-        ("^pqaaaghBCDEFGHI", 10, "cut-begin", ["^ghBCDEFGHI"]),
-        ("^pqaaaghBCDEFGHI", 9, "cut-begin", ["^bCDEFGHI"]),
-        ("^pqaaaaaaghBCD", 6, "split", ["^aghBCD"]),
-    ],
-)
-def test_no_sample_begins_inside_a_header(conversation, length, rule, expected) -> None:
-    given = cut(tokens(conversation), length, rule, BEGIN, Headers(2, 2))
-    assert [text_of(sample) for sample in given] == expected
+def test_rules_written_by_hand() -> None:
+    """cuts.txt; below its blank line the headers of turns have two tokens."""
+    for headers, part in zip((Headers(), Headers(2, 2)), CUTS.read_text().split("\n\n"), strict=True):
+        for line in (line for line in part.splitlines() if line[0] != "#"):
+            given, _, expected = line.partition(" ->")
+            rule, length, conversation = given.split()
+            samples = cut(tokens(conversation), int(length), rule, BEGIN, headers)
+            assert [text_of(sample) for sample in samples] == expected.split(), line
+            assert all(len(sample.ids) <= int(length) + 1 for sample in samples)
 
 
 def test_samples_of_many_conversations() -> None:
@@ -154,6 +109,8 @@ def test_rules_on_conversations_and_what_they_cost(tmp_path: Path, logged: list[
     """A turn has 12 tokens. The answer of the second conversation is longer than a sample."""
     path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "world", "x", "yes no " * 9]])
     begin = "<|begin_of_text|>"
+    assert texts(load(path, 12, "cut-end")) == [begin + turn("hello", each) for each in ("yes", "world")]
+    assert any("2 of 2 rows cut to 12 tokens, 2 of them in an answer; the longest" in m for m in logged)
     first, second, third = turn("hello", "yes"), turn("hello", "no"), turn("hello", "world")
     assert texts(load(path, 20, "cut-begin"))[0] == begin + second
     assert any("2 of 2 rows cut at the begin to 20 tokens, 2 of them in an answer" in m for m in logged)
@@ -167,6 +124,8 @@ def test_rules_on_conversations_and_what_they_cost(tmp_path: Path, logged: list[
     assert any("1 of 2 rows dropped: over 24 tokens: line 2" in m for m in logged)
     with pytest.raises(DataError, match="none of 2 rows has anything .*2 over 20 tokens: line 1, line 2"):
         load(path, 20, "drop")
+    with pytest.raises(DataError, match="within 4 tokens: 2 nothing .*the longest row with one has"):
+        load(path, 4, "cut-end")
 
 
 def test_too_many_drops_end_the_run_with_the_flag_that_allows_them(tmp_path: Path) -> None:

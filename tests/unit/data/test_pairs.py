@@ -1,4 +1,4 @@
-"""Rows of a preferred and another answer: their forms, what is wrong with others, their samples and preview.
+"""Samples of a preferred and another answer, and their preview; the forms of rows are in answers.txt.
 
 That tokens are TRL's: tests/unit/training/test_preference.py.
 """
@@ -14,7 +14,6 @@ from llama3_tokenizer import tiny_tokenizer
 
 from patch.config.schema import DataConfig
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
-from patch.data.formats import Conversation, FormatOptions, Text, to_pair
 from patch.data.packing import PairSource
 from patch.data.preview import Preview, terminal
 from patch.data.sft.options import SftOptions
@@ -22,75 +21,6 @@ from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
 
 TOKENIZER = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
-
-
-def says(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-QUESTION = [says("system", "be brief"), says("user", "hello"), says("assistant", "yes"), says("user", "two?")]
-GOOD, BAD = says("assistant", "four"), says("assistant", "five")
-SHAREGPT = [{"from": turn["role"].replace("user", "human"), "value": turn["content"]} for turn in QUESTION]
-WHOLE = {"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]}
-
-
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]}, {}),
-        (WHOLE, {}),
-        ({"prompt": "two?", "messages": [*QUESTION, GOOD], **WHOLE}, {}),  # UltraFeedback
-        ({"messages": QUESTION, "chosen": GOOD, "rejected": BAD}, {}),
-        ({"messages": QUESTION, "chosen": "four", "rejected": "five"}, {}),
-        (
-            {"conversations": SHAREGPT[1:], "system": "be brief"}
-            | {key: {"from": "gpt", "value": x} for key, x in (("chosen", "four"), ("rejected", "five"))},
-            {},
-        ),
-        (
-            {
-                "system": "be brief",
-                "asked": "two?",
-                "history": [["hello", "yes"]],
-                "good": "four",
-                "bad": "five",
-            },
-            {"instruction": "asked", "chosen": "good", "rejected": "bad"},
-        ),
-    ],
-)
-def test_forms_of_conversations_are_one(row: dict[str, Any], columns: dict[str, str]) -> None:
-    for pair, answer in zip(to_pair(row, "here", FormatOptions(columns)), (GOOD, BAD), strict=True):
-        assert isinstance(pair, Conversation)
-        assert pair.messages == [*QUESTION, answer]
-        assert pair.learned == (False,) * 4 + (True,)
-
-
-def test_texts_have_no_template() -> None:
-    head = "\n\nHuman: hello\n\nAssistant: yes\n\nHuman: two?\n\nAssistant:"
-    for row in (
-        {"prompt": head, "chosen": " four", "rejected": " five"},
-        {"chosen": f"{head} four", "rejected": f"{head} five"},
-    ):
-        assert to_pair(row, "here") == (Text(" four", "here", head), Text(" five", "here", head))
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"prompt": "q", "chosen": "a"}, "no key rejected: found the keys prompt, chosen; expected"),
-        ({"prompt": "q", "chosen": "a", "rejectd": "b"}, "rejectd, did you mean rejected?"),
-        ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "got chosen 'a' and .* expected one form"),
-        ({"prompt": "q", "chosen": None, "rejected": None}, "chosen: got null, expected a list of objects"),
-        ({"chosen": "a", "rejected": "b"}, "texts without a prompt, expected the key prompt"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "assistant speaks first, expected the user"),
-        ({**WHOLE, "images": ["a"]}, "key images is not supported"),
-        ({**WHOLE, "chosen": says("x", "y")}, "chosen: message 1: role"),
-    ],
-)  # fmt: skip
-def test_bad_rows_are_named(row: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=f"rows.json: row 3: .*{said}".replace("?", r"\?")):
-        to_pair(row, "rows.json: row 3")
 
 
 def load(folder: Path, rows: list[dict[str, Any]], length: int, **own: Any) -> SftSource:

@@ -165,11 +165,6 @@ def test_tokenizer_without_eos_needs_no_append_eod(tmp_path: Path, rows: Path) -
     write_indexed([rows], tokenizer, outputs, append_eod=False)
 
 
-def test_place_that_cannot_be_written_is_named(tmp_path: Path, rows: Path) -> None:
-    with pytest.raises(DataError, match="rows.jsonl/set: cannot be written"):
-        write_indexed([rows], tiny_tokenizer(), {"text": str(rows / "set")}, append_eod=True)
-
-
 def killed_after(left: int, rows: Path, prefix: Path) -> int:
     """The exit code of a process that writes the set and is killed before change number `left` of a name."""
     child = os.fork()
@@ -223,6 +218,8 @@ def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -
         write_indexed([tmp_path / "long.jsonl"], tiny_tokenizer(), outputs, append_eod=True)
     assert set_bytes(tmp_path / "set") == before
     assert not list(tmp_path.glob("*.partial*"))
+    with pytest.raises(DataError, match="rows.jsonl/set: cannot be written"):
+        write_indexed([rows], tiny_tokenizer(), {"text": str(rows / "set")}, append_eod=True)
 
 
 def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path, capsys, monkeypatch) -> None:
@@ -267,10 +264,8 @@ def test_plain_text_is_a_document_a_file_or_one_between_blank_lines(
     )
 
 
-def test_command_line_names_a_missing_file(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "1")
-    build_tiny_tokenizer(tmp_path / "tok")
-    options = ["--tokenizer-name-or-path", str(tmp_path / "tok"), "--output-prefix", str(tmp_path / "set")]
+def test_command_line_names_a_missing_file(tmp_path: Path, tiny_folder: Path, capsys) -> None:
+    options = ["--tokenizer-name-or-path", str(tiny_folder), "--output-prefix", str(tmp_path / "set")]
     assert main(["--input", str(tmp_path / "absent"), *options]) == DataError.exit_code
     assert "absent does not exist, expected a file, a folder or a glob" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -29,14 +29,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def load(prefix: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> PretrainSource:
-    options = PretrainOptions(
-        sequence_length=8,
-        vocab_size=500,
-        seed=1,
-        cache=prefix.parent / "index",
-        tokenizer=tokenizer,
-        **changes,
-    )
+    options = PretrainOptions(8, 500, 1, prefix.parent / "index", tokenizer=tokenizer, **changes)
     load_validation(str(prefix), options)
     return load_training([str(prefix)], None, options, lambda one_pass: one_pass)
 

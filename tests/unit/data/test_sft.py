@@ -82,23 +82,6 @@ def test_prompt_is_encoded_as_generation_does(tmp_path: Path, pattern: str, is_t
     assert trapped == is_trap
 
 
-def test_long_conversation_is_cut_and_keeps_every_position(tmp_path: Path, logged: list[str]) -> None:
-    """A conversation of 13 ids just fits into 12 tokens. The log says whether a cut costs an answer."""
-    tokenizer = tiny_tokenizer()
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}] * 2
-    silent = [*turns[:2], {"role": "user", "content": "hello"}, {"role": "assistant", "content": " "}]
-    path = write_rows(tmp_path, [alpaca("hello", "world"), {"messages": turns}, {"messages": silent}])
-    whole, cut = load_sft(path, tokenizer, 200), load_sft(path, tokenizer, 12)
-    for index in range(3):
-        for long, short in zip(whole[index][:3], cut[index][:3], strict=True):
-            torch.testing.assert_close(short, long[:12])
-        assert learned_text(cut[index], tokenizer) == "world<|eot_id|>"
-    said = "1 of 3 rows cut to 12 tokens, 1 of them in an answer; the longest row has 24 (PAD_LEN): row 2"
-    assert sum("rows cut" in message for message in logged) == 1
-    assert any(said in message for message in logged)
-    assert learned_text(load_sft(path, tokenizer, 11)[0], tokenizer) == "world"
-
-
 def test_text_that_the_tokenizer_fails_on_is_refused_with_the_file(tmp_path: Path) -> None:
     core = Tokenizer(models.WordLevel({"<|eot_id|>": 0, "hello": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|eot_id|>")
@@ -106,18 +89,6 @@ def test_text_that_the_tokenizer_fails_on_is_refused_with_the_file(tmp_path: Pat
     path = write_rows(tmp_path, [alpaca("hello", "world")])
     with pytest.raises(DataError, match=f"^{path}: row 1: tokenizer .* cannot encode it: WordLevel error"):
         load_sft(path, tokenizer, 64)
-
-
-def test_set_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, [alpaca("hello", ""), {"messages": [{"role": "user", "content": "x"}]}])
-    with pytest.raises(
-        DataError,
-        match="none of 2 rows has anything to learn within 24 tokens: 2 nothing to learn: row 1, row 2",
-    ):
-        load_sft(path, tiny_tokenizer(), 24)
-    path = write_rows(tmp_path, [alpaca("hello", "world")])
-    with pytest.raises(DataError, match="the longest row with one has 12 tokens"):
-        load_sft(path, tiny_tokenizer(), 4)
 
 
 def test_masks_equal_transformers_on_several_turns(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """The tokenizer against Meta's own, and tokenizers that cannot be used."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
 
 import pytest
+from chats import turns
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -32,11 +32,11 @@ TEXTS = (
 )
 
 
-def test_real_llama3_tokenizer_encodes_as_metas_own(llama3_folder: Path) -> None:
-    tokenizer = load_tokenizer(str(llama3_folder))
-    from llama_models.llama3.tokenizer import Tokenizer
-
-    meta = Tokenizer.get_instance()
+def test_real_llama3_tokenizer_and_the_built_in_template_are_metas_own(llama3_folder: Path) -> None:
+    """The second implementation is Meta's package: its tokenizer, and its format of a dialog."""
+    chat_format = pytest.importorskip("llama_models.llama3.chat_format")
+    datatypes = pytest.importorskip("llama_models.datatypes")
+    tokenizer, meta = load_tokenizer(str(llama3_folder)), chat_format.Tokenizer.get_instance()
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == meta.encode(text, bos=False, eos=False, allowed_special="all")
@@ -52,41 +52,26 @@ def test_real_llama3_tokenizer_encodes_as_metas_own(llama3_folder: Path) -> None
     assert len(special_tokens(tokenizer)) == 256
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_models") is None, reason="llama-models is not installed")
-def test_fallback_template_writes_metas_own_dialog_format(llama3_folder: Path) -> None:
-    """Second implementation: the ChatFormat of Meta's package."""
-    chat_format = pytest.importorskip("llama_models.llama3.chat_format")
-    datatypes = pytest.importorskip("llama_models.datatypes")
-    tokenizer = load_tokenizer(str(llama3_folder))
     ensure_chat_template(tokenizer)
-    dialog = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Wie heißt du?"},
-        {"role": "assistant", "content": "我叫小明。\n\nOk?"},
-        {"role": "user", "content": "1234"},
-    ]
-    meta = chat_format.ChatFormat(chat_format.Tokenizer.get_instance())
-    raw = [datatypes.RawMessage(**message, **_stop(datatypes, message["role"])) for message in dialog]
-    expected = meta.encode_dialog_prompt(raw).tokens
+    dialog = turns("Wie heißt du?", "我叫小明。\n\nOk?", "1234", system="Be brief.")
+    stop = {"assistant": {"stop_reason": datatypes.StopReason.end_of_turn}}
+    raw = [datatypes.RawMessage(**message, **stop.get(message["role"], {})) for message in dialog]
     ids = tokenizer.apply_chat_template(dialog, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert ids == expected
+    assert ids == chat_format.ChatFormat(meta).encode_dialog_prompt(raw).tokens
 
 
-def _stop(datatypes, role: str) -> dict:
-    return {"stop_reason": datatypes.StopReason.end_of_turn} if role == "assistant" else {}
-
-
-def test_missing_tokenizer_says_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent is not a folder; .* of a Hugging Face tokenizer$") as caught:
-        load_tokenizer(str(tmp_path / "absent"))
-    assert caught.value.field == "tokenizer_name_or_path"
-    with pytest.raises(DataError, match="no folder is named"):
-        load_tokenizer(None)
-    with pytest.raises(DataError, match=r"has none of tokenizer.json, tokenizer.model"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(DataError, match="cannot be loaded"):
-        load_tokenizer(str(tmp_path))
+def test_folder_that_is_no_tokenizer_says_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"version": "1.0"')
+    for folder, said in (
+        (str(tmp_path / "absent"), r"absent is not a folder; .* of a Hugging Face tokenizer$"),
+        (None, "no folder is named"),
+        (str(tmp_path), "has none of tokenizer.json, tokenizer.model"),
+        (str(tmp_path / "broken"), "cannot be loaded"),
+    ):
+        with pytest.raises(DataError, match=said) as caught:
+            load_tokenizer(folder)
+        assert caught.value.field == "tokenizer_name_or_path"
 
 
 @pytest.mark.timeout(60)
@@ -141,18 +126,16 @@ def test_gaps_between_ids_count_as_vocabulary() -> None:
         check_vocabulary(tokenizer, 6)
 
 
-def test_fallback_template_is_said_kept_and_saved(tmp_path: Path, logged: list[str]) -> None:
-    tokenizer = tiny_tokenizer()
-    ensure_chat_template(tokenizer)
+def test_built_in_template_is_said_and_saved_and_a_tokenizers_own_is_left_alone(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    own, without = tiny_tokenizer(template="{{ messages[0].content }}"), tiny_tokenizer()
+    ensure_chat_template(own)
+    assert own.chat_template == "{{ messages[0].content }}" and not logged
+    ensure_chat_template(without)
     assert any("no chat template" in message for message in logged)
-    tokenizer.save_pretrained(tmp_path)
+    without.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == LLAMA3_CHAT_TEMPLATE
-
-
-def test_tokenizers_own_template_is_left_alone(logged: list[str]) -> None:
-    tokenizer = tiny_tokenizer(template="{{ messages[0].content }}")
-    ensure_chat_template(tokenizer)
-    assert tokenizer.chat_template == "{{ messages[0].content }}" and not logged
 
 
 def test_padding_is_pad_else_eos_else_zero() -> None:

@@ -21,12 +21,8 @@ def _hf_model(model_type: str):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_architecture_is_the_class_in_transformers(model_type):
+def test_class_and_traits_are_those_of_transformers(model_type):
     assert FAMILIES[model_type].architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_traits_are_those_of_the_layers_of_transformers(model_type):
     traits, theirs = FAMILIES[model_type].traits, _hf_model(model_type)
     body = theirs.base_model
     layer = (body.h if model_type == "bloom" else body.layers)[0]
@@ -45,8 +41,9 @@ def test_traits_are_those_of_the_layers_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
-def test_weights_have_the_names_and_shapes_of_transformers(tmp_path, name):
-    hf_families.family_model(name, tmp_path)
+def test_weights_have_the_names_and_shapes_of_transformers_and_give_the_family(tmp_path, name):
+    """Where no family is stored, it is the first one that computes the same."""
+    theirs = hf_families.family_model(name, tmp_path).config
     model = hf_families.family_run(tmp_path).model
     ours = {
         tensor.replace("*", str(layer)).replace("#", str(expert)): shape
@@ -57,16 +54,12 @@ def test_weights_have_the_names_and_shapes_of_transformers(tmp_path, name):
     }
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert ours == {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-
-
-@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
-def test_family_is_that_of_transformers_and_where_none_is_stored_the_first_that_computes_it(tmp_path, name):
-    theirs = hf_families.family_model(name, tmp_path).config
-    model = hf_families.family_run(tmp_path).model
     assert family_of(model) is FAMILIES[theirs.model_type]
     # Without a window a Mistral is a LLaMA; that layers are BLOOM's nothing but its name says.
     first = "llama" if name in ("mistral-nemo", "bloom") else theirs.model_type
     assert family_of(dataclasses.replace(model, model_type=None)) is FAMILIES[first]
+
+
 
 
 # total parameters as the model cards and papers give them, in billions

@@ -56,24 +56,19 @@ def test_absent_keys_mean_what_transformers_means(tmp_path, name):
     assert not ours["use_rope_scaling"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "1" * 5000])
-def test_malformed_json_names_the_file(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    message = "got a JSON list" if text == "[]" else "malformed JSON"
-    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json: {message}"):
-        read_hf_config(tmp_path)
-
-
-def test_missing_config_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read: No such file"):
-        read_hf_config(tmp_path)
-
-
-def test_sparse_config_is_refused_without_holding_it(tmp_path):
-    (tmp_path / "config.json").touch()
-    os.truncate(tmp_path / "config.json", 1 << 33)
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read: got 8589934592 bytes"):
-        read_hf_config(tmp_path)
+def test_unreadable_file_is_named_and_a_sparse_one_is_not_held(tmp_path):
+    file = tmp_path / "config.json"
+    for text, said in (
+        (None, "cannot be read: No such file"), ("{", "malformed JSON"), ("[]", "got a JSON list"),
+        ("[" * 100_000, "malformed JSON"), ("1" * 5000, "malformed JSON"),
+        ("", "cannot be read: got 8589934592 bytes"),
+    ):  # fmt: skip
+        if text is not None:
+            file.write_text(text)
+        if text == "":
+            os.truncate(file, 1 << 33)
+        with pytest.raises(ConfigError, match=f"{file}: {said}"):
+            read_hf_config(tmp_path)
 
 
 def test_adapters_gguf_and_metas_form_are_named_to_the_converter_too(command):

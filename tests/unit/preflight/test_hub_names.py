@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import make_run
 from hub_cache import REVISION, add_to_cache
 from huggingface_hub import constants
 from refusals import refused
@@ -49,14 +50,14 @@ def test_a_run_is_planned_without_weights(command, cache: Path) -> None:
     assert fetch_from_hub(config, weights=False) == config
     with refused(ConfigError, r"^--load \(position 22 .*: acme/llama has no weights as safetensors in /"):
         fetch_from_hub(config, weights=True)
+    run = make_run(Path(config.checkpoint.output_path), "")  # a run that resumes needs no first weights
+    (run / "config.yaml").unlink()
+    assert fetch_from_hub(config, weights=True) == config
 
 
-def test_a_run_that_resumes_needs_no_first_weights(command, cache: Path) -> None:
+def test_weights_as_pickles_in_a_local_snapshot_are_left_to_their_reader(command, cache: Path) -> None:
+    add_to_cache(cache, MODEL, {"pytorch_model.bin": b"1"})
     config = named(command)
-    folder = Path(config.checkpoint.output_path) / "checkpoint" / "iter_0000010"
-    folder.mkdir(parents=True)
-    for file in (".metadata", "common.pt", "metadata.json"):
-        (folder / file).touch()
     assert fetch_from_hub(config, weights=True) == config
 
 
@@ -68,12 +69,6 @@ def test_all_weights_of_the_index_are_needed(command, cache: Path) -> None:
     with refused(ConfigError, "HF_HUB_OFFLINE forbids"):
         fetch_from_hub(config, weights=True)
     add_to_cache(cache, MODEL, {"model-2.safetensors": b"2"})
-    assert fetch_from_hub(config, weights=True) == config
-
-
-def test_weights_as_pickles_in_a_local_snapshot_are_left_to_their_reader(command, cache: Path) -> None:
-    add_to_cache(cache, MODEL, {"pytorch_model.bin": b"1"})
-    config = named(command)
     assert fetch_from_hub(config, weights=True) == config
 
 

@@ -16,22 +16,12 @@ from patch.preflight.parse import parse_args
 from patch.preflight.validate import services_are_installed, validate_run
 
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
-VPP = "--num-layers-per-virtual-pipeline-stage"
 
 
 def test_good_run_passes_and_writes_nothing(command):
     before = sorted(os.listdir(command.folder))
     assert validate_run(command.parse(FL="true").config, GPUS) == []
     assert sorted(os.listdir(command.folder)) == before
-
-
-def test_any_number_of_micro_batches_from_pp_on_can_be_interleaved(command):
-    for batch in ("4", "6", "10"):
-        config = command.parse(
-            "--num-layers=4", f"{VPP}=1", "--nproc-per-node=2", PP="2", GLOBAL_BATCH_SIZE=batch
-        ).config
-        assert validate_run(config, GPUS) == []
-        assert (config.virtual_pipeline_size, config.stage_layers) == (2, [1, 1, 1, 1])
 
 
 def test_checkpoint_without_a_complete_iteration_is_refused(command):
@@ -118,17 +108,10 @@ def test_pipe_or_device_as_data_is_refused_before_it_is_read(command):
                 validate_run(command.parse(**{field: path}).config, command.machine)
 
 
-@pytest.mark.parametrize(
-    ("layers", "pp", "expected"),
-    [
-        (4, 3, [1, 2, 1]), (5, 3, [2, 2, 1]), (5, 2, [3, 2]), (10, 4, [2, 3, 3, 2]), (6, 3, [2, 2, 2]),
-        (3, 1, [3]),
-    ],
-)  # fmt: skip
-def test_layers_that_do_not_divide_go_to_the_middle_first(command, layers, pp, expected):
-    argv = [f"--num-layers={layers}", f"--nproc-per-node={pp}"]
-    config = command.parse(*argv, PP=str(pp), GLOBAL_BATCH_SIZE="8").config
-    assert config.stage_layers == expected
+def test_layers_that_do_not_divide_go_to_the_middle_first(command):
+    for pp, layers in ((3, [1, 2, 1]), (3, [2, 2, 1]), (2, [3, 2]), (4, [2, 3, 3, 2]), (3, [2, 2, 2])):
+        flags = [f"--num-layers={sum(layers)}", f"--nproc-per-node={pp}"]
+        assert command.parse(*flags, PP=str(pp)).config.stage_layers == layers
 
 
 def _released(command, name):

@@ -1,0 +1,98 @@
+"""What rows, conversations and files of text come to, whole: answers.txt has lines with an answer or refusal.
+
+    row [columns=NAME=COLUMN,...] [join=empty] {...}    the conversation of a row; * is learned
+    pair [columns=...] {...}                            the two answers of a row of preferences
+    learn TEMPLATE [train_on=last] [allow=yes] {...}    the samples of a row; * is learned, with its tokens
+    template llama|qwen "..." {...}                     the same with this template, if it is accepted
+    json b'...', csv b'...'                             a file's rows, with their places
+
+A blank is \u2581 in tokens of sentencepiece, \u0120 in byte-level ones; a line break is \u010a.
+RENEW_GOLDEN=1 writes the answers anew.
+"""
+
+import ast
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from llama3_tokenizer import tiny_tokenizer
+from tokenizer_zoo import qwen_tokenizer
+
+from patch.config.data_spec import parse_columns
+from patch.data.formats import Conversation, FormatOptions, Text, to_conversation, to_pair
+from patch.data.readers import read_rows
+from patch.data.rendering import ChatRenderer, RenderOptions, SpanEncoder, unmarked
+from patch.errors import DataError
+
+FILE = Path(__file__).with_name("answers.txt")
+
+
+def conversation_lines(found: Conversation | Text) -> list[str]:
+    if isinstance(found, Text):
+        prompt = [f"  prompt {json.dumps(found.prompt)}"] if found.prompt else []
+        return [*prompt, f"* text {json.dumps(found.text)}"]
+    lines = []
+    for message, learned in zip(found.messages, found.learned, strict=True):
+        more = {key: value for key, value in message.items() if key not in ("role", "content")}
+        words = ["*" if learned else " ", message["role"], json.dumps(message["content"])]
+        lines.append(" ".join([*words, *([json.dumps(more)] if more else [])]))
+    return lines + ([f"  tools {json.dumps(found.tools)}"] if found.tools is not None else [])
+
+
+def sample_lines(tokenizer: Any, found: Conversation | Text, given: dict[str, str]) -> list[str]:
+    allow = "allow" in given
+    options = RenderOptions(train_on=given.get("train_on", "all"), allow_special_tokens=allow)
+    samples = ChatRenderer(tokenizer, options).render(found)
+    encoded = SpanEncoder(tokenizer, allow_special_tokens=allow).encode(samples)
+    lines = []
+    for number, (sample, ids) in enumerate(zip(samples, encoded, strict=True), start=1):
+        lines += [f"sample {number}"] if len(samples) > 1 else []
+        for span, part in zip(sample, ids, strict=True):
+            lines.append(f"{'*' if span.learned else ' '} {json.dumps(unmarked(span.text))}")
+            lines += ["  = " + " ".join(tokenizer.convert_ids_to_tokens(part))] if span.learned else []
+    return lines or ["nothing to learn"]
+
+
+def template_lines(text: str) -> list[str]:
+    kind, _, rest = text.partition(" ")
+    template, end = json.JSONDecoder().raw_decode(rest)
+    tokenizer = (tiny_tokenizer if kind == "llama" else qwen_tokenizer)(template=template)
+    return sample_lines(tokenizer, to_conversation(json.loads(rest[end:]), "HERE"), {})
+
+
+def row_lines(kind: str, text: str, tokenizer_of: Any) -> list[str]:
+    words, brace, row = text.partition("{")
+    template = words.split(" ")[0] if kind == "learn" else ""
+    given = dict(word.split("=", 1) for word in words.removeprefix(template).split())
+    options = FormatOptions(parse_columns(given.get("columns")), given.get("join", "newline"))
+    value = json.loads(brace + row)
+    if kind == "pair":
+        chosen, rejected = map(conversation_lines, to_pair(value, "HERE", options))
+        return ["chosen", *chosen, "rejected", *rejected]
+    found = to_conversation(value, "HERE", options)
+    return sample_lines(tokenizer_of(template), found, given) if template else conversation_lines(found)
+
+
+def answer(line: str, folder: Path, tokenizer_of: Any) -> str:
+    kind, _, text = line.partition(" ")
+    try:
+        if kind == "template":
+            return "\n".join(template_lines(text))
+        if kind in ("row", "pair", "learn"):
+            return "\n".join(row_lines(kind, text, tokenizer_of))
+        file = folder / f"rows.{kind}"
+        file.write_bytes(ast.literal_eval(text))
+        return "\n".join(f"{row.place}: {json.dumps(row.value)}" for row in read_rows(file))
+    except DataError as error:
+        field = f" ({error.field})" if error.field else ""
+        return f"refused{field}: {error}".replace(str(folder), "FOLDER")
+
+
+def test_every_answer_is_the_one_on_file(tmp_path: Path, tokenizer_of: Any) -> None:
+    text = FILE.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("$ ")]
+    found = "\n".join(f"{line}\n{answer(line[2:], tmp_path, tokenizer_of)}\n" for line in lines)
+    if os.environ.get("RENEW_GOLDEN"):
+        FILE.write_text(found)
+    assert found == text, "an answer changed: RENEW_GOLDEN=1 renews answers.txt; say so in CHANGELOG"
