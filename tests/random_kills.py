@@ -19,7 +19,6 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "sup
 
 import argparse
 import json
-import math
 import random
 import signal
 import tempfile
@@ -27,29 +26,19 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
 
 STEPS = 10
 RANKS = 2
-MOMENTS = (
-    "between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion", "starting"
-)  # fmt: skip
+MOMENTS = "between begun data index marker named tracked deletion starting".split()
 """Of saving, in their order, and of a start. named: the folder has its name, the tracker does not name it
 yet."""
-_END_S = 5.0
-"""So long the rest of a run may take to end by itself when one of its processes was killed."""
-_MOMENT_S = 3.0
-"""So long a moment is waited for; then the kill comes whatever is seen."""
-_STEPS_S = 0.2
-"""The search for a moment begins up to so late: the time of a few steps."""
-_RUN_S = 300.0
-"""So long a run may take to start, and to end."""
-_FRESH_S = 0.005
-"""So long the tracker counts as just written."""
-_POLL_S = 0.0005
+_RUN_S, _END_S, _MOMENT_S, _STEPS_S, _FRESH_S, _POLL_S = 300.0, 5.0, 3.0, 0.2, 0.005, 0.0005
+"""Limits: of a run's start and end; of its end after a kill; of the search for a moment, which begins up to
+the time of some steps late. How long a written tracker counts as new, and how often a folder is looked at."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -109,21 +98,17 @@ def work(changes: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     config = small_run(**changes)
-    root, output = checkpoint_root(config), Path(changes["output_path"])
+    root, output, is_first = checkpoint_root(config), Path(changes["output_path"]), os.environ["RANK"] == "0"
     run = resume_seeded_run(config)
     run.data.valid_readers = {}
-    hooks = []
-    if os.environ["RANK"] != "0":
-        Trainer(run, hooks).train()
-    else:
-        with hold_run(output):
+    with hold_run(output) if is_first else nullcontext():
+        hooks = []
+        if is_first:
             with (output / "starts").open("a") as stream:
                 stream.write(f"{run.start_iteration}\n")
-            hooks.append(MetricsLog(output, run.start_iteration))
-            retention = Retention(last=2)
-            metrics = output / METRICS_FILE
-            hooks.append(CheckpointRetention(metrics, root, retention, run.start_iteration))
-            Trainer(run, hooks).train()
+            kept = CheckpointRetention(output / METRICS_FILE, root, Retention(last=2), run.start_iteration)
+            hooks = [MetricsLog(output, run.start_iteration), kept]
+        Trainer(run, hooks).train()
     shutdown()
 
 
@@ -143,10 +128,7 @@ class Job:
             "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
         }  # fmt: skip
         environments = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(RANKS)]
-        self._workers = [
-            _forking().Process(target=_forked, args=(changes, {k: str(v) for k, v in environment.items()}))
-            for environment in environments
-        ]
+        self._workers = [_forking().Process(target=_forked, args=(changes, own)) for own in environments]
         for worker in self._workers:
             worker.start()
 
@@ -155,8 +137,7 @@ class Job:
         return {f"rank {rank}": each.pid for rank, each in enumerate(self._workers) if each.is_alive()}
 
     def ended(self) -> bool:
-        """Whether no process lives any more."""
-        return not any(worker.is_alive() for worker in self._workers)
+        return not self.victims()
 
     def end(self) -> None:
         """Kill what is left, and wait for it."""
@@ -165,8 +146,8 @@ class Job:
             worker.join()
 
 
-def _forked(changes: dict[str, Any], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def _forked(changes: dict[str, Any], environment: dict[str, object]) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
     with open(Path(changes["output_path"], "messages"), "ab") as messages:
         os.dup2(messages.fileno(), 2)
     work(changes)
@@ -180,8 +161,8 @@ def moment_of(root: Path) -> str:
     try:
         names = os.listdir(root)
     except FileNotFoundError:
-        return "between saves"
-    tracked = tracked_by(root)
+        return "between"
+    tracked = max(numbers_in(root / TRACKER), default=0)
     if any(name.startswith(".removed_") for name in names):
         return "deletion"
     for name in names:
@@ -189,35 +170,28 @@ def moment_of(root: Path) -> str:
             return _moment_of_save(root / name)
     if any(iteration > tracked for iteration in named(names)):
         return "named"
-    return "tracked" if _age(root / TRACKER) < _FRESH_S else "between saves"
+    with suppress(FileNotFoundError):
+        return "tracked" if time.time() - (root / TRACKER).stat().st_mtime < _FRESH_S else "between"
+    return "between"
 
 
 def _moment_of_save(folder: Path) -> str:
-    files = set()
+    files = ""
     with suppress(FileNotFoundError):  # it has got its name
-        files = set(os.listdir(folder))
-    for name, moment in (("checksums.json", "marker"), (".metadata", "index")):
-        if name in files:
-            return moment
-    return "data" if any(name.endswith(".distcp") for name in files) else "begun"
+        files = " ".join(os.listdir(folder))
+    moments = {"checksums.json": "marker", ".metadata": "index", ".distcp": "data", "": "begun"}
+    return next(moment for part, moment in moments.items() if part in files)
 
 
-def _age(file: Path) -> float:
-    """Seconds since a file was written."""
-    with suppress(FileNotFoundError):
-        return time.time() - file.stat().st_mtime
-    return math.inf
-
-
-def tracked_by(root: Path) -> int:
+def numbers_in(file: Path) -> list[int]:
     with suppress(OSError, ValueError):
-        return int((root / TRACKER).read_text())
-    return 0
+        return [int(line) for line in file.read_text().split()]
+    return []
 
 
 def named(names: list[str]) -> list[int]:
     numbers = (name.removeprefix("iter_") for name in names if name.startswith("iter_"))
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 def marked(root: Path) -> list[int]:
@@ -228,13 +202,7 @@ def marked(root: Path) -> list[int]:
 
 def starts(output: Path) -> list[int]:
     """After which iteration each start of the run went on."""
-    file = output / "starts"
-    return [int(line) for line in file.read_text().split()] if file.exists() else []
-
-
-def whole_checkpoints(root: Path) -> list[int]:
-    """The iterations of those whose files are as their marker says."""
-    return [i for i in marked(root) if _is_whole(root / f"iter_{i:07d}")]
+    return numbers_in(output / "starts")
 
 
 def _is_whole(folder: Path) -> bool:
@@ -319,10 +287,9 @@ class Killing:
 
         assert wait_for(has_begun, _RUN_S), f"{output}: the run does not start"
         time.sleep(self._random.uniform(0, _STEPS_S))
-        living = job.victims()
-        if not living:
+        if not (living := job.victims()):
             return False
-        victim = self._random.choice([name for name in living for _ in range(3 if name == "rank 0" else 1)])
+        victim = self._random.choice([*living, *[name for name in living if name == "rank 0"] * 2])
         if moment != "starting":
             wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
         seen = max(marked(root), default=0)
@@ -340,7 +307,8 @@ class Killing:
         begun = starts(output)
         late = {at: least for at, least in self._least.items() if at < len(begun) and begun[at] < least}
         assert not late, f"{output}: starts {late} had more on disk than they went on from, {begun}"
-        whole = max(whole_checkpoints(output / "checkpoint"), default=0)
+        root = output / "checkpoint"
+        whole = max((i for i in marked(root) if _is_whole(root / f"iter_{i:07d}")), default=0)
         least = max([newest, *self._least.values()])
         assert whole >= least, f"{output}: the newest whole checkpoint is {whole}, it was {least}"
         if (output / "adapter").exists():

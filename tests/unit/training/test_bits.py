@@ -36,7 +36,11 @@ AUTO = {
     "optimizer_offload_policy": "auto", "optimizer_offload_auto_threshold": 4096,
     "simulated_device_memory": 2_500_000,
 }  # fmt: skip
-CHUNKS = {"precision": "bf16", "optimizer_offload_chunk_size": 1999}
+CHUNKS = {
+    "precision": "bf16", "optimizer_offload_chunk_size": 1999,
+    "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
+}  # fmt: skip
+"""Moments are rounded by each number's place."""
 FP8 = {"precision": "fp8", "reduce_bucket_size": 3000, "global_batch_size": 8, "train_iters": 2}
 IN_8_BITS = {"fp8_param_gather": True}
 SOME = IN_8_BITS | {"data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}

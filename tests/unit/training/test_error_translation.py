@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -23,45 +24,38 @@ from patch.training.error_translation import (
 CONFIG = small_run()
 
 
-def out_of_memory_on_the_cpu() -> None:
-    torch.empty(2**60, dtype=torch.uint8)
+def raising(error: BaseException) -> Callable[[], object]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
-def out_of_memory_in_python() -> None:
-    bytearray(2**60)
+NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nncclUnhandledCudaError: Call failed."
+OUT_OF_MEMORY: dict[str, tuple[str, Callable[[], object]]] = {
+    "torch": ("host", lambda: torch.empty(2**60, dtype=torch.uint8)),
+    "python": ("host", lambda: bytearray(2**60)),
+    "file": ("host", raising(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))),
+    "cublas": ("device", raising(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`"))),
+    "cudnn": ("device", raising(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))),
+    "nccl-calloc": (
+        "device",
+        raising(dist.DistBackendError(f"{NCCL}\nLast error:\nFailed to CUDA calloc async 608 bytes")),
+    ),
+    "nccl": ("device", raising(dist.DistBackendError(f"{NCCL}\nCuda failure 2 'out of memory'"))),
+}
+"""The libraries' own words, as torch passes them on."""
 
 
-def out_of_memory_in_a_file() -> None:
-    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-
-@pytest.mark.parametrize("fail", [out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_in_a_file])
-def test_out_of_memory_on_the_host_is_told_as_such(fail) -> None:
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_out_of_memory_is_told_as_such_with_its_place(name: str) -> None:
+    lacks, fail = OUT_OF_MEMORY[name]
     with pytest.raises(MemoryLackError, match="ran out of memory") as caught, translate_errors(CONFIG):
         fail()
-    assert not caught.value.on_device and failure(caught.value).lacks == "host"
-    assert caught.value.exit_code == 5 and caught.value.__cause__ is not None
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.29.7\nncclUnhandledCudaError: "
-        "Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes",
-        "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error\nncclUnhandledCudaError: Call to "
-        "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
-    ],
-    ids=["cublas", "cudnn", "nccl-calloc", "nccl"],
-)
-def test_out_of_memory_of_a_library_is_the_gpus(message: str) -> None:
-    """The libraries' own words, as torch passes them on: a RuntimeError, of NCCL a DistBackendError."""
-    kind = dist.DistBackendError if message.startswith("NCCL") else RuntimeError
-    assert is_out_of_memory(kind(message)) and is_device_error(kind(message))
-    with pytest.raises(MemoryLackError, match="ran out of memory") as caught, translate_errors(CONFIG):
-        raise kind(message)
-    assert caught.value.on_device and failure(caught.value).lacks == "device"
+    cause = caught.value.__cause__
+    assert caught.value.exit_code == 5 and is_out_of_memory(cause)
+    assert failure(caught.value).lacks == lacks
+    assert is_device_error(cause) == caught.value.on_device == (lacks == "device")
 
 
 @pytest.mark.parametrize(

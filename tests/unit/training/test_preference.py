@@ -1,6 +1,6 @@
 """DPO from rows is TRL's: tokens, losses and rewards; a reference is computed once and outlives a resume.
 
-TRL names a folder as in tests/unit/data/test_trl_masks.py. In any layout: test_objective.py.
+TRL names a folder as in tests/unit/data/test_trl_masks.py. In any layout: test_covered_layouts.py.
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -51,35 +52,30 @@ def says(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
+def both(chosen: str, rejected: str, answer: Callable[[str], Any]) -> dict[str, Any]:
+    return {"chosen": answer(chosen), "rejected": answer(rejected)}
+
+
 BEFORE = says("user", "hello") + says("assistant", "yes")
 FORMS = {
     "messages": [
-        {"prompt": BEFORE + says("user", q), "chosen": says("assistant", a), "rejected": says("assistant", b)}
-        for q, a, b in SAID
+        {"prompt": BEFORE + says("user", q), **both(a, b, lambda x: says("assistant", x))} for q, a, b in SAID
     ],
-    "whole": [
-        {key: says("user", q) + says("assistant", x) for key, x in (("chosen", a), ("rejected", b))}
-        for q, a, b in SAID
-    ],
+    "whole": [both(a, b, lambda x, q=q: says("user", q) + says("assistant", x)) for q, a, b in SAID],
     "turns": [
-        {"prompt": BEFORE + says("user", q)}
-        | {
-            key: says("assistant", x) + says("user", "hello") + says("assistant", "yes")
-            for key, x in (("chosen", a), ("rejected", b))
-        }
+        {"prompt": BEFORE + says("user", q), **both(a, b, lambda x: says("assistant", x) + BEFORE)}
         for q, a, b in SAID
     ],
     "texts": [{"prompt": q, "chosen": a, "rejected": f"{b}<|end_of_text|>"} for q, a, b in SAID],
     "transcripts": [
-        {key: f"\n\nHuman: {q}\n\nAssistant: {x}" for key, x in (("chosen", a), ("rejected", b))}
-        for q, a, b in SAID
+        both(a, b, lambda x, q=q: f"\n\nHuman: {q}\n\nAssistant: {x}") for q, a, b in SAID
     ],
 }
 LOSSES: dict[str, dict[str, Any]] = {
     "messages": {},
     "texts": {"dpo_loss_type": "ipo"},
     "whole": {"dpo_sft_weight": 0.5, "micro_batch_size": 1},
-    "adapters": {"lora_rank": 4, "lora_alpha": 8.0},
+    "adapters": {"lora_rank": 4, "lora_alpha": 8.0, "precision_align": "eager"},
 }
 FORM_OF = {"adapters": "messages"}
 _TRL = """
@@ -140,6 +136,7 @@ def train(config: RunConfig) -> list[Record]:
     """The records of the steps."""
     compat.apply(cuda=False)
     this_run, hook = build_run(config, CPU, initialize(config, CPU), PhaseClock()), Records()
+    hook.on_evaluate = hook.on_log  # type: ignore[method-assign]
     assert Trainer(this_run, [hook]).train() == 0
     if config.adapter.lora_rank:
         with this_run.optimizer.full_weights():
@@ -200,9 +197,7 @@ def test_tokens_are_trls(folder: Path, trl: dict[str, Any], form: str) -> None:
 def losses_of_forms(rank: int, world_size: int, folder: Path) -> dict[str, list[Record]]:
     LOSSES["adapters"]["lora_load"] = str(folder / "adapter")  # those that PEFT has drawn
     return {
-        form: train(
-            config_of(folder, FORM_OF.get(form, form), output_path=str(folder / f"ten {form}"), **own)
-        )
+        form: train(config_of(folder, FORM_OF.get(form, form), output_path=f"{folder}/ten {form}", **own))
         for form, own in LOSSES.items()
     }
 
@@ -256,41 +251,35 @@ def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, An
     for gone in (folder / "there" / "reference.json", folder / "there" / "references"):
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     found["unknown"] = refusal_of(moved)
+    found["valid"] = train(config("valid", valid_data_path=str(folder / "messages.json")))
     return found
 
 
-RESUMED = {
-    "pipeline": {"pp": 2, "stage": 1},
-    "experts": {"dp": 2, "expert_model_parallel_size": 2},
-    "tensor": {"tp": 2, "sequence_parallel": True},
-    "context": {"cp": 2},
+RESUMED: dict[str, list[dict[str, Any]]] = {
+    "pipeline, experts": [{"pp": 2, "stage": 1}, {"dp": 2, "expert_model_parallel_size": 2}],
+    "tensor, context": [{"tp": 2, "sequence_parallel": True}, {"cp": 2}],
 }
 
 
 def resumed_elsewhere(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Of the last of Mixtral's three steps, here and in another layout, with the cache and without it."""
-    experts = {
-        "model_type": "mixtral",
-        "num_experts": 4,
-        "load": None,
-        "micro_batch_size": 2,
-        "train_iters": 3,
-    }
-    said = messages_from("INFO", "patch.training.preference")
+    """The last of Mixtral's three steps, here and in another layout, with the cache and without it."""
+    said, cache = messages_from("INFO", "patch.training.preference"), folder / "experts cache"
     found: dict[str, Any] = {}
-    for first, then in (("pipeline", "experts"), ("experts", "pipeline"), ("tensor", "context")):
-        output, cache = folder / f"{first} {then}", folder / "experts cache"
-        common = {**experts, "tokenizer_name_or_path": str(folder), "cache_dir": str(cache)}
-        common["output_path"] = str(output)
-        *_, last = train(config_of(folder, "messages", **common, **RESUMED[first], save_interval=2))
+    for name, (first, then) in RESUMED.items():
+        root = folder / name / "checkpoint"
+        common = {
+            "model_type": "mixtral", "num_experts": 4, "load": None, "micro_batch_size": 2, "train_iters": 3,
+            "tokenizer_name_or_path": str(folder), "cache_dir": str(cache), "output_path": str(folder / name),
+        }  # fmt: skip
+        *_, last = train(config_of(folder, "messages", **common, **first, save_interval=2))
         for lost in ("nothing", "references"):
             if rank == 0:
-                shutil.rmtree(output / "checkpoint" / "iter_0000003")
-                (output / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2\n")
+                shutil.rmtree(root / "iter_0000003")
+                (root / "latest_checkpointed_iteration.txt").write_text("2\n")
                 shutil.rmtree(cache / lost, ignore_errors=lost == "nothing")
             before = len(said)
-            (other,) = train(config_of(folder, "messages", **common, **RESUMED[then]))
-            found[f"{output.name}, {lost} lost"] = last, other, len(said) - before
+            (other,) = train(config_of(folder, "messages", **common, **then))
+            found[f"{name}, {lost} lost"] = last, other, len(said) - before
     return found
 
 
@@ -320,6 +309,12 @@ def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
     assert "began with weights whose checksum is" in found["refused"]
     assert found["moved computed"] == found["recomputed computed"] + 4, "of two sets, here and there"
     assert "reference.json is not there or cannot be read; expected that of the run" in found["unknown"]
+    _, *steps = (record for record in found["valid"] if "loss" in record)
+    *evaluated, _ = (record for record in found["valid"] if "valid_loss" in record)
+    for before, step in zip(evaluated, steps, strict=True):  # the pairs of training
+        names = {"loss": "loss", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+        own = {f"valid_{name}": step[theirs] for name, theirs in names.items()} | {"valid_pairs": 4}
+        assert {name: before[name] for name in own} == pytest.approx(own, rel=BOUND, abs=BOUND)
 
 
 @pytest.mark.timeout(60)

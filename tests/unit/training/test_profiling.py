@@ -3,7 +3,6 @@
 import gzip
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,18 +93,11 @@ def test_a_trace_names_the_parts_of_its_steps_in_order(folder: Path, rank: int) 
     assert gathered[0] == f"bucket {count - 1} all-gather" and set(gathered) <= set(
         f"bucket {index} all-gather" for index in range(count)
     )
-    # The host's thread may end its work of a step after the step.
-    on_host = [event["name"] for event in events if event["name"].startswith("chunk 0 ")]
-    assert {"chunk 0 to host", "chunk 0 update", "chunk 0 to device"} <= set(on_host)
     assert "wait" in names and "wait for the gradient norm" in names
-
-
-def test_phases_do_not_overlap_and_updates_on_the_host_have_a_thread_of_their_own(folder: Path) -> None:
-    events = named(folder, 0)
-    main = next(event["tid"] for event in events if event["name"] == "step 2")
-    own = [event for event in events if event["tid"] == main and event["name"] in PHASES]
-    assert all(first["ts"] + first["dur"] <= second["ts"] + 1 for first, second in pairwise(own))
-    assert main not in {event["tid"] for event in events if event["name"] == "chunk 0 update"}
+    # The host has a thread of its own, which may end its work of a step after the step.
+    threads = {event["name"]: event["tid"] for event in events}
+    assert {"chunk 0 to host", "chunk 0 update", "chunk 0 to device"} <= threads.keys()
+    assert threads["chunk 0 update"] != threads["step 2"] == threads["backward"]
 
 
 def test_nothing_is_recorded_while_nobody_profiles() -> None:
@@ -121,17 +113,8 @@ def test_nothing_is_recorded_while_nobody_profiles() -> None:
     assert {"backward", "bucket 3 of all"} <= found and "forward" not in found
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"),
-    [("10:12", [10, 11, 12]), ("7:7", [7]), *((text, []) for text in (None, "0:2", "5:3", "a:b", "1:2:3"))],
-)
-def test_steps_are_counted_as_the_log_counts_them(text: str | None, steps: list[int]) -> None:
-    """What names no steps is refused: tests/unit/checks/answers.txt."""
-    assert list(profiled_steps(text) or ()) == steps
-
-
 def test_a_resumed_run_records_the_steps_that_are_left(tmp_path: Path) -> None:
-    hook = StepProfile(tmp_path, range(3, 5), 7, 3, is_cuda=False, settle=lambda: None)
+    hook = StepProfile(tmp_path, profiled_steps("3:4"), 7, 3, is_cuda=False, settle=lambda: None)
     with region("step 4"):
         torch.ones(2).sum()
     hook.close()

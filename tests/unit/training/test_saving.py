@@ -27,7 +27,7 @@ from patch.training.step import train_step
 from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks
 
-STEPS = 6
+STEPS, BF16 = 6, {"precision": "bf16"}
 COPY_S = 0.1
 """Longer than a step: whoever does not wait for a copy changes what is copied."""
 
@@ -42,14 +42,9 @@ def slow_down_copies() -> None:
     host_copies.HostCopies._reserve = slow  # type: ignore[method-assign]
 
 
-class KeptAdapters(TrainerHook):
-    """Copies the folder of PEFT when a checkpoint is complete."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-
-    def on_save(self, iteration: int) -> None:
-        shutil.copytree(self._output / "adapter", self._output / f"adapter-{iteration}")
+def keep_adapters(output: Path, iteration: int) -> None:
+    """Copy the folder of PEFT when a checkpoint is complete."""
+    shutil.copytree(output / "adapter", output / f"adapter-{iteration}")
 
 
 def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str]:
@@ -60,7 +55,8 @@ def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str
         run = build_seeded_run(config)
         hooks = build_hooks(run)
         if config.adapter.lora_rank and rank == 0:
-            hooks.append(KeptAdapters(Path(config.checkpoint.output_path)))
+            hooks.append(hook := TrainerHook())
+            hook.on_save = partial(keep_adapters, Path(config.checkpoint.output_path))  # type: ignore
         assert Trainer(run, hooks).train() == 0
         new_job()
     free = psutil.virtual_memory().available
@@ -85,15 +81,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]
     return root, run_distributed(train, 2, configs)
 
 
-def test_background_changes_no_byte(runs) -> None:
-    root, _ = runs
+def test_background_changes_no_byte_and_metrics_tell_what_was_waited_for(runs) -> None:
+    root, ways = runs[0], ("background", "waiting")
     for iteration in (2, 4, 6):
-        folders = [root / name / "checkpoint" / f"iter_{iteration:07d}" for name in ("background", "waiting")]
+        folders = [root / name / "checkpoint" / f"iter_{iteration:07d}" for name in ways]
         names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
         assert names[0] == names[1] and len(names[0]) == 8
         for name in set(names[0]) - {"common.pt", "checksums.json"}:  # they hold the configuration
             first, second = ((folder / name).read_bytes() for folder in folders)
             assert first == second, name
+    for name in ways:
+        lines = (root / name / "log" / "metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if "loss" in record]
+        stalls = {record["iteration"]: record["save_stall_ms"] for record in records}
+        assert stalls[1] == stalls[2] == 0 < min(stalls[3], stalls[5])
+        written = [record["save_write_s"] for record in records]
+        assert written[0] == 0 and sum(written) > 0
 
 
 def test_folder_of_peft_has_the_adapters_of_its_checkpoint(runs) -> None:
@@ -106,23 +109,11 @@ def test_folder_of_peft_has_the_adapters_of_its_checkpoint(runs) -> None:
 
 
 def test_choice_and_lack_of_memory_are_said(runs) -> None:
-    for messages in runs[1]:
-        *trainings, room, lack = messages
-        assert len(trainings) == 2  # in the background
-        assert all("written in the background, from copies of" in said for said in trainings)
+    for first, second, room, lack in runs[1]:
+        for said in (first, second):
+            assert "written in the background, from copies of" in said
         assert room.startswith("checkpoints are written in the background")
         assert "training waits while checkpoints are written: copies of the states on" in lack
-
-
-def test_metrics_tell_what_was_waited_for(runs) -> None:
-    root, _ = runs
-    for name in ("background", "waiting"):
-        lines = (root / name / "log" / "metrics.jsonl").read_text().splitlines()
-        records = [record for record in map(json.loads, lines) if "loss" in record]
-        stalls = {record["iteration"]: record["save_stall_ms"] for record in records}
-        assert stalls[1] == stalls[2] == 0 < min(stalls[3], stalls[5])
-        written = [record["save_write_s"] for record in records]
-        assert written[0] == 0 and sum(written) > 0
 
 
 def changes_around(rank: int, world_size: int, configs: list[RunConfig]) -> list[tuple[set, tuple, tuple]]:
@@ -145,26 +136,22 @@ def _add(announced: set, run: Run) -> None:
 def test_nothing_changes_before_it_is_announced() -> None:
     """So a copy that is waited for then has the bits of one step."""
     offloaded = HALF | {"clip_grad": 0.0}
-    configs = [
-        small_run(precision="bf16"),
-        small_run(clip_grad=0.0),
-        small_run(precision="bf16", **offloaded),
-    ]
+    configs = [small_run(**own) for own in (BF16, {"clip_grad": 0.0}, BF16 | offloaded)]
     ((*runs,),) = run_distributed(changes_around, 1, configs)
     for announced, before, after in runs:
         assert announced == {before} and before[0] != after[0] and before[1] != after[1]
 
 
-class EndingReader:
-    """Its data of a step cannot be read."""
+def lose_data(run: Run, bad_step: int) -> None:
+    """The data of a step cannot be read."""
+    read = run.data.train_reader.step
 
-    def __init__(self, run: Run, bad_step: int) -> None:
-        self._reader, self._bad_step = run.data.train_reader, bad_step
-
-    def step(self, iteration: int) -> list[Batch]:
-        if iteration + 1 == self._bad_step:
+    def step(iteration: int) -> list[Batch]:
+        if iteration + 1 == bad_step:
             raise OSError("the disk is gone")
-        return self._reader.step(iteration)
+        return read(iteration)
+
+    run.data.train_reader.step = step  # type: ignore[method-assign]
 
 
 class FailingHook(TrainerHook):
@@ -186,8 +173,8 @@ def spoil(run: Run, rank: int, spoiled: Callable[[torch.Tensor], torch.Tensor]) 
 FAULTS: dict[str, Callable[[Run, int], None]] = {
     "gradients": lambda run, rank: spoil(run, 1, lambda loss: loss * math.nan),
     "loss": lambda run, rank: spoil(run, 0, lambda loss: loss + torch.full((), math.inf)),
-    "data": lambda run, rank: rank and setattr(run.data, "train_reader", EndingReader(run, 4)),
-    "first data": lambda run, rank: rank and setattr(run.data, "train_reader", EndingReader(run, 1)),
+    "data": lambda run, rank: lose_data(run, 4) if rank else None,
+    "first data": lambda run, rank: lose_data(run, 1) if rank else None,
     "one rank": lambda run, rank: None,
 }
 """Each but the first data ends step 3, while the checkpoint of step 2 is not complete."""
@@ -208,10 +195,8 @@ def end_with_errors(rank: int, world_size: int, folder: str, faults: list[str]) 
         with pytest.raises(Exception) as raised:
             Trainer(run, [FailingHook()] if name == "one rank" else []).train()
         new_job()
-        found[name] = (
-            str(raised.value),
-            latest_iteration(Path(config.checkpoint.output_path) / "checkpoint"),
-        )
+        newest = latest_iteration(Path(config.checkpoint.output_path) / "checkpoint")
+        found[name] = str(raised.value), newest
     return found
 
 

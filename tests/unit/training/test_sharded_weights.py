@@ -1,9 +1,9 @@
-"""A run whose ranks keep shards of weights: it starts, trains, saves and exports as one that has them whole.
+"""A run whose ranks keep shards of weights, or 8 bits: none ever has memory for all, from import to export.
 
-The oracles: transformers' own folder, which is imported and exported again; a run at `gradients`, with the
-same order of sums, for the bits of losses and files. No rank ever has memory for all weights.
+That they change no bit: test_bits.py. Resumes: test_any_layout.py.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +11,25 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from llama3_tokenizer import tiny_tokenizer
+from safetensors.torch import load_file
 from small_runs import ON_HOST, ZERO_3, hf_llama, small_run
-from training_runs import CPU, SeededReader, save
+from training_runs import CPU, SeededReader, build_seeded_run
 
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.distributed.groups import initialize
+from patch.errors import TrainingError
 from patch.memory import SimulatedDevice
 from patch.optimizer.sharded_flat import ShardedFlat
+from patch.plan.memory import bytes_per_rank, whole_bytes
 from patch.training.objective import Objective
-from patch.training.run_state import Progress, checksum, resume
+from patch.training.run_state import checksum
 from patch.training.setup import Run, RunData, build_model, load_start
 from patch.training.step import train_step
 
-LEVELS: dict[str, dict[str, Any]] = {
-    "gradients": {"data_parallel_sharding": "gradients"},
-    "parameters": ZERO_3,
-    "host": ON_HOST,
-}
+LEVELS: dict[str, dict[str, Any]] = {"parameters": ZERO_3, "host": ON_HOST}
 STEPS = 3
-
-
-def build(level: str, load: Path | None) -> Run:
-    changes = LEVELS[level] | {"dp": 2, "global_batch_size": 8, "reduce_bucket_size": 9000}
-    changes |= {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}  # rounded by each number's place
-    return run_of(small_run(load=None if load is None else str(load), **changes))
 
 
 def run_of(config: RunConfig) -> Run:
@@ -68,68 +61,34 @@ def peak_of(run: Run, found: list[int]) -> None:
         layer.mlp.register_full_backward_hook(note)
 
 
-def go(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for level, other in (("gradients", "parameters"), ("parameters", "host"), ("host", "gradients")):
-        run = build(level, folder / "hf")
-        assert all(not flat.is_whole for flat in run.optimizer.param_buffer.flats) == (level != "gradients")
+def go(rank: int, world_size: int, folder: Path) -> dict[str, float]:
+    """By level: the most bytes of gathered weights, in layers."""
+    found = {}
+    for level in LEVELS:
+        config = small_run(dp=2, reduce_bucket_size=9000, load=str(folder / "hf"), **LEVELS[level])
+        run = run_of(config)
+        assert all(not flat.is_whole for flat in run.optimizer.param_buffer.flats)
         load_start(run)
-        export(run, folder / f"{level} as loaded")
+        export(run, folder / level)
         peaks: list[int] = []
         peak_of(run, peaks)
-        losses = [train_step(run, iteration).loss for iteration in range(STEPS - 1)]
-        save(folder / level, Progress(STEPS - 1, 8 * (STEPS - 1)), run.stages, run.optimizer)
-        new_job()
-        run = build(other, None)
-        resume(folder / level, Progress(STEPS - 1, 8 * (STEPS - 1)), run.stages, run.optimizer, 0)
-        losses.append(train_step(run, STEPS - 1).loss)
-        export(run, folder / f"{level} trained")
+        for iteration in range(2):
+            train_step(run, iteration)
         layer = sum(parameter.numel() for parameter in run.stages[0].decoder.layers[0].parameters())
-        found[level] = losses, checksum(run.stages, run.optimizer), max(peaks) / (4 * layer)
+        found[level] = max(peaks) / (4 * layer)
         new_job()
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded")
-    hf_llama(small_run(), folder / "hf")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_distributed(go, 2, folder)
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("level", ["parameters", "host"])
-def test_what_is_imported_is_exported_again_unit_by_unit(ranks: list, folder: Path, level: str) -> None:
-    expected, found = tensors_of(folder / "hf"), tensors_of(folder / f"{level} as loaded")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("level", ["parameters", "host"])
-def test_losses_and_weights_are_bitwise_those_of_whole_weights_and_levels_resume_each_other(
-    ranks: list, folder: Path, level: str
-) -> None:
-    for found in ranks:
-        assert found[level][:2] == found["gradients"][:2]
-    expected, ours = (tensors_of(folder / f"{name} trained") for name in ("gradients", level))
-    assert all(torch.equal(ours[name], expected[name]) for name in expected)
-
-
-def test_at_most_two_layers_are_whole_at_a_time(ranks: list) -> None:
+def test_what_is_imported_is_exported_unit_by_unit_and_two_layers_are_whole_at_a_time(tmp_path: Path) -> None:
     """Of four; the embedding (0.4 of a layer) before the first, and the head behind the last one."""
-    for found in ranks:
-        assert found["gradients"][2] == 0
-        assert all(1.9 < found[level][2] <= 2 for level in ("parameters", "host"))
+    hf_llama(small_run(), tmp_path / "hf")
+    for found in run_distributed(go, 2, tmp_path):
+        assert all(1.9 < layers <= 2 for layers in found.values())
+    expected, *exported = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", *LEVELS))
+    for tensors in exported:
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], each) for name, each in expected.items())
 
 
 LARGE = {
@@ -179,3 +138,35 @@ def test_one_process_trains_a_model_of_three_times_its_device_with_the_same_bits
     assert ours == expected and whole == 6 * count
     assert start == 6 * norms + 4 * (2 * bucket + norms)
     assert ours_at_most == pytest.approx(start + 2 * 2 * layer + peak - whole, rel=0.05)
+
+
+BF16, IN_8_BITS = {torch.bfloat16}, {torch.bfloat16, torch.float8_e4m3fn}
+
+
+def types_after_a_step(level: str, is_used: bool) -> set[torch.dtype]:
+    config = small_run(
+        dp=2, precision="fp8", reduce_bucket_size=3000, param_persistence_threshold=100, global_batch_size=8,
+        data_parallel_sharding=level, fp8_param_gather=is_used,
+    )  # fmt: skip
+    run = build_seeded_run(config)
+    train_step(run, 0)
+    assert run.optimizer._units.num_bytes == pytest.approx(whole_bytes(config), rel=0.03)
+    if level == "parameters":  # the shards, and what stays whole
+        kept = run.optimizer.param_buffer.num_bytes
+        assert kept == pytest.approx(bytes_per_rank(config).weights, rel=0.03)
+    run.optimizer.finish_param_sync()
+    types = {p.dtype for stage in run.stages for p in stage.parameters()}
+    with pytest.raises(TrainingError, match="full_weights") if types != BF16 else nullcontext():
+        run.stages[0].state_dict()
+    new_job()
+    return types
+
+
+def types_of_weights(rank: int, world_size: int) -> list[set[torch.dtype]]:
+    cases = (("none", True), ("optimizer", False), ("optimizer", True), ("parameters", True))
+    return [types_after_a_step(*case) for case in cases]
+
+
+@pytest.mark.long
+def test_layers_keep_8_bits_where_replicas_share() -> None:
+    assert run_distributed(types_of_weights, 2) == [[BF16, BF16, IN_8_BITS, IN_8_BITS]] * 2

@@ -23,12 +23,8 @@ from patch.training.run_state import Progress
 from patch.training.setup import Run, RunData, _load, build_model, build_run_optimizer
 
 LARGE = {
-    "hidden_size": 256,
-    "ffn_hidden_size": 1024,
-    "vocab_size": 2000,
-    "kv_channels": 64,
-    "precision": "bf16",
-}
+    "hidden_size": 256, "ffn_hidden_size": 1024, "vocab_size": 2000, "kv_channels": 64, "precision": "bf16",
+}  # fmt: skip
 
 
 def allocations(work: Callable[[], Any]) -> tuple[list[int], Any]:

@@ -38,6 +38,7 @@ class Notes(TrainerHook):
 
     def on_log(self, record: Record) -> None:
         assert record["loss"] > 0 and record["step_time_ms"] > 0
+        assert record["data_wait_ms"] > 0 or record["iteration"] > 2, "the first step waits for its data"
         self._notes.append(f"log {record['iteration']}")
 
     def on_evaluate(self, record: Record) -> None:

@@ -6,7 +6,6 @@ tests/unit/data/test_order.py and test_prefetch.py.
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from llama3_tokenizer import build_tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from small_runs import small_run
-from training_runs import CPU, Records, SeededReader, build_seeded_run
+from training_runs import CPU, Records
 
 from patch import compat
 from patch.config.schema import RunConfig
@@ -144,34 +143,6 @@ def test_pretraining_in_larger_batches_goes_on_in_the_same_samples_and_learning_
         upstream.step(record["consumed_samples"] - upstream.num_steps)
         assert record["lr"] == pytest.approx(weight.param_groups[0]["lr"], rel=1e-12)
     assert [record["iteration"] for record in records[1]] == [5, 6, 7]
-
-
-class Slow(SeededReader):
-    """Reads for 80 ms a step."""
-
-    def step(self, iteration: int) -> list[Batch]:
-        time.sleep(0.08)
-        return super().step(iteration)
-
-
-def wait_for_data(rank: int, world_size: int, output: str) -> list[list[float]]:
-    """data_wait_ms of steps without and with background reading, where each has 120 ms of other work."""
-    found = []
-    for num_ahead in (0, 2):
-        this_run = build_seeded_run(small_run(train_iters=8, data_prefetch=num_ahead, output_path=output))
-        this_run.data.train_reader, hook = Slow(this_run.config, 0), Records()
-        hook.on_step = lambda iteration, seconds: time.sleep(0.12)  # type: ignore[method-assign]
-        Trainer(this_run, [hook]).train()
-        found.append([record["data_wait_ms"] for record in hook.records])
-        new_job()
-    return found
-
-
-def test_metric_says_how_long_a_step_waited_for_its_data(tmp_path: Path) -> None:
-    ((in_step, in_background),) = run_distributed(wait_for_data, 1, str(tmp_path))
-    assert in_step[0] >= 160, "the first step waits for its own data and for that of the second"
-    assert all(waited >= 80 for waited in in_step[1:-1]) and in_step[-1] == 0
-    assert sorted(in_background[1:])[3] < 40, "the median"
 
 
 def run_whole(rank: int, world_size: int, config: RunConfig) -> list[str]:

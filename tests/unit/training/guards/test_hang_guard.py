@@ -155,12 +155,10 @@ def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     """A long evaluation before step 3, and in step 2 a machine that stood still, are let be."""
     text, folder = outcomes[place]
     others = [rank for rank in range(JOBS[place][0]) if rank != 1]
-    (silence,) = re.findall(r"no sign of life for (\d+) s", text)
-    assert LIMIT_S <= int(silence) <= 2 * LIMIT_S  # noted when it was found, however loaded the machine is
     assert text.count("ERROR") == text.count("ERROR rank 1 (process ") == 1, text
-    assert re.search(rf"rank 1 \(process \d+ on .+\), in {place} of step {step}, has shown no sign", text), (
-        text
-    )
+    named = rf"rank 1 \(process \d+ on .+\), in {place} of step {step}, has shown no sign of life for (\d+) s"
+    (silence,) = re.findall(named, text)
+    assert LIMIT_S <= int(silence) <= 2 * LIMIT_S  # noted when it was found, however loaded the machine is
     stacks = {file.stem: file.read_text() for file in (folder / "log" / "stacks").iterdir()}
     assert stacks.keys() == {f"rank_{rank}" for rank in others}
     assert all("in train_step" in each or "in _save" in each for each in stacks.values())
@@ -169,14 +167,18 @@ def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     assert first.exit_code == 5 and first.may_restart and "rank 1 (process" in first.message
 
 
-def test_stopped_rank_0_that_keeps_the_store_is_named_by_the_others(outcomes: dict[str, Outcome]) -> None:
-    text = outcomes["rank 0"].messages
-    assert re.search("ERROR rank 0, or .* has not answered .* rank 1 .*, in reduction of step 3, waits", text)
-
-
-def test_rank_that_lives_but_is_behind_is_named(outcomes: dict[str, Outcome]) -> None:
-    text = outcomes["behind"].messages
-    assert re.search(r"rank 1 \(.*\), in forward of step 3, has made no progress for \d+ s\. All", text), text
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("rank 0", "ERROR rank 0, or .* has not answered .* rank 1 .*, in reduction of step 3, waits"),
+        ("behind", r"rank 1 \(.*\), in forward of step 3, has made no progress for \d+ s\. All"),
+    ],
+)
+def test_rank_that_keeps_the_store_or_lives_but_is_behind_is_named(
+    outcomes: dict[str, Outcome], place: str, named: str
+) -> None:
+    text = outcomes[place].messages
+    assert re.search(named, text), text
 
 
 def beats(phases: list[tuple[Phase, int, float]], sent: float = 1.0) -> list[Beat]:
