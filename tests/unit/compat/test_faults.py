@@ -86,8 +86,8 @@ def new_router(is_ours: bool, groups: ProcessGroupCollection, share: float, **se
     tp_size, cp_size = groups.tp.size(), groups.cp.size()
     config = TransformerConfig(
         num_moe_experts=8, calculate_per_token_loss=True, tensor_model_parallel_size=tp_size,
-        sequence_parallel=tp_size > 1, context_parallel_size=cp_size,
-        **_CPU_CONFIG, **{"moe_router_topk": 2, **settings},
+        sequence_parallel=tp_size > 1, context_parallel_size=cp_size, **_CPU_CONFIG,
+        **{"moe_router_topk": 2, **settings},
     )  # fmt: skip
     router = Router(config, groups, share=share) if is_ours else TopKRouter(config, groups)
     router.weight.data = random(8, 64) / 8
@@ -108,9 +108,8 @@ def router_gradient(is_ours: bool, layout: dict[str, int], rows: int, **settings
 
 def router_loss(is_ours: bool, layout: dict[str, int], rows: int = 1, **settings: Any) -> float:
     """Its gradient as a multiple of that of one process and single rows."""
-    found, right = (
-        router_gradient(is_ours, *shape, **settings).norm() for shape in ((layout, rows), ({}, 1))
-    )
+    shapes = (layout, rows), ({}, 1)
+    found, right = (router_gradient(is_ours, *shape, **settings).norm() for shape in shapes)
     return (found / right).item()
 
 
@@ -176,9 +175,8 @@ def norm_of_experts(is_ours: bool) -> float:
     if not is_ours:
         return upstream_norm(module)
     of_expert = ParamGroup([module.expert], 0.0, data_parallel_group=groups.expt_dp)
-    optimizer = build_optimizer(
-        module, ZeroStage.NONE, param_groups=[ParamGroup([module.dense], 0.0), of_expert]
-    )
+    groups_of_both = [ParamGroup([module.dense], 0.0), of_expert]
+    optimizer = build_optimizer(module, ZeroStage.NONE, param_groups=groups_of_both)
     optimizer.zero_grad(0.0)
     module().backward()
     optimizer.finish_grad_sync()
@@ -190,10 +188,8 @@ def sum_of_an_expert(is_ours: bool) -> float:
         experts_are_distributed(small_run(2, **_EXPERTS), MachineFacts(cuda_devices=0, cpu_cores=2))
     groups = groups_of(2, **_EXPERTS)
     config = TransformerConfig(**_CPU_CONFIG, tensor_model_parallel_size=2)
-    init = _CPU_CONFIG["init_method"]
-    layer = ColumnParallelLinear(
-        4, 4, config=config, init_method=init, bias=False, is_expert=True, tp_group=groups.expt_tp
-    )
+    how = {"init_method": _CPU_CONFIG["init_method"], "bias": False, "is_expert": True}
+    layer = ColumnParallelLinear(4, 4, config=config, tp_group=groups.expt_tp, **how)
     ddp = wrapped(layer)
     layer.weight.main_grad.fill_(groups.tp.rank() + 1.0)  # type: ignore[attr-defined]
     ddp.finish_grad_sync()

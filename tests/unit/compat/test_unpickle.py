@@ -4,7 +4,7 @@ import io
 import pickle
 import tracemalloc
 import zipfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,20 +44,17 @@ class AskedFor:
         return getattr, self.asked
 
 
-def test_members_of_enums_are_read_as_every_python_writes_them(tmp_path):
-    index = Metadata({}, planner_data=AskedFor(WriteItemType, "TENSOR"))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    assert unpickle.read_metadata(tmp_path / ".metadata").planner_data is WriteItemType.TENSOR
+def test_members_of_enums_are_read_as_every_python_writes_them_and_nothing_else_is_got(tmp_path):
+    def read(owner, name):
+        index = Metadata({}, planner_data=AskedFor(owner, name))
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+        return unpickle.read_metadata(tmp_path / ".metadata").planner_data
 
-
-@pytest.mark.parametrize(
-    "owner, name",
-    [(WriteItemType, "__class__"), (WriteItemType, "mro"), (torch.Size, "count"), ("text", "join")],
-)
-def test_nothing_but_a_member_of_an_enum_is_got(tmp_path, owner, name):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=AskedFor(owner, name))))
-    with pytest.raises(CheckpointError, match="builtins.getattr on something other"):
-        unpickle.read_metadata(tmp_path / ".metadata")
+    assert read(WriteItemType, "TENSOR") is WriteItemType.TENSOR
+    wrong = (WriteItemType, "__class__"), (WriteItemType, "mro"), (torch.Size, "count"), ("text", "join")
+    for owner, name in wrong:
+        with pytest.raises(CheckpointError, match="builtins.getattr on something other"):
+            read(owner, name)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle", pickle.dumps({"a": 1})])
@@ -94,28 +91,29 @@ MALFORMED = {
 }
 
 
+@contextmanager
+def little_memory():
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("kind", MALFORMED)
 @pytest.mark.parametrize("read", [unpickle.load_plain, unpickle.load_tensors])
 def test_malformed_pickle_is_one_kind_of_error_and_takes_no_memory(tmp_path, kind, read):
     path = saved_with(b"\x80\x02" + MALFORMED[kind], tmp_path / "weights.pt")
-    tracemalloc.start()
-    try:
-        with suppress(ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
-            read(path)
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
+    with little_memory(), suppress(ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        read(path)
 
 
 def test_malformed_index_takes_no_memory(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + MALFORMED["memo of 1 GiB"])
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointError, match="it uses memo entry 67108864, but has only 9 bytes"):
-            unpickle.read_metadata(tmp_path / ".metadata")
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
+    said = "it uses memo entry 67108864, but has only 9 bytes"
+    with little_memory(), pytest.raises(CheckpointError, match=said):
+        unpickle.read_metadata(tmp_path / ".metadata")
 
 
 class Program(torch.nn.Module):
@@ -152,6 +150,4 @@ def test_index_of_torch_with_every_dtype_is_read(tmp_path):
     index = unpickle.read_metadata(tmp_path / ".metadata")
     stored = {key: getattr(entry, "properties", None) for key, entry in index.state_dict_metadata.items()}
     assert stored.pop("step") is None
-    assert {key: properties.dtype for key, properties in stored.items()} == {
-        str(each): each for each in dtypes
-    }
+    assert {key: of.dtype for key, of in stored.items()} == {str(each): each for each in dtypes}

@@ -44,9 +44,8 @@ def test_a_worker_imports_no_compiler_and_leaves_its_imports_to_no_collection(tm
         f"from patch.data.tokenizer import load_tokenizer\nload_tokenizer({str(tmp_path)!r})\n"
         f"print(*({COMPILER} & sys.modules.keys()), gc.get_freeze_count() > 100_000, gc.isenabled())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    how = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run([sys.executable, "-c", script], **how)
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
@@ -80,16 +79,14 @@ IDLE_S = 0.3
 def wake_ups(rank: int, world_size: int, is_mended: bool) -> tuple[int, list[float]]:
     """How often this process wakes in IDLE_S, and what each kind of group sums of the ranks plus one."""
     compat.apply(cuda=False)
+    sums = []
     if is_mended:
         groups = initialize(small_run(tp=2), CPU)
-        sums = []
         for group in (groups.tp, groups.mp, groups.dp, groups.pp, None):
-            value = torch.tensor([rank + 1.0])
-            dist.all_reduce(value, group=group)
+            dist.all_reduce(value := torch.tensor([rank + 1.0]), group=group)
             sums.append(value.item())
     else:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-        sums = []
     dist.barrier()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     time.sleep(IDLE_S)
@@ -97,13 +94,10 @@ def wake_ups(rank: int, world_size: int, is_mended: bool) -> tuple[int, list[flo
 
 
 def test_idle_rank_sleeps_and_its_groups_have_their_own_ranks() -> None:
+    """When upstream's no longer wakes for each group, delete `shared_devices` in compat/overhead.py."""
     for rank, (count, sums) in enumerate(run_distributed(wake_ups, 2, True)):
         assert count < 200 * IDLE_S + 50
         assert sums == [3.0, 3.0, rank + 1.0, rank + 1.0, 3.0]
-
-
-def test_upstream_alone_still_wakes_for_each_group() -> None:
-    """When this fails, upstream has mended it: delete `shared_devices` in compat/overhead.py."""
     assert all(count > 1000 * IDLE_S for count, _ in run_distributed(wake_ups, 2, False))
 
 
@@ -137,19 +131,16 @@ def run_backward(rank: int, world_size: int, is_corrected: bool) -> tuple[list |
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     if is_corrected:
         corrections.apply()
-        corrections.apply()
+        corrections.apply()  # the second one changes nothing
     cpu.apply()
     return recompute(), route()
 
 
 def test_gradients_are_recomputed_and_tokens_routed() -> None:
+    """When upstream's no longer ask for Transformer Engine, delete `_init` or the router's name in compat."""
     for recomputed, routed in run_distributed(run_backward, 2, True):
         assert recomputed == pytest.approx([0.0, math.e, 2 * math.e])
         assert routed == [3.0, 3.0]
-
-
-def test_upstream_alone_still_asks_for_transformer_engine() -> None:
-    """When this fails, upstream has mended it: delete `_init` or the router's name in compat."""
     for said, routed in run_distributed(run_backward, 2, False):
         assert isinstance(said, str) and ("FP8GlobalStateManager" in said or "CUDA" in said)
         assert routed == [3.0, 3.0] if find_spec("transformer_engine") else "te_general_gemm" in routed

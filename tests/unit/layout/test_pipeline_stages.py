@@ -28,10 +28,10 @@ LAYOUT = "--pipeline-model-parallel-layout"
 
 
 def upstream_config(num_layers, pp, vp, **changes):
+    changes |= {"virtual_pipeline_model_parallel_size": vp} if vp > 1 else {}
     return TransformerConfig(
         num_layers=num_layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
-        **changes,
+        pipeline_model_parallel_size=pp, **changes,
     )  # fmt: skip
 
 
@@ -62,35 +62,22 @@ def test_where_all_divides_the_split_is_upstreams_with_embedding_and_loss_counte
             assert of_rank == [expected[stage * pp + rank], offsets[stage * pp + rank]]
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "stages", "embedding", "loss", "expected"),
-    [
-        (126, 16, True, True, [7, *[8] * 14, 7]),
-        (70, 12, True, True, [5, *[6] * 10, 5]),
-        (9, 4, True, True, [2, 3, 3, 1]),
-        (8, 4, True, True, [1, 3, 3, 1]),
-        (7, 4, False, True, [2, 2, 2, 1]),
-        (5, 3, True, False, [1, 2, 2]),
-        (2, 4, True, True, [0, 1, 1, 0]),
-        (3, 1, True, True, [3]),
-    ],
-)
-def test_what_does_not_divide_goes_to_the_middle_also_with_embedding_and_loss(
-    num_layers, stages, embedding, loss, expected
-):
+SPLITS = [
+    (126, 16, True, True, [7, *[8] * 14, 7]), (70, 12, True, True, [5, *[6] * 10, 5]),
+    (9, 4, True, True, [2, 3, 3, 1]), (8, 4, True, True, [1, 3, 3, 1]), (7, 4, False, True, [2, 2, 2, 1]),
+    (5, 3, True, False, [1, 2, 2]), (2, 4, True, True, [0, 1, 1, 0]), (3, 1, True, True, [3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_layers", "stages", "embedding", "loss", "expected"), SPLITS)
+def test_what_does_not_divide_goes_to_the_middle(num_layers, stages, embedding, loss, expected):
     assert split_layers(num_layers, stages, with_embedding=embedding, with_loss=loss) == expected
 
 
 LAYOUTS = [
-    ("Et*3|t*4|t*4L", 3),
-    ("Ettt|tttt|tttt|ttttL", 4),
-    ("Et,t|(tt|)*6tL", 8),
-    ("E|(t|)*3tt,L", 5),
-    ("E,(tt|)*3,(t|)*2,tL", 3),
-    ("E|t|t|L", 2),
-    ("Ett|t|t*3|t*2L", 2),
-    ("Et*12L", 1),
-]
+    ("Et*3|t*4|t*4L", 3), ("Ettt|tttt|tttt|ttttL", 4), ("Et,t|(tt|)*6tL", 8), ("E|(t|)*3tt,L", 5),
+    ("E,(tt|)*3,(t|)*2,tL", 3), ("E|t|t|L", 2), ("Ett|t|t*3|t*2L", 2), ("Et*12L", 1),
+]  # fmt: skip
 
 
 def upstream_layers(text, pp):
@@ -135,16 +122,14 @@ def test_what_is_taken_of_random_texts_is_what_upstream_takes():
 
 
 ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+RUNS = [
+    (4, {"num_layers": 2, **ENDS}, [0, 1, 1, 0]),
+    (2, {"num_layers": 6, "stage": 2, **ENDS}, [1, 2, 2, 1]),
+    (2, {"num_layers": 6, "pipeline_model_parallel_layout": "E|ttt|tt|tL"}, [0, 3, 2, 1]),
+]
 
 
-@pytest.mark.parametrize(
-    ("pp", "changes", "layers"),
-    [
-        (4, {"num_layers": 2, **ENDS}, [0, 1, 1, 0]),
-        (2, {"num_layers": 6, "stage": 2, **ENDS}, [1, 2, 2, 1]),
-        (2, {"num_layers": 6, "pipeline_model_parallel_layout": "E|ttt|tt|tL"}, [0, 3, 2, 1]),
-    ],
-)
+@pytest.mark.parametrize(("pp", "changes", "layers"), RUNS)
 def test_stages_of_a_run_follow_the_flags(pp, changes, layers):
     config = small_run(pp=pp, **changes)
     assert config.stage_layers == layers and config.virtual_pipeline_size == len(layers) // pp
@@ -154,10 +139,7 @@ def test_stages_of_a_run_follow_the_flags(pp, changes, layers):
 def test_groups_of_micro_batches_are_those_that_upstream_takes(pp):
     """Its schedule (schedules.py:995-1018) raises for the others; the smallest is chosen."""
     for count in range(pp, 24):
-        legal = [
-            size for size in range(1, 30)
-            if pp <= size <= count and not 0 < count % size < pp
-        ]  # fmt: skip
+        legal = [size for size in range(pp, count + 1) if not 0 < count % size < pp]
         assert [n for n in range(1, 30) if can_be_micro_batch_group(n, count, pp)] == legal
         assert smallest_micro_batch_group(count, pp) == min(legal)
 
@@ -167,24 +149,24 @@ BLOCK = FULL | {"recompute_method": "block"}
 OFFLOAD = {"cpu_offloading": True}
 
 
-@pytest.mark.parametrize(
-    ("changes", "layers", "expected"),
-    [
-        ({}, 4, (0, 0, 4)),
-        ({"recompute_granularity": "selective"}, 4, (0, 0, 4)),
-        (FULL, 4, (0, 4, 0)),
-        (BLOCK | {"recompute_num_layers": 3}, 4, (0, 3, 1)),
-        (BLOCK | {"recompute_num_layers": 3}, 2, (0, 2, 0)),
-        (OFFLOAD, 4, (3, 0, 1)),
-        (OFFLOAD, 1, (1, 0, 0)),
-        (OFFLOAD, 0, (0, 0, 0)),
-        (OFFLOAD | {"cpu_offloading_num_layers": 3}, 4, (3, 0, 1)),
-        (OFFLOAD | {"cpu_offloading_num_layers": 3}, 2, (2, 0, 0)),
-        (OFFLOAD | BLOCK, 4, (2, 1, 1)),
-        (OFFLOAD | BLOCK | {"recompute_num_layers": 3}, 4, (1, 3, 0)),
-        (OFFLOAD | BLOCK | {"cpu_offloading_num_layers": 1, "recompute_num_layers": 2}, 4, (1, 2, 1)),
-        (OFFLOAD | BLOCK | {"cpu_offloading_num_layers": 2, "recompute_num_layers": 2}, 3, (2, 1, 0)),
-    ],
-)
+BOTH = OFFLOAD | BLOCK
+KINDS = [
+    ({}, 4, (0, 0, 4)),
+    ({"recompute_granularity": "selective"}, 4, (0, 0, 4)),
+    (FULL, 4, (0, 4, 0)),
+    (BLOCK | {"recompute_num_layers": 3}, 4, (0, 3, 1)),
+    (BLOCK | {"recompute_num_layers": 3}, 2, (0, 2, 0)),
+    (OFFLOAD, 4, (3, 0, 1)),
+    (OFFLOAD, 1, (1, 0, 0)),
+    (OFFLOAD, 0, (0, 0, 0)),
+    (OFFLOAD | {"cpu_offloading_num_layers": 3}, 2, (2, 0, 0)),
+    (BOTH, 4, (2, 1, 1)),
+    (BOTH | {"recompute_num_layers": 3}, 4, (1, 3, 0)),
+    (BOTH | {"cpu_offloading_num_layers": 1, "recompute_num_layers": 2}, 4, (1, 2, 1)),
+    (BOTH | {"cpu_offloading_num_layers": 2, "recompute_num_layers": 2}, 3, (2, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("changes", "layers", "expected"), KINDS)
 def test_layers_are_offloaded_then_recomputed_then_kept(changes, layers, expected):
     assert stage_activations(layers, small_run(**changes).training) == expected

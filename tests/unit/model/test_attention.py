@@ -38,12 +38,9 @@ def _eager(inputs: list[torch.Tensor], window: int | None, scale: float) -> torc
 
 def _ours(window: int | None, softmax_scale: float | None) -> CausalAttention:
     return CausalAttention(
-        config=SimpleNamespace(kv_channels=HEAD_SIZE, window_size=window and (window - 1, 0)),
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        softmax_scale=softmax_scale,
-    )
+        config=SimpleNamespace(kv_channels=HEAD_SIZE, window_size=window and (window - 1, 0)), layer_number=1,
+        attn_mask_type=AttnMaskType.causal, attention_type="self", softmax_scale=softmax_scale,
+    )  # fmt: skip
 
 
 def _check(context: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -57,9 +54,7 @@ def _check(context: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Ten
 @pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2), (3, 1)])
 @pytest.mark.parametrize("length", [1, 7, 33])
 @pytest.mark.parametrize("window", [None, 1, 5, 33, 50])
-def test_outputs_and_gradients_are_those_of_transformers(
-    heads: int, groups: int, length: int, window: int | None
-) -> None:
+def test_outputs_and_gradients_are_those_of_transformers(heads, groups, length, window) -> None:
     torch.manual_seed(0)
     shapes = [(length, 2, count, HEAD_SIZE) for count in (heads, groups, groups)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
@@ -81,17 +76,13 @@ def _packed(rows: int, length: int) -> PackedSequences:
 
 @pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2)])
 @pytest.mark.parametrize("window", [None, 1, 5, 24])
-def test_packed_sequences_attend_as_each_alone_in_transformers(
-    heads: int, groups: int, window: int | None
-) -> None:
+def test_packed_sequences_attend_as_each_alone_in_transformers(heads, groups, window) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(24, 2, count, HEAD_SIZE, requires_grad=True) for count in (heads, groups, groups)]
     context = _ours(window, None)(*inputs, None, packed_seq_params=_packed(2, 24))
     tokens = [tensor.transpose(0, 1).flatten(0, 1)[:, None] for tensor in inputs]  # [B * S, 1, heads, D]
-    alone = [
-        _eager([tensor[begin:end] for tensor in tokens], window, HEAD_SIZE**-0.5)
-        for begin, end in pairwise(BORDERS)
-    ]
+    sequences = ([tensor[begin:end] for tensor in tokens] for begin, end in pairwise(BORDERS))
+    alone = [_eager(sequence, window, HEAD_SIZE**-0.5) for sequence in sequences]
     _check(context, torch.cat(alone).view(2, 24, -1).transpose(0, 1), inputs)
 
 

@@ -43,13 +43,10 @@ def _plain(inputs: list[torch.Tensor], visible: torch.Tensor) -> torch.Tensor:
 
 def _attention(group: ThreadGroup, way: str, window: int | None) -> ContextParallelAttention:
     attention = ContextParallelAttention(
-        config=SimpleNamespace(kv_channels=HEAD_SIZE, window_size=window and (window - 1, 0)),
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        cp_comm_type=way,
+        config=SimpleNamespace(kv_channels=HEAD_SIZE, window_size=window and (window - 1, 0)), layer_number=1,
+        attn_mask_type=AttnMaskType.causal, attention_type="self", cp_comm_type=way,
         pg_collection=SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1)),
-    )
+    )  # fmt: skip
     attention.group = group
     return attention
 
@@ -69,11 +66,9 @@ WAYS = [("p2p", 2), ("p2p", 3), ("p2p", 4), ("a2a", 2), ("a2a", 3)]
 
 @pytest.mark.parametrize(("way", "size"), WAYS)
 @pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2)])
-@pytest.mark.parametrize("window", [None, 1, 5, 20, 48])
+@pytest.mark.parametrize("window", [None, 1, 20, 48])
 @pytest.mark.parametrize("borders", [None, BORDERS])
-def test_outputs_and_gradients_are_those_of_whole_sequences(
-    way: str, size: int, heads: int, groups: int, window: int | None, borders: list[int] | None
-) -> None:
+def test_outputs_and_gradients_are_those_of_whole_rows(way, size, heads, groups, window, borders) -> None:
     torch.manual_seed(0)
     shapes = [(LENGTH, ROWS, count, HEAD_SIZE) for count in (heads, groups, groups)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -97,8 +92,7 @@ class _Kernels(TorchDispatchMode):
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
-        self._events = events
-        self.shapes: list[list[int]] = []
+        self._events, self.shapes = events, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if "attention" in str(function):
@@ -142,9 +136,7 @@ def test_messages_of_the_ring_travel_while_attention_is_computed() -> None:
 @pytest.mark.parametrize(("way", "size", "heads", "groups"), [
     ("p2p", 2, 6, 2), ("p2p", 4, 6, 2), ("a2a", 3, 6, 6), ("a2a", 3, 6, 2), ("a2a", 2, 6, 2),
 ])  # fmt: skip
-def test_the_plan_says_what_a_rank_sends(
-    precision: str, way: str, size: int, heads: int, groups: int
-) -> None:
+def test_the_plan_says_what_a_rank_sends(precision, way, size, heads, groups) -> None:
     config = small_run(
         cp=size, cp_comm_type=way, precision=precision, num_attention_heads=heads, num_query_groups=groups,
         kv_channels=HEAD_SIZE, micro_batch_size=ROWS, max_padding_length=LENGTH,
@@ -166,7 +158,6 @@ def test_the_plan_says_what_a_rank_sends(
         ({"num_query_groups": 4, "cp": 4}, "a2a"),
         ({"num_query_groups": 1, "packing": True}, "a2a"),
         ({"num_query_groups": 1, "window_size": "7,0"}, "a2a"),
-        ({"num_query_groups": 1, "reset_attention_mask": True, "dataset_type": "idxmap"}, "a2a"),
         ({"tp": 2, "cp": 4, "packing": True}, "p2p"),
         ({"num_query_groups": 1, "cp_comm_type": "a2a"}, "a2a"),
         ({"cp": 1}, None),

@@ -24,17 +24,13 @@ NUM_EXPERTS, CHOSEN, WIDTH, SHARED = 4, 2, 48, 80
 SHAPE: dict[str, Any] = {
     "num_layers": 1, "num_experts": NUM_EXPERTS, "moe_router_topk": CHOSEN, "moe_ffn_hidden_size": WIDTH,
 }  # fmt: skip
+OF_QWEN = {
+    "moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": SHARED,
+    "moe_shared_expert_gate": True,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "mixtral": (MixtralSparseMoeBlock, {}),
-    "qwen2_moe": (
-        Qwen2MoeSparseMoeBlock,
-        {
-            "moe_router_pre_softmax": True,
-            "moe_shared_expert_intermediate_size": SHARED,
-            "moe_shared_expert_gate": True,
-        },
-    ),
-}
+    "mixtral": (MixtralSparseMoeBlock, {}), "qwen2_moe": (Qwen2MoeSparseMoeBlock, OF_QWEN),
+}  # fmt: skip
 LENGTH, ROWS, HIDDEN = 16, 2, 64
 BOUND = 1e-5
 """Relative to the largest value: sums in another order; weights before the second product, not after it."""
@@ -142,13 +138,10 @@ def formula(kind: str, logits: torch.Tensor, *, has_groups: bool = False) -> tor
 
 def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool) -> list[np.ndarray]:
     """Of a router's weight, by our layer and by the formula; what the layer counted, and should have."""
-    changes: dict[str, Any] = dict(GROUPS) if has_groups else {}
-    if kind == "z":
-        changes["moe_z_loss_coeff"] = Z
-    else:
-        changes |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": AUX}
-    config_of_step = {"micro_batch_size": ROWS, "global_batch_size": ROWS * MICRO_BATCHES}
-    router = moe_layer(**changes, **config_of_step).router
+    changes: dict[str, Any] = {"micro_batch_size": ROWS, "global_batch_size": ROWS * MICRO_BATCHES}
+    loads = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": AUX}
+    changes |= {"moe_z_loss_coeff": Z} if kind == "z" else loads
+    router = moe_layer(**changes, **(GROUPS if has_groups else {})).router
     weight = router.weight.detach().double().requires_grad_()
     expected = torch.zeros(())
     for number in range(MICRO_BATCHES):
@@ -164,10 +157,10 @@ def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool)
     return [value.numpy() for value in pairs]
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_groups"),
-    [("z", False), *itertools.product(("aux_loss", "seq_aux_loss"), (False, True))],
-)
+KINDS = [("z", False), *itertools.product(("aux_loss", "seq_aux_loss"), (False, True))]
+
+
+@pytest.mark.parametrize(("kind", "has_groups"), KINDS)
 def test_a_loss_of_the_router_is_the_mean_of_its_formula_over_a_step(kind: str, has_groups: bool) -> None:
     (found,) = run_distributed(gradients_of_losses, 1, kind, has_groups)
     gradient, expected, counted, loss = found
@@ -198,9 +191,7 @@ def test_an_expert_takes_the_likeliest_tokens_up_to_its_capacity() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at_once", [False, True], ids=["as on a CPU", "as on a GPU"])
-def test_experts_have_the_bits_of_single_operations(
-    dtype: torch.dtype, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_have_the_bits_of_single_operations(dtype, at_once, monkeypatch) -> None:
     parts_of = experts._parts
     monkeypatch.setattr(experts, "_parts", lambda sizes, is_cuda: parts_of(sizes, at_once))
     torch.manual_seed(0)

@@ -1,9 +1,10 @@
-"""Weights in 4 bits are those of the QLoRA paper and of bitsandbytes; a product keeps nothing dense."""
+"""Weights in 4 bits are those of bitsandbytes; a product keeps nothing dense.
 
-import numpy as np
+The QLoRA paper's own levels (nf4_oracle.py) are the oracle of training/test_four_bits.py.
+"""
+
 import pytest
 import torch
-from nf4_oracle import levels, quantized
 
 from patch.model.four_bit_product import FOUR_BITS, dense_shape, dequantize, quantize
 
@@ -18,35 +19,17 @@ def random_weight(dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-def parts(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [O, I / 2] and scales [O, I / 64], each contiguous."""
-    return packed[:, : COLUMNS // 2].contiguous(), packed[:, COLUMNS // 2 :].contiguous().view(torch.float32)
-
-
 @pytest.mark.parametrize("dtype", TYPES)
-def test_bytes_are_those_of_the_paper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patch.model.four_bit_product._PIECE", 7 * COLUMNS)
-    weight = random_weight(dtype)
-    packed = quantize(weight)
-    assert dense_shape(packed) == weight.shape and packed.nbytes == weight.numel() * 9 // 16
-    codes, scales = parts(packed)
-    expected, largest = quantized(weight.float().numpy())
-    assert np.array_equal(torch.stack((codes >> 4, codes & 15), -1).numpy().reshape(ROWS, COLUMNS), expected)
-    assert np.array_equal(scales.flatten().numpy(), largest)
-    numbers = levels()[expected].reshape(-1, 64) * largest[:, None]
-    found = dequantize(packed, torch.float32).numpy().reshape(-1, 64)
-    assert np.abs(found - numbers).max() < 1e-6, "levels of float64 quantiles, rounded otherwise"
-    assert torch.equal(dequantize(packed, dtype), dequantize(packed, torch.float32).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_bytes_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+def test_bytes_are_those_of_bitsandbytes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     functional = pytest.importorskip("bitsandbytes", reason=REASON).functional
+    monkeypatch.setattr("patch.model.four_bit_product._PIECE", 7 * COLUMNS)
     weight = random_weight(dtype)
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
     packed = quantize(weight)
-    ours, scales = parts(packed)
-    assert torch.equal(ours.view(-1, 1), codes) and torch.equal(scales.flatten(), state.absmax)
+    assert dense_shape(packed) == weight.shape and packed.nbytes == weight.numel() * 9 // 16
+    ours, scales = (part.contiguous() for part in packed.split([COLUMNS // 2, COLUMNS // 16], 1))
+    assert torch.equal(ours.view(-1, 1), codes)
+    assert torch.equal(scales.view(torch.float32).flatten(), state.absmax)
     assert torch.equal(dequantize(packed, dtype), functional.dequantize_4bit(codes, state))
 
 

@@ -48,9 +48,7 @@ def normal(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: in
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-def test_numbers_are_rounded_to_the_nearest(
-    source: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_numbers_are_rounded_to_the_nearest(source: torch.dtype, dtype: torch.dtype) -> None:
     matrix = normal(37, 53, source)
     found = quantize(matrix, dtype)
     assert found.values.dtype == dtype and found.scale_inv.dtype == torch.float32
@@ -59,9 +57,7 @@ def test_numbers_are_rounded_to_the_nearest(
 
 @pytest.mark.parametrize("shape", [(33, 64, 48), (1, 16, 16), (7, 130, 5)])
 @pytest.mark.parametrize("first", [E4M3, E5M2])
-def test_product_is_that_of_the_rounded_matrices(
-    first: torch.dtype, shape: tuple[int, int, int]
-) -> None:
+def test_product_is_that_of_the_rounded_matrices(first: torch.dtype, shape: tuple[int, int, int]) -> None:
     rows, inner, columns = shape
     a, b = normal(rows, inner), normal(columns, inner, seed=1)
     found = product(quantize(a, first), quantize(b, E4M3), torch.float32)
@@ -80,9 +76,8 @@ def test_transposing_pads_what_is_summed_over() -> None:
     assert not numbers_of(turned)[:, 21:].any()
     weights = quantize(normal(21, 48), E4M3)
     found = product(turned, transposed(weights), torch.float32).double()
-    torch.testing.assert_close(
-        found, numbers_of(matrix).t() @ numbers_of(weights), rtol=1e-5, atol=1e-6 * found.abs().max().item()
-    )
+    bound = {"rtol": 1e-5, "atol": 1e-6 * found.abs().max().item()}
+    torch.testing.assert_close(found, numbers_of(matrix).t() @ numbers_of(weights), **bound)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -95,20 +90,14 @@ def test_scales_at_the_edges(dtype: torch.dtype) -> None:
         error = numbers_of(quantize(same, dtype)) / same.double() - 1
         assert error.abs().max() <= 2.0 ** -(1 + MANTISSA_BITS[dtype])
     for number in (1e-39, 3e-38):  # below what a scale of its own could lift into the range
-        assert (
-            numbers_of(quantize(torch.full((16, 16), number), dtype)).abs().max() <= 1.25 * number
-        )
+        assert numbers_of(quantize(torch.full((16, 16), number), dtype)).abs().max() <= 1.25 * number
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_number_that_is_not_finite_is_not_hidden(
-    dtype: torch.dtype, number: float
-) -> None:
+def test_a_number_that_is_not_finite_is_not_hidden(dtype: torch.dtype, number: float) -> None:
     """8-bit casts saturate: without care an infinite gradient would become a large one."""
     matrix = normal(16, 32)
     matrix[3, 5] = number
-    found = product(
-        quantize(matrix, dtype), quantize(normal(16, 32), E4M3), torch.float32
-    )
+    found = product(quantize(matrix, dtype), quantize(normal(16, 32), E4M3), torch.float32)
     assert found.isnan().all()

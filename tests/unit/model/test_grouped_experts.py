@@ -52,9 +52,8 @@ def test_experts_are_those_of_plain_torch(sizes: list[int], gap: int, order: int
         step = half[0].numel() + gap
         memory = torch.zeros(NUM_EXPERTS * step, dtype=half.dtype)
         begins = [index * step for index in range(NUM_EXPERTS)][::order]
-        for begin, matrix in zip(begins, half, strict=True):
-            place = memory[begin : begin + matrix.numel()].view(matrix.shape).copy_(matrix)
-            own.append(place.detach().requires_grad_())
+        places = [memory[begin : begin + half[0].numel()].view(half[0].shape) for begin in begins]
+        own += [place.copy_(of).detach().requires_grad_() for place, of in zip(places, half, strict=True)]
         assert (as_one(own[-NUM_EXPERTS:]) is None) == (gap == 1 or order == -1)
     ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     output = GroupedExperts.apply(own[0], own[1], ends, swiglu, *own[2:])
@@ -83,18 +82,16 @@ def losses(rank: int, world_size: int, changes: dict[str, Any]) -> list[list[flo
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "changes"),
-    [
-        (1, {}),
-        (1, {"gradient_accumulation_fusion": True}),
-        (2, {"dp": 2, "expert_model_parallel_size": 2, "gradient_accumulation_fusion": True}),
-        (2, {"dp": 2, "data_parallel_sharding": "gradients", "gradient_accumulation_fusion": True}),
-    ],
-    ids=str,
-)
-def test_a_run_is_that_of_single_products(num_ranks: int, changes: dict[str, Any]) -> None:
-    single, grouped = run_distributed(losses, num_ranks, changes)[0]
+FUSED = {"gradient_accumulation_fusion": True}
+RUNS = [
+    {}, FUSED, FUSED | {"dp": 2, "expert_model_parallel_size": 2},
+    FUSED | {"dp": 2, "data_parallel_sharding": "gradients"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", RUNS, ids=str)
+def test_a_run_is_that_of_single_products(changes: dict[str, Any]) -> None:
+    single, grouped = run_distributed(losses, changes.get("dp", 1), changes)[0]
     assert (single != grouped) == ("gradient_accumulation_fusion" in changes), "gradients are rounded"
     assert grouped == pytest.approx(single, rel=BF16)
 

@@ -178,13 +178,11 @@ def alone(root: Path) -> dict[tuple, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_logits_loss_and_gradients_equal_transformers(alone: dict, case: tuple) -> None:
+    """The gradients of the fast form do not."""
     for shape in SHAPES.get(case[0], [LONG]):
         assert alone[*case, case[2], shape] == [], shape
-
-
-@pytest.mark.parametrize("precision", DTYPES)
-def test_the_fast_form_differs_in_gradients(alone: dict, precision: str) -> None:
-    assert len(alone["llama-3.1", precision, "eager", "none", LONG]) > 15
+    if (case[0], case[2]) == ("llama-3.1", "eager"):
+        assert len(alone[*case, "none", LONG]) > 15
 
 
 def run_two_processes(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:

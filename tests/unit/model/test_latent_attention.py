@@ -1,4 +1,7 @@
-"""DeepSeek-V2's attention and experts: steps against transformers, layouts against one process."""
+"""DeepSeek-V2's attention and experts: steps against transformers.
+
+Layouts and packed rows against one process: training/test_covered_layouts.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +10,8 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
-from packed_runs import PACKED, PADDED, Talks, batches_of, build_untrained
-from training_runs import build_seeded_run, hf_gradients, seeded_batches, token_mean, train_run
+from packed_runs import build_untrained
+from training_runs import hf_gradients, seeded_batches, token_mean
 
 from patch.config.schema import RunConfig
 from patch.training.step import run_schedule
@@ -85,67 +88,3 @@ def of_folder(theirs: Any) -> dict[str, torch.Tensor]:
             for each, part in zip(names, gradient.chunk(len(names)), strict=True):
                 found[f"{before}.{number}.{each}.weight"] = part
     return found
-
-
-SP2 = {"tp": 2, "sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP without SP": {"tp": 2, "num_experts": None, "precision": "fp32"},
-    "EP over DP, ZeRO-2, selective": {
-        "dp": 2, "expert_model_parallel_size": 2, "data_parallel_sharding": "gradients",
-        "recompute_granularity": "selective",
-    },
-    "EP over SP, ETP 1, full": {
-        **SP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
-        "recompute_granularity": "full",
-    },
-    "CP ring": {"cp": 2, "cp_comm_type": "p2p"},
-    "CP all-to-all, offloaded": {"cp": 2, "cp_comm_type": "a2a", "cpu_offloading": True},
-    "PP": {"pp": 2},
-}  # fmt: skip
-"""Name -> the layout; without experts for the one in which they need SP."""
-
-
-def trained(rank: int, world_size: int, folder: Path, layouts: list[dict[str, Any]]) -> list[Any]:
-    """Losses and norms of three steps."""
-    found = []
-    for layout in layouts:
-        config = family_run(folder, **{"global_batch_size": 8, "train_iters": 3, **layout})
-        results = train_run(build_seeded_run(config, None if config.model.num_experts is None else folder))
-        found.append([(result.loss, result.grad_norm) for result in results])
-        new_job()
-    return found
-
-
-@pytest.fixture(scope="module")
-def in_layouts(folders: dict[str, Path]) -> dict[str, list[Any]]:
-    folder = folders["deepseek-v2"]
-    runs = {name: {"num_layers": 2, **layout} for name, layout in LAYOUTS.items()}
-    alone = {"": {}, "without experts": {"num_experts": None}}
-    found = dict(zip(alone, run_distributed(trained, 1, folder, list(alone.values()))[0], strict=True))
-    return found | dict(zip(runs, run_distributed(trained, 2, folder, list(runs.values()))[0], strict=True))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_trains_as_one_process_does(in_layouts: dict[str, list[Any]], name: str) -> None:
-    alone = in_layouts["without experts" if "num_experts" in LAYOUTS[name] else ""]
-    assert in_layouts[name][-1][0] < in_layouts[name][0][0]
-    for (loss, norm), (expected, expected_norm) in zip(in_layouts[name], alone, strict=True):
-        assert loss == pytest.approx(expected, abs=2e-6)
-        assert norm == pytest.approx(expected_norm, rel=2e-6)
-
-
-def losses_of_forms(rank: int, world_size: int, folder: Path) -> list[float]:
-    """Of the same conversations, packed and padded."""
-    found = []
-    for form in (PACKED, PADDED):
-        run = build_untrained(family_run(folder, **form), folder)
-        batches = batches_of(run.config, Talks(0))
-        learned = float(sum(batch.loss_mask.sum() for batch in batches))
-        found.append(sum(float(each["loss"]) for each in run_schedule(run, batches, learned, loss_scale=1.0)))
-        new_job()
-    return found
-
-
-def test_packed_rows_are_sequences_of_their_own(folders: dict[str, Path]) -> None:
-    ((packed, padded),) = run_distributed(losses_of_forms, 1, folders["deepseek-v2"])
-    assert packed == pytest.approx(padded, abs=2e-6)

@@ -1,6 +1,7 @@
 """The model's loss over a padded vocabulary, and whose gradients are parts of a sum over TP."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,12 +23,9 @@ VOCABULARIES = {
 }
 """What is padding: six rows; at TP 2 all of the last rank's 128; nothing."""
 PADDED = [(tp, name, form) for tp in (1, 2) for name in VOCABULARIES for form in FORMS]
-FAMILIES = {
-    "fast": {"add_qkv_bias": True, "qk_layernorm": True},
-    "aligned": {"add_qkv_bias": True, "qk_layernorm": True},
-    "bloom": {"model_type": "bloom", "use_rope_scaling": False},
-}
-CUT = [(family, is_sp) for family in FAMILIES for is_sp in (False, True)]
+QWEN = {"add_qkv_bias": True, "qk_layernorm": True}
+BLOOM = {"model_type": "bloom", "use_rope_scaling": False}
+CUT = [*product((("fast", QWEN), ("aligned", QWEN), ("fast", BLOOM)), (False, True))]
 LOSS_BOUND = 1e-5
 """Of losses near 10 and their gradients up to 1, summed over 250 exponentials in another order."""
 GRADIENT_BOUND = 2e-5
@@ -99,37 +97,33 @@ def _check_padded_rows(model: LlamaModel, config: RunConfig, groups: Any) -> Non
         assert weight.grad[:real].any() or real == 0
 
 
-def _gradients(config: RunConfig, form: str) -> tuple[dict, int]:
-    """Name -> gradient and the marks of its weight; and this TP rank."""
+def _gradients(config: RunConfig, form: str) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Name -> gradient, summed over TP if its weight is marked so, and the dimension that TP cuts."""
     model, groups = _model(config, form)
     torch.manual_seed(0)
     tokens, labels = torch.randint(0, config.model.vocab_size, (2, 2, 12)).unbind(0)
     model(tokens, None, None, labels=labels).sum().backward()
     found = {}
     for name, weight in model.named_parameters():
-        gradient = weight.grad
         if getattr(weight, "sequence_parallel", False):
-            gradient = gradient.clone()
-            dist.all_reduce(gradient, group=groups.tp)
-        dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
-        found[name] = gradient, dim
-    rank = groups.tp.rank()
+            dist.all_reduce(weight.grad, group=groups.tp)
+        is_cut = getattr(weight, "tensor_model_parallel", False)
+        found[name] = weight.grad, weight.partition_dim if is_cut else None
     new_job()
-    return found, rank
+    return found
 
 
-def _check_gradients(family: str, is_sp: bool) -> None:
+def _check_gradients(form: str, changes: dict[str, Any], is_sp: bool) -> None:
     """At TP 2 a marked gradient's sum, and any other as it is, is the one of TP 1, or its part."""
-    changes, form = FAMILIES[family], "aligned" if family == "aligned" else "fast"
-    alone, _ = _gradients(small_run(dp=2, **changes), form)
-    cut, rank = _gradients(small_run(tp=2, sequence_parallel=is_sp, **changes), form)
+    alone = _gradients(small_run(dp=2, **changes), form)
+    cut = _gradients(small_run(tp=2, sequence_parallel=is_sp, **changes), form)
     assert alone.keys() == cut.keys()
     for name, (gradient, dim) in cut.items():
         expected = alone[name][0]
         if dim is not None:
-            has_gate = "linear_fc1" in name and family != "bloom"
+            has_gate = "linear_fc1" in name and changes is not BLOOM
             halves = expected.chunk(2) if has_gate else [expected]  # gate and up
-            expected = torch.cat([half.chunk(2, dim)[rank] for half in halves])
+            expected = torch.cat([half.chunk(2, dim)[dist.get_rank()] for half in halves])
         error = (gradient - expected).abs().max() / expected.abs().max()
         assert error < GRADIENT_BOUND, (name, error)
 
@@ -154,8 +148,8 @@ def run_all(rank: int, world_size: int) -> None:
             _check_loss(model, config, groups, dtype)
         _check_padded_rows(model, config, groups)
         new_job()
-    for case in CUT:
-        _check_gradients(*case)
+    for (form, changes), is_sp in CUT:
+        _check_gradients(form, changes, is_sp)
     for is_sp in (False, True):
         _check_lookup(is_sp)
 

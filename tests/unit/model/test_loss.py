@@ -134,33 +134,25 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
             "upstream's error": upstream.errors(exact) if case[0] != "sp" else None,
             "errors": [problem.in_chunks(chunk).errors(exact) for chunk in CHUNKS],
         }
-    found["frozen"] = frozen_weight(problem)
-    found["no backward"] = without_backward(problem)
-    found["second backward"] = second_backward(problem)
+    check_other_backwards(problem)
     return found
 
 
-def frozen_weight(problem: Problem) -> bool:
-    weight = problem.model.output_layer.weight
-    expected = problem.ours()
+def check_other_backwards(problem: Problem) -> None:
+    """Of a frozen weight; none; and a second one, which is refused."""
+    weight, expected = problem.model.output_layer.weight, problem.ours()
     weight.requires_grad_(False)
-    got = problem.ours()
+    frozen = problem.ours()
     weight.requires_grad_(True)
-    return got.weight is None and torch.equal(got.hidden, expected.hidden)
-
-
-def without_backward(problem: Problem) -> bool:
+    assert frozen.weight is None and torch.equal(frozen.hidden, expected.hidden)
+    inputs = problem.own.requires_grad_(), problem.labels, problem.learned
     with torch.no_grad():
-        loss = problem.model.summed_loss(problem.own.requires_grad_(), problem.labels, problem.learned)
-    return loss.grad_fn is None and torch.equal(loss, problem.ours().loss)
-
-
-def second_backward(problem: Problem) -> str:
-    loss = problem.model.summed_loss(problem.own.requires_grad_(), problem.labels, problem.learned)
+        loss = problem.model.summed_loss(*inputs)
+    assert loss.grad_fn is None and torch.equal(loss, expected.loss)
+    loss = problem.model.summed_loss(*inputs)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +163,10 @@ def results() -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_one_chunk_has_upstreams_bits(results: list, case: str, precision: str) -> None:
+    """In fp32 another gradient than was expected is only a factor."""
     for rank in results:
         assert rank[case, precision]["same bits"] == [[True] * 3] * 2
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_another_gradient_than_was_expected_is_only_a_factor(results: list, case: str) -> None:
-    for rank in results:
-        assert rank[case, "fp32"]["another gradient"] == [True] * 3
+        assert precision != "fp32" or rank[case, precision]["another gradient"] == [True] * 3
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -189,18 +177,6 @@ def test_chunks_are_as_precise_as_upstream(results: list, case: str, precision: 
         of_upstream = rank["tp" if case == "sp" else case, precision]["upstream's error"]
         for errors in rank[case, precision]["errors"]:
             assert all(own <= 1.5 * other + 1e-7 for own, other in zip(errors, of_upstream, strict=True))
-
-
-def test_a_frozen_weight_gets_no_gradient(results: list) -> None:
-    assert all(rank["frozen"] for rank in results)
-
-
-def test_without_backward_there_are_no_gradients(results: list) -> None:
-    assert all(rank["no backward"] for rank in results)
-
-
-def test_a_second_backward_is_refused(results: list) -> None:
-    assert all("modified by an inplace operation" in rank["second backward"] for rank in results)
 
 
 def run_peaks(rank: int, world_size: int) -> tuple[int, int]:

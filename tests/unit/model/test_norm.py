@@ -17,15 +17,11 @@ BF16_BOUND = 2.0**-7
 
 
 def _config(dtype: torch.dtype = torch.float32, tp: int = 1, is_sp: bool = False) -> Any:
-    return SimpleNamespace(
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        sequence_parallel=is_sp,
-        tensor_model_parallel_size=tp,
-    )
+    sizes = {"sequence_parallel": is_sp, "tensor_model_parallel_size": tp}
+    return SimpleNamespace(use_cpu_initialization=True, params_dtype=dtype, **sizes)
 
 
-def _pair(ours: type, theirs: type, size: int, eps: float, dtype: torch.dtype) -> tuple[Any, Any]:
+def _pair(ours: type, theirs: type, size: int, eps: float, dtype: torch.dtype = torch.float32) -> tuple:
     norm, expected = ours(_config(dtype), size, eps=eps), theirs(size, eps).to(dtype)
     torch.nn.init.normal_(norm.weight, 1.0, 0.5)
     expected.weight.data.copy_(norm.weight.data)
@@ -43,7 +39,7 @@ def test_outputs_and_gradients_are_those_of_transformers(
 ) -> None:
     """At a scale of 1e-4 the mean square is 1e-8: epsilon decides."""
     torch.manual_seed(0)
-    norm, expected = _pair(ours, theirs, shape[-1], eps, torch.float32)
+    norm, expected = _pair(ours, theirs, shape[-1], eps)
     hidden = (torch.randn(shape) * scale).requires_grad_()
     direction = torch.randn(shape)
     found = []
@@ -54,15 +50,12 @@ def test_outputs_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(mine, hers, rtol=FP32_BOUND, atol=FP32_BOUND * hers.abs().max().item())
 
 
-def test_bf16_is_within_a_rounding_of_transformers_and_stays_bf16() -> None:
+def test_bf16_is_within_a_rounding_of_transformers_and_a_large_mean_square_does_not_overflow() -> None:
     torch.manual_seed(0)
     norm, expected = _pair(RMSNorm, LlamaRMSNorm, 64, 1e-5, torch.bfloat16)
     hidden = torch.randn(50, 2, 64, dtype=torch.bfloat16)
     assert norm(hidden).dtype == norm.weight.dtype == torch.bfloat16
     torch.testing.assert_close(norm(hidden), expected(hidden), rtol=BF16_BOUND, atol=0)
-
-
-def test_a_mean_square_beyond_half_precision_does_not_overflow() -> None:
     hidden = torch.full((1, 1, 64), 60000.0, dtype=torch.float16)
     assert torch.equal(RMSNorm(_config(torch.float16), 64)(hidden), torch.ones_like(hidden))
 

@@ -5,9 +5,9 @@ Layers that add their weight's gradient to the main gradients have the same bits
 """
 
 import math
-from collections.abc import Iterator
 from functools import reduce
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from small_runs import small_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import CPU
+from triton_interpreter import give_writer
 
 from patch import compat
 from patch.config.execution import Fp8
@@ -55,26 +56,7 @@ class Found(NamedTuple):
     of_bias: torch.Tensor | None
 
 
-def cases() -> Iterator[Case]:
-    for layer in (Column, Row):
-        for is_cut in (False, True):
-            for dtype in DTYPES:
-                for shape in SHAPES:
-                    yield Case(layer, is_cut, dtype, shape)
-
-
-class Writer:
-    """Collects a weight's gradient in float32, as the optimizer does."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.total = torch.full(weight.shape, torch.nan)
-        self._weight = weight
-
-    def open(self) -> tuple[torch.Tensor, bool]:
-        return self.total, True
-
-    def stand_in(self) -> torch.Tensor:
-        return torch.zeros_like(self._weight)
+CASES = [Case(*values) for values in product((Column, Row), (False, True), DTYPES, SHAPES)]
 
 
 class Problem:
@@ -136,14 +118,9 @@ class Problem:
 
 
 def run_layer(
-    problem: Problem,
-    group: Any,
-    form: str,
-    *,
-    is_frozen: bool = False,
-    is_written: bool = False,
-    multiplied_by: Product = PLAIN,
-) -> Found:
+    problem: Problem, group: Any, form: str, *,
+    is_frozen: bool = False, is_written: bool = False, multiplied_by: Product = PLAIN,
+) -> Found:  # fmt: skip
     """One forward and backward of this rank's layer.
 
     By `overlap` or `plain`, in pieces; `around`, with upstream's messages; `upstream`; or `given`, upstream's
@@ -159,26 +136,23 @@ def run_layer(
     )  # fmt: skip
     hidden, weight, bias, gradient = problem.rank(group.rank())
     ways = {"gather_output": False} if case.layer is Column else {"input_is_parallel": True}
-    if form in ("upstream", "given"):
-        kind = UPSTREAM[case.layer]
-    else:
-        kind, ways = case.layer, ways | {"in_pieces": form != "around", "product": multiplied_by}
-    layer = kind(
-        *problem.widths, config=config, init_method=None, bias=bias is not None,
-        skip_bias_add=False, tp_group=group, **ways,
-    )  # fmt: skip
+    ways |= {"bias": bias is not None, "skip_bias_add": False, "tp_group": group, "init_method": None}
+    kind = UPSTREAM[case.layer] if form in ("upstream", "given") else case.layer
+    if kind is case.layer:
+        ways |= {"in_pieces": form != "around", "product": multiplied_by}
+    layer = kind(*problem.widths, config=config, **ways)
     if form == "given":
         give_product(layer, PLAIN)
     layer.weight.data.copy_(weight)
     layer.weight.requires_grad_(not is_frozen)
     if bias is not None:
         layer.bias.data.copy_(bias)
-    leaf, writer = hidden.clone().requires_grad_(), Writer(layer.weight)
+    leaf, total = hidden.clone().requires_grad_(), torch.full(layer.weight.shape, torch.nan)
     if is_written:
-        layer.weight.main_grad_writer = writer
+        give_writer(layer.weight, total)
     output, _ = layer(leaf)
     output.backward(gradient)
-    of_weight = writer.total if is_written else layer.weight.grad
+    of_weight = total if is_written else layer.weight.grad
     return Found(output.detach(), leaf.grad, of_weight, None if bias is None else layer.bias.grad)
 
 
@@ -197,22 +171,17 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
     compat.apply(cuda=False)
     group = initialize(small_run(tp=world_size, num_query_groups=4), CPU).tp
     found: dict[Any, Any] = {}
-    for case in cases():
+    for case in CASES:
         problem = Problem(case, world_size)
         overlap, plain = (run_layer(problem, group, form) for form in ("overlap", "plain"))
-        found[case] = {
-            "oracle": compare(overlap, problem.expected(rank)),
-            "plain": compare(overlap, plain),
-            "upstream": [
-                difference
-                for form in (["upstream", "around", "given"] if world_size == 2 else [])
-                for difference in compare(overlap, run_layer(problem, group, form))
-            ],
-            "written": [
-                compare(run_layer(problem, group, form, is_written=True), overlap)
-                for form in (["overlap", "around", "given"] if world_size == 2 else [])
-            ],
-        }
+        found[case] = {"oracle": compare(overlap, problem.expected(rank)), "plain": compare(overlap, plain)}
+        found[case] |= {"upstream": [], "written": []}
+        for form in ("upstream", "overlap", "around", "given") if world_size == 2 else ():
+            if form != "overlap":
+                found[case]["upstream"] += compare(overlap, run_layer(problem, group, form))
+            if form != "upstream":
+                written = run_layer(problem, group, form, is_written=True)
+                found[case]["written"].append(compare(written, overlap))
     frozen = run_layer(problem, group, "overlap", is_frozen=True)
     same = torch.equal(frozen.of_input, overlap.of_input) and torch.equal(frozen.output, overlap.output)
     found["frozen"] = same and frozen.of_weight is None
@@ -252,40 +221,25 @@ def layers(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     return run_distributed(run_layers, request.param)
 
 
-def test_layers_have_the_bits_of_plain_products(layers: list) -> None:
+def test_layers_have_the_bits_of_plain_products_and_write_to_the_main_gradients(layers: list) -> None:
     """With SP, and at TP=2 in any case: the order of gloo's all-reduce at TP=4 is its own."""
-    for rank in layers:
-        for case in cases():
-            bound = 0.0 if case.is_cut or len(layers) == 2 else SUM_BOUND[case.dtype]
-            assert max(rank[case]["oracle"]) <= bound, case
+    for rank, case in product(layers, CASES):
+        found = rank[case]
+        bound = 0.0 if case.is_cut or len(layers) == 2 else SUM_BOUND[case.dtype]
+        assert max(found["oracle"]) <= bound, case
+        assert not any(found["plain"] + found["upstream"]), case
+        for output, of_input, of_weight, *of_bias in found["written"]:
+            assert not any([output, of_input, *of_bias]), case
+            assert of_weight <= WRITTEN_BOUND[case.dtype], case
+    assert all(rank["frozen"] for rank in layers)
 
 
-def test_8_bit_products_have_the_messages_of_plain_ones(layers: list) -> None:
-    assert not any(any(rank["8 bits"]) for rank in layers)
-
-
-def test_sequence_parallelism_gathers_8_bits(layers: list) -> None:
+def test_8_bit_products_have_the_messages_of_plain_ones_and_sp_gathers_8_bits(layers: list) -> None:
     """16 tokens of a rank, 48 numbers each: in forward, and again in backward; the scale is of all ranks'."""
     gather = f"_allgather_base_ {16 * 48}"
-    assert all(rank["gathered"] == ["allreduce_ 4", gather, gather] for rank in layers)
-
-
-def test_overlap_changes_no_bit(layers: list) -> None:
     for rank in layers:
-        for case in cases():
-            assert not any(rank[case]["plain"] + rank[case]["upstream"]), case
-
-
-def test_gradients_are_written_to_the_main_gradients(layers: list) -> None:
-    for rank in layers:
-        for case in cases():
-            for output, of_input, of_weight, *of_bias in rank[case]["written"]:
-                assert not any([output, of_input, *of_bias]), case
-                assert of_weight <= WRITTEN_BOUND[case.dtype], case
-
-
-def test_a_frozen_weight_gets_no_gradient(layers: list) -> None:
-    assert all(rank["frozen"] for rank in layers)
+        assert not any(rank["8 bits"])
+        assert rank["gathered"] == ["allreduce_ 4", gather, gather]
 
 
 class _Events(TorchDispatchMode):
@@ -312,9 +266,9 @@ class _Alone(TensorGroup):
         self._started = 0
 
     def _note(self) -> Any:
-        name, self._started = f"message {self._started}", self._started + 1
-        self.events.append(name)
-        return type("", (), {"wait": lambda _: self.events.append(f"wait for {name}")})()
+        number, self._started = self._started, self._started + 1
+        self.events.append(f"m{number}")
+        return SimpleNamespace(wait=lambda: self.events.append(f"w{number}"))
 
     def start_swap(self, step: int, sent: torch.Tensor, received: torch.Tensor) -> Any:
         return self._note()
@@ -323,49 +277,26 @@ class _Alone(TensorGroup):
         return self._note()
 
 
-PRODUCT = "product"
-GATHER = [
-    "message 0", "message 1", PRODUCT, "wait for message 0", PRODUCT, "wait for message 1", PRODUCT,
-]  # fmt: skip
-SCATTER = [PRODUCT, "message 0", PRODUCT, "message 1", PRODUCT]
-REDUCE = [step for number in range(4) for step in (PRODUCT, f"message {number}")]
+PRODUCT = "P"
+EVENTS = [
+    (OverlappedColumn, True, "m0 m1 P w0 P w1 P", "m2 m3 P m4 P m5 P w2 w3 P w4 w5"),
+    (OverlappedColumn, False, "P", "P m0 P m1 P m2 P m3 P w0 w1 w2 w3"),
+    (OverlappedRow, True, "P m0 P m1 P w0 w1", "m2 m3 P w2 P w3 P P"),
+    (OverlappedRow, False, "P m0 P m1 P m2 P m3 w0 w1 w2 w3", "P P"),
+]
+"""Function, whether sequences are cut, and the products, messages and waits of forward and of backward."""
 
 
-def _waits(*numbers: int) -> list[str]:
-    return [f"wait for message {number}" for number in numbers]
-
-
-def _later(events: list[str], by: int) -> list[str]:
-    """The events, where `by` messages came before."""
-    words = [event.rsplit(" ", 1) for event in events]
-    return [f"{first} {int(number[0]) + by}" if number else first for first, *number in words]
-
-
-BACKWARD = ["message 2", "message 3", *_later(SCATTER, 4), *_waits(2, 3), PRODUCT, *_waits(4, 5)]
-
-
-@pytest.mark.parametrize(
-    ("function", "is_cut", "forward", "backward"),
-    [
-        (OverlappedColumn, True, GATHER, BACKWARD),
-        (OverlappedColumn, False, [PRODUCT], [*REDUCE, PRODUCT, *_waits(0, 1, 2, 3)]),
-        (OverlappedRow, True, [*SCATTER, *_waits(0, 1)], [*_later(GATHER, 2), PRODUCT]),
-        (OverlappedRow, False, [*REDUCE, *_waits(0, 1, 2, 3)], [PRODUCT, PRODUCT]),
-    ],
-)  # fmt: skip
-def test_messages_travel_while_products_are_computed(
-    function: Any, is_cut: bool, forward: list[str], backward: list[str]
-) -> None:
+@pytest.mark.parametrize(("function", "is_cut", "forward", "backward"), EVENTS)
+def test_messages_travel_while_products_are_computed(function, is_cut, forward, backward) -> None:
     """The own rows are computed while the first arrive, and last where others wait for the rest."""
-    rows, width = 128, 256
-    hidden = torch.randn(
-        rows // 2 if is_cut and function is OverlappedColumn else rows, 2, width, requires_grad=True
-    )
+    width, is_column = 256, function is OverlappedColumn
+    hidden = torch.randn(64 if is_cut and is_column else 128, 2, width, requires_grad=True)
     weight, group = torch.randn(width, width, requires_grad=True), _Alone()
-    bias = [None] if function is OverlappedColumn else []
+    bias = [None] if is_column else []
     with _Events(group.events):
         output = function.apply(hidden, weight, *bias, group, is_cut)
-        assert group.events == forward
+        assert group.events == forward.split()
         group.events.clear()
         output.backward(torch.zeros_like(output))
-    assert group.events == backward
+    assert group.events == backward.split()

@@ -31,6 +31,7 @@ RUNS: dict[int, dict[str, RunConfig]] = {
     },
     3: {"uneven-pp": small_run(pp=3, num_layers=5)},
 }
+FORMS = ("fast", "aligned", "upstream")
 NAMES = [(size, name) for size, runs in RUNS.items() for name in runs]
 
 
@@ -40,12 +41,12 @@ def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
     found = {}
     for name, config in RUNS[world_size].items():
         groups = initialize(config, CPU)
-        fast, aligned = (
-            build_llama_model(config.model, groups, CPU.device, config.execution, aligned=form)
-            for form in (frozenset(), frozenset(SOURCES))
-        )
         theirs = [upstream_stage(config, groups, stage) for stage in range(config.virtual_pipeline_size)]
-        built = {"fast": fast, "aligned": aligned, "upstream": theirs}
+        built = {"upstream": theirs}
+        for form, aligned in (("fast", frozenset()), ("aligned", frozenset(SOURCES))):
+            built[form] = build_llama_model(
+                config.model, groups, CPU.device, config.execution, aligned=aligned
+            )
         found[name] = {form: [described(stage) for stage in stages] for form, stages in built.items()}
         new_job()
     return found
@@ -54,18 +55,16 @@ def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[int, str], dict[str, list]]:
     """By run and builder: the stages of all ranks."""
-    stages: dict[tuple[int, str], dict[str, list]] = {}
-    for size in RUNS:
-        for of_rank in run_distributed(run_layouts, size):
-            for name, forms in of_rank.items():
-                for form, of_stages in forms.items():
-                    stages.setdefault((size, name), {}).setdefault(form, []).extend(of_stages)
-    return stages
+    ranks = {size: run_distributed(run_layouts, size) for size in RUNS}
+    return {
+        (size, name): {form: [each for rank in ranks[size] for each in rank[name][form]] for form in FORMS}
+        for size, name in NAMES
+    }
 
 
 @pytest.mark.parametrize("run", NAMES, ids=str)
 @pytest.mark.parametrize("what", ["parameters", "state", "tensors", "objects", "marks"])
-@pytest.mark.parametrize("form", ["fast", "aligned"])
+@pytest.mark.parametrize("form", FORMS[:2])
 def test_every_stage_is_described_as_upstreams_is(found: dict, run: tuple, what: str, form: str) -> None:
     ours, theirs = ([stage[what] for stage in found[run][which]] for which in (form, "upstream"))
     num_stages = RUNS[run[0]][run[1]].virtual_pipeline_size

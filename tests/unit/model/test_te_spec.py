@@ -136,33 +136,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], lis
 
 
 @pytest.mark.parametrize("run", NAMES, ids=str)
-@pytest.mark.parametrize("what", ["parameters", "state", "tensors", "objects"])
-def test_every_stage_is_described_as_upstreams_is(found: dict, run: tuple, what: str) -> None:
+def test_every_stage_is_upstreams_and_has_the_parameters_of_our_own_layers(found: dict, run: tuple) -> None:
+    """But for attention; as checkpoints and the optimizer see the parameters."""
     for rank in found[run]:
-        for mine, theirs in zip(rank["engine"], rank["upstream"], strict=True):
-            assert mine[what] == theirs[what]
-
-
-@pytest.mark.parametrize("run", NAMES, ids=str)
-def test_modules_are_upstreams_but_for_attention(found: dict, run: tuple) -> None:
-    for rank in found[run]:
-        for mine, theirs in zip(rank["engine"], rank["upstream"], strict=True):
+        stages = zip(rank["engine"], rank["upstream"], rank["local"], strict=True)
+        for mine, theirs, local in stages:
+            for what in ("parameters", "state", "tensors", "objects"):
+                assert mine[what] == theirs[what], what
             modules, expected = (
                 {name: kind for name, kind in stage["modules"].items() if "core_attention" not in name}
                 for stage in (mine, theirs)
             )
             assert modules == expected
-            kinds = set(modules.values())
-            assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= kinds
-
-
-@pytest.mark.parametrize("run", NAMES, ids=str)
-def test_checkpoints_and_optimizer_see_the_parameters_of_our_own_layers(found: dict, run: tuple) -> None:
-    for rank in found[run]:
-        assert rank["engine by key"] == rank["local by key"]
-        for engine, local in zip(rank["engine"], rank["local"], strict=True):
-            assert engine["tensors"] == local["tensors"]
-        assert rank["seeded"]
+            assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= {*modules.values()}
+            assert mine["tensors"] == local["tensors"]
+        assert rank["engine by key"] == rank["local by key"] and rank["seeded"]
 
 
 @pytest.mark.parametrize("run", [(1, "llama"), (2, "sp")], ids=str)

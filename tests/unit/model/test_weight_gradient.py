@@ -30,17 +30,12 @@ def added_up(dtype: torch.dtype, total_dtype: torch.dtype) -> torch.Tensor:
     ("dtype", "total", "bound"),
     [(BF16, FP32, 1e-6), (FP16, FP32, 1e-6), (FP32, FP32, 1e-6), (BF16, BF16, 6e-3), (FP32, BF16, 6e-3)],
 )
-def test_products_are_added_up_over_what_was_there(
-    dtype: torch.dtype, total: torch.dtype, bound: float
-) -> None:
+def test_products_are_added_up_over_what_was_there_without_a_rounding(dtype, total, bound) -> None:
     """The first one overwrites even NaN. The bounds: two to three times what was measured."""
     assert error(added_up(dtype, total), dtype) < bound
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_products_of_16_bits_are_not_rounded(dtype: torch.dtype) -> None:
-    rounded = torch.stack([(a.t() @ b).float() for a, b in batches(dtype)]).sum(0)
-    assert error(added_up(dtype, FP32), dtype) < 0.01 * error(rounded, dtype)
+    if dtype != FP32 and total == FP32:
+        rounded = torch.stack([(a.t() @ b).float() for a, b in batches(dtype)]).sum(0)
+        assert error(added_up(dtype, total), dtype) < 0.01 * error(rounded, dtype)
 
 
 def test_a_device_without_the_kernel_is_known() -> None:

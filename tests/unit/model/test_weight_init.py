@@ -1,5 +1,6 @@
 """Random weights: distributed as upstream's, the same at every layout, whatever else was drawn."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,8 @@ def _parts(name: str) -> list[tuple]:
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         lengths = (1,) * shard.prepend_axis_num + tuple(shard.data.shape)
         place = tuple(slice(begin, begin + n) for begin, n in zip(shard.global_offset, lengths, strict=True))
-        parts.append(
-            (shard.key, shard.global_shape, place, shard.data.detach().float().view(lengths).numpy())
-        )
+        values = shard.data.detach().float().view(lengths).numpy()
+        parts.append((shard.key, shard.global_shape, place, values))
     new_job()
     return parts
 
@@ -122,25 +122,15 @@ def test_every_layout_begins_with_the_same_weights(runs: dict[str, Weights], nam
         assert np.array_equal(runs[name][key], weight), key
 
 
-def test_bf16_weights_are_the_rounded_ones_of_fp32(runs: dict[str, Weights]) -> None:
+def test_bf16_is_rounded_norms_are_one_and_biases_and_padding_zero(runs: dict[str, Weights]) -> None:
+    assert {"output_layer.weight"} == runs["untied"].keys() - runs["whole"].keys()
     for key, weight in runs["whole"].items():
         assert np.array_equal(runs["bf16"][key], torch.from_numpy(weight).bfloat16().float().numpy()), key
-
-
-@pytest.mark.parametrize("name", ["untied", "bloom"])
-def test_norms_are_one_and_biases_and_padding_zero(runs: dict[str, Weights], name: str) -> None:
-    for key, weight in runs[name].items():
+    for key, weight in itertools.chain(runs["untied"].items(), runs["bloom"].items()):
         if key in VOCABULARY:
-            assert weight.shape[0] == 96 and not weight[VOCAB:].any(), key
-            assert weight[:VOCAB].all(), key
-        elif key.endswith("bias"):
-            assert (weight == 0).all(), key
-        elif "norm" in key:
-            assert (weight == 1).all(), key
-
-
-def test_untied_output_is_the_only_weight_more(runs: dict[str, Weights]) -> None:
-    assert {"output_layer.weight"} == runs["untied"].keys() - runs["whole"].keys()
+            assert weight.shape[0] == 96 and not weight[VOCAB:].any() and weight[:VOCAB].all(), key
+        elif key.endswith("bias") or "norm" in key:
+            assert (weight == (not key.endswith("bias"))).all(), key
 
 
 def _drawn(weights: Weights) -> list[np.ndarray]:
@@ -154,7 +144,7 @@ def _drawn(weights: Weights) -> list[np.ndarray]:
     return found
 
 
-def test_no_two_weights_and_no_two_seeds_are_alike(runs: dict[str, Weights]) -> None:
+def test_values_are_normal_around_zero_and_no_two_weights_and_no_two_seeds_are_alike(runs: dict) -> None:
     drawn = _drawn(runs["untied"])
     assert len(drawn) == 2 + 4 * 4
     # The same generator gives the same first values, scaled by the weight's own deviation.
@@ -162,14 +152,14 @@ def test_no_two_weights_and_no_two_seeds_are_alike(runs: dict[str, Weights]) -> 
     assert len(starts) == len(drawn)
     for mine, other in zip(_drawn(runs["whole"]), _drawn(runs["seed"]), strict=True):
         assert abs(np.corrcoef(mine.ravel(), other.ravel())[0, 1]) < 0.1
-
-
-def test_values_are_normal_around_zero(runs: dict[str, Weights]) -> None:
-    for weight in _drawn(runs["untied"]):
+    for weight in drawn:
         scaled = weight / weight.std()
         assert abs(scaled.mean()) < 0.06  # 4096 numbers: four standard errors
         for within, share in ((1.0, 0.683), (2.0, 0.954)):
             assert (np.abs(scaled) < within).mean() == pytest.approx(share, abs=0.03)
+    for name in ("linear_fc1", "linear_fc2"):
+        experts = runs["experts"][f"decoder.layers.mlp.experts.experts.{name}.weight"].reshape(4 * 4, -1)
+        assert len(np.unique(experts[:, :8], axis=0)) == 16, name
 
 
 def test_embedding_is_drawn_as_torchs_xavier_uniform(runs: dict[str, Weights]) -> None:
@@ -185,10 +175,3 @@ def test_embedding_is_drawn_as_torchs_xavier_uniform(runs: dict[str, Weights]) -
 def test_deviations_are_those_of_upstreams_own_initialisation(ranks: list) -> None:
     for name, (ours, upstreams) in ranks[0][1].items():
         assert ours == pytest.approx(upstreams, rel=STD_BOUND), name
-
-
-def test_no_two_experts_are_alike(runs: dict[str, Weights]) -> None:
-    for name in ("linear_fc1", "linear_fc2"):
-        weight = runs["experts"][f"decoder.layers.mlp.experts.experts.{name}.weight"]
-        experts = weight.reshape(4 * 4, -1)
-        assert len(np.unique(experts[:, :8], axis=0)) == 16, name

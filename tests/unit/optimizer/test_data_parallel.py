@@ -104,14 +104,10 @@ class Outcome(NamedTuple):
 def train(case: Case, rank: int, dp_size: int) -> Outcome:
     model = case.model()
     optimizer = build_optimizer(
-        model,
-        case.zero_stage,
-        reduce_bucket_size=case.bucket_size,
-        decoupled_weight_decay=case.is_decoupled,
-        num_instances=case.num_instances,
-        grad_reduce_in_bf16=case.rounds,
+        model, case.zero_stage, reduce_bucket_size=case.bucket_size, num_instances=case.num_instances,
+        decoupled_weight_decay=case.is_decoupled, grad_reduce_in_bf16=case.rounds,
         ddp_pad_buckets_for_high_nccl_busbw=case.is_wide and case.zero_stage is ZeroStage.GRADIENTS,
-    )
+    )  # fmt: skip
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
     with optimizer.full_weights():
         return Outcome(norms, weights_of(model))
@@ -125,13 +121,8 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def oracle(case: Case, dp_size: int) -> Outcome:
-    reference = Oracle(
-        case.model(),
-        case.zero_stage,
-        is_decoupled=case.is_decoupled,
-        num_instances=case.num_instances,
-        rounds=case.rounds,
-    )
+    how = {"is_decoupled": case.is_decoupled, "num_instances": case.num_instances, "rounds": case.rounds}
+    reference = Oracle(case.model(), case.zero_stage, **how)
     norms = [reference.take_step(step) for step in case.steps(dp_size)]
     return Outcome(norms, weights_of(reference.model))
 
@@ -166,9 +157,7 @@ def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) ->
 
 @pytest.mark.parametrize("dtype,weights,states", [("bfloat16", 2, 10), ("float32", 4, 8)])
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
-def test_bytes_per_parameter(
-    ranks: list, zero_stage: ZeroStage, dtype: str, weights: int, states: int
-) -> None:
+def test_bytes_per_parameter(ranks, zero_stage, dtype, weights, states) -> None:
     if NUMEL % (len(ranks) * BUCKET):
         pytest.skip("buckets are padded at DP 3")
     wanted = NUMEL * formula(zero_stage, weights, states, len(ranks))

@@ -5,7 +5,6 @@ That they change no bit, wherever chunks move: test_host_update.py.
 
 import gc
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,28 +55,18 @@ def test_any_part_has_what_was_written_to_it_and_freed_room_is_used_again(tmp_pa
     assert not found.st_nlink and not any(disk.folder.iterdir()), "without a name it ends with its process"
 
 
-def full(disk: DiskMemory) -> None:
-    os.dup2(os.open("/dev/full", os.O_RDWR), disk._direct.fileno())
+FAILURES = {"/dev/full": "No space left on device", "/proc/self/mem": "Input/output error"}
 
 
-def broken(disk: DiskMemory) -> None:
-    os.dup2(os.open("/proc/self/mem", os.O_RDWR), disk._direct.fileno())
-
-
-FAILURES = {full: "No space left on device", broken: "Input/output error"}
-
-
-def train(rank: int, world_size: int, folder: Path, fail: Callable | None) -> tuple[str, list[int]]:
+def train(rank: int, world_size: int, folder: Path, becomes: str | None) -> tuple[str, list[int]]:
     """What a step says whose disk fails, and the bytes that each step has moved."""
     disk, moved = DiskMemory(folder), []
-    optimizer = build_optimizer(
-        model := OddModel(), ZeroStage.NONE, offload=replace(on_host(1.0), disk=disk, host_state_bytes=0),
-        clip_grad=0.0,
-    )  # fmt: skip
+    offload = replace(on_host(1.0), disk=disk, host_state_bytes=0)
+    optimizer = build_optimizer(model := OddModel(), ZeroStage.NONE, offload=offload, clip_grad=0.0)
     for index, step in enumerate(make_steps(6, 1, 1)):
-        optimizer.adam.disk_updates.failure_rate = float(fail is None)  # no early updates
-        if index == 3 and fail is not None:
-            fail(disk)
+        optimizer.adam.disk_updates.failure_rate = float(becomes is None)  # no early updates
+        if index == 3 and becomes is not None:
+            os.dup2(os.open(becomes, os.O_RDWR), disk._direct.fileno())
         try:
             take_step(model, optimizer, step[0])
             optimizer.finish_param_sync()
@@ -88,18 +77,20 @@ def train(rank: int, world_size: int, folder: Path, fail: Callable | None) -> tu
     return "", moved
 
 
-@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
-def test_a_failing_disk_ends_the_run_by_name_in_its_step(tmp_path: Path, fail: Callable) -> None:
-    ((message, _),) = run_distributed(train, 1, tmp_path, fail)
-    assert message.startswith(("3: ", "4: ")) and FAILURES[fail] in message and str(tmp_path) in message
+@pytest.mark.parametrize("becomes", FAILURES)
+def test_a_failing_disk_ends_the_run_by_name_in_its_step(tmp_path: Path, becomes: str) -> None:
+    ((message, _),) = run_distributed(train, 1, tmp_path, becomes)
+    assert message.startswith(("3: ", "4: ")) and FAILURES[becomes] in message and str(tmp_path) in message
 
 
-def test_a_file_that_ends_early_has_no_zeros_behind_its_end(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_has_no_zeros_and_no_room_is_said_at_once(tmp_path: Path) -> None:
     disk = DiskMemory(tmp_path)
     state = disk.allocate(4 * PAGE, torch.float32)
     os.truncate(disk._file.fileno(), PAGE)
     with pytest.raises(TrainingError, match="the file ends before"):
         values_of(state)
+    with disk_full_after(PAGE), pytest.raises(TrainingError, match="cannot be reserved: File too large"):
+        disk.allocate(PAGE)
 
 
 def test_a_step_reads_and_writes_each_state_once(tmp_path: Path) -> None:
@@ -131,12 +122,6 @@ def save_and_load(rank: int, world_size: int, folder: Path) -> tuple[bool, int, 
 
 def test_a_checkpoint_in_the_background_takes_no_copies_of_them(tmp_path: Path) -> None:
     assert run_distributed(save_and_load, 1, tmp_path) == [(True, 0, True)]
-
-
-def test_no_room_is_said_when_room_is_reserved(tmp_path: Path) -> None:
-    disk = DiskMemory(tmp_path)
-    with disk_full_after(PAGE), pytest.raises(TrainingError, match="cannot be reserved: File too large"):
-        disk.allocate(PAGE)
 
 
 def test_memory_links_and_full_disks_are_refused_before_a_run(tmp_path: Path) -> None:

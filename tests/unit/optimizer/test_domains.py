@@ -79,13 +79,6 @@ def param_groups(model: Model, copies: dist.ProcessGroup) -> list[ParamGroup]:
     ]
 
 
-def build(
-    model: Model, zero_stage: ZeroStage, copies: dist.ProcessGroup, bucket_size: int = 300
-) -> OverlappedDistributedOptimizer:
-    groups, changes = param_groups(model, copies), {"clip_grad": CLIP_GRAD, "reduce_bucket_size": bucket_size}
-    return build_optimizer(model, zero_stage, param_groups=groups, **changes)
-
-
 def batches(rank: int) -> Iterator[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(NUM_STEPS):
@@ -99,14 +92,11 @@ class Plain:
         self.model, self.copies = model, copies
         self.masters = {p: p.detach().float().requires_grad_() for p in model.parameters()}
         self.experts = set(model.experts())
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": [self.masters[p] for p in group.params], "weight_decay": group.weight_decay}
-                for group in param_groups(model, copies)
-            ],
-            lr=LR,
-            betas=(0.9, 0.95),
-        )
+        groups = [
+            {"params": [self.masters[p] for p in group.params], "weight_decay": group.weight_decay}
+            for group in param_groups(model, copies)
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
 
     def take_step(self, micro_batches: list[torch.Tensor]) -> float:
         sums = {p: torch.zeros(p.shape) for p in self.masters}
@@ -137,7 +127,8 @@ def train(rank: int, case: tuple, copies: dist.ProcessGroup, expert: int) -> dic
     """What a case found beside the oracle."""
     zero_stage, dtype, _, bucket_size = case
     model, plain = Model(dtype, expert), Plain(Model(dtype, expert), copies)
-    optimizer = build(model, zero_stage, copies, bucket_size)
+    groups, changes = param_groups(model, copies), {"clip_grad": CLIP_GRAD, "reduce_bucket_size": bucket_size}
+    optimizer = build_optimizer(model, zero_stage, param_groups=groups, **changes)
     norms = []
     for micro_batches in batches(rank):
         norms.append((take_step(model, optimizer, micro_batches), plain.take_step(micro_batches)))
@@ -146,12 +137,7 @@ def train(rank: int, case: tuple, copies: dist.ProcessGroup, expert: int) -> dic
         for ours, other in zip(model.parameters(), plain.model.parameters(), strict=True):
             gaps[ours.dtype] = max(gaps[ours.dtype], (ours - other).abs().max().item())
         experts = [p.detach().float().numpy() for p in model.experts()]
-    return {
-        "norms": norms,
-        "gaps": gaps,
-        "experts": experts,
-        "bytes": optimizer.report().device_bytes,
-    }
+    return {"norms": norms, "gaps": gaps, "experts": experts, "bytes": optimizer.report().device_bytes}
 
 
 def run_cases(rank: int, world_size: int) -> dict[tuple, Any]:
@@ -230,9 +216,7 @@ def norms(rank: int, sizes: tuple[int, ...]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_the_norm_counts_experts_of_some_stages_once_on_their_own_tensor_ranks(
-    ranks: list, sizes: tuple
-) -> None:
+def test_the_norm_counts_experts_of_some_stages_once_on_their_own_tensor_ranks(ranks: list, sizes) -> None:
     for found in ranks:
         for ours, expected in found[sizes]:
             assert ours == pytest.approx(expected, rel=NORM_BOUND[torch.float32])

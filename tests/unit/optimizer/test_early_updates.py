@@ -37,11 +37,9 @@ class Job:
     def __init__(self, fake: FakeDevice, kernel: HostKernel, host_bytes: int, chunk_size: int) -> None:
         self.fake, self.kernel = fake, kernel
         self.groups = [dist.ProcessGroup(1, 2) for _ in range(2)]
+        numel = NUM_CHUNKS * SIZE
         with fake.executing():
-            self.gradient, self.weight = (
-                torch.zeros(NUM_CHUNKS * SIZE),
-                torch.ones(NUM_CHUNKS * SIZE).bfloat16(),
-            )
+            self.gradient, self.weight = torch.zeros(numel), torch.ones(numel).bfloat16()
         fake.adopt([self.gradient, self.weight])
         places = [slice(SIZE * index, SIZE * (index + 1)) for index in range(NUM_CHUNKS)]
         shards = [
@@ -67,16 +65,19 @@ class Job:
 
     def run_worker(self) -> None:
         """Its next job."""
-        assert self.adam.host_updates is not None
         self.adam.host_updates._worker.run_next()
 
     def run_early(self) -> int:
         """All jobs that the worker has in backward; how many chunks it updates."""
-        assert self.adam.host_updates is not None
         before = len(self.kernel.numels)
         while self.adam.host_updates._worker.jobs:
             self.run_worker()
         return len(self.kernel.numels) - before
+
+    def step(self, scale: float = 1.0) -> None:
+        self.adam.start_update(LR, scale)
+        for index in range(NUM_CHUNKS):
+            self.adam.wait_for_update(index, block=True)
 
 
 @contextmanager
@@ -118,16 +119,6 @@ def test_what_is_needed_first_is_updated_first(share: float) -> None:
             assert len(a.kernel.numels) == NUM_CHUNKS - index
 
 
-def test_what_was_updated_early_is_not_updated_again() -> None:
-    with job() as a:
-        a.backward(is_reduced=False)
-        for _ in range(3):
-            a.run_worker()
-        a.adam.start_update(LR, 1.0)
-        a.adam.wait_for_update(0, block=True)
-        assert len(a.kernel.numels) == NUM_CHUNKS
-
-
 @pytest.mark.parametrize("num_shadows", [0, 1, 3, NUM_CHUNKS])
 def test_early_updates_are_those_of_half_the_chunks_and_their_shadows_take_half_of_the_spare_memory(
     num_shadows: int,
@@ -137,17 +128,18 @@ def test_early_updates_are_those_of_half_the_chunks_and_their_shadows_take_half_
         assert a.run_early() == min(num_shadows, NUM_CHUNKS // 2)
 
 
-def test_early_updates_pause_while_clipping_is_frequent() -> None:
-    """What was updated early with another scale is updated again."""
+def test_early_updates_are_made_again_only_with_another_scale_and_pause_while_that_is_frequent() -> None:
     early = []
     with job() as a:
+        a.backward(is_reduced=False)
+        a.run_early()
+        a.step()
+        assert len(a.kernel.numels) == NUM_CHUNKS
         for _ in range(12):
             a.backward(is_reduced=False)
             early.append(a.run_early())
             num_early = len(a.kernel.numels)
-            a.adam.start_update(LR, 0.5)
-            for index in range(NUM_CHUNKS):
-                a.adam.wait_for_update(index, block=True)
+            a.step(scale=0.5)
             assert len(a.kernel.numels) == num_early + NUM_CHUNKS
     assert early[0] == NUM_CHUNKS // 2 and early[-1] == 0
 

@@ -1,12 +1,10 @@
 """Weights that are gathered in 8 bits: every wait, contexts of whole weights, and a rank without memory.
 
 The waits: the product's own code runs on a device that executes as late, or as early, as it may
-(fake_device.py); it is told that streams can wait. Whole training runs: training/test_fp8_gather.py.
+(fake_device.py); it is told that streams can wait. Whole training runs: training/test_bits.py.
 """
 
-from collections import Counter
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,9 +17,8 @@ from optimizer_runs import LR, build_optimizer, data_parallel_groups, make_steps
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.distributed.async_collectives import Pending, start_all_gather
 from patch.errors import PatchError
-from patch.optimizer import OverlappedDistributedOptimizer, sharded_flat
+from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.eight_bit_flat import RoundedFlat
 
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2, 3)
@@ -149,46 +146,6 @@ def _read_in_contexts(model: _Layers, optimizer: OverlappedDistributedOptimizer)
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, whole)
         assert model.state_dict()["first.weight"].dtype == torch.bfloat16
     assert weight.dtype == torch.float8_e4m3fn and torch.equal(weight.detach().view(torch.uint8), gathered)
-
-
-def _units(rank: int, world_size: int) -> tuple[list[list[Any]], dict[torch.dtype, int]]:
-    """By level norms, losses and weights of steps; elements that were gathered for passes, by type."""
-    found: list[list[Any]] = []
-    gathered = Counter[torch.dtype]()
-
-    def start(buffer: torch.Tensor, *arguments: Any) -> Pending:
-        gathered[buffer.dtype] += buffer.numel()
-        return start_all_gather(buffer, *arguments)
-
-    for level in (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS):
-        model = _Layers()
-        optimizer = build_optimizer(model, level, reduce_bucket_size=200)
-        found.append([])
-        with mock.patch.object(sharded_flat, "start_all_gather", start):
-            for rate, step in zip(RATES, make_steps(len(RATES), 2, 1), strict=True):
-                batch = step[rank][0].bfloat16()
-                optimizer.zero_grad(rate)
-                loss = model(batch)
-                loss.backward()
-                found[-1] += [loss.item(), optimizer.step().grad_norm, model(batch).item()]
-                if rate == RATES[-2]:
-                    with optimizer.full_weights():
-                        model.first.weight.data *= 64
-                if rate == RATES[-1]:
-                    with optimizer.described_weights(to_write=True) as visit:
-                        (visit or torch.Tensor.detach)(model.last.weight).data *= 64
-            found[-1].append(model(batch).item())
-        with optimizer.described_weights() as visit:
-            found[-1] += [(visit or torch.Tensor.detach)(each).tolist() for each in model.parameters()]
-    return found, dict(gathered)
-
-
-def test_units_have_the_bits_of_flats_and_half_of_the_bytes() -> None:
-    """With the padding of two matrices in six buckets, and of two biases; in three passes of a step."""
-    for (flats, units), gathered in run_distributed(_units, 2, timeout_s=60):
-        assert units == flats
-        matrices, biases = (gathered[dtype] / (3 * len(RATES) + 1) for dtype in (torch.uint8, torch.bfloat16))
-        assert 23 * 31 + 31 * 7 <= matrices <= 23 * 31 + 31 * 7 + 6 * 128 and 38 <= biases <= 2 * 128
 
 
 def test_whole_weights_last_as_long_as_anyone_reads_and_no_rank_waits_for_one_without_memory() -> None:

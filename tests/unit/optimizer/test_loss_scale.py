@@ -24,17 +24,9 @@ class _OnTheHost(TorchFunctionMode):
 def _upstream(config: OptimizerConfig) -> DynamicGradScaler:
     with _OnTheHost():
         return DynamicGradScaler(
-            initial_scale=config.initial_loss_scale,
-            min_scale=config.min_loss_scale,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-        )
-
-
-def _update(scale: LossScale, is_overflow: bool) -> None:
-    scale.shrink() if is_overflow else scale.keep()
+            config.initial_loss_scale, config.min_loss_scale, growth_factor=2.0, backoff_factor=0.5,
+            growth_interval=config.loss_scale_window, hysteresis=config.hysteresis,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
@@ -48,14 +40,14 @@ def test_scale_is_upstreams_after_every_step_and_a_resume(hysteresis: int, small
     for step in range(200):
         is_overflow = rng.random() < 0.45
         theirs.update(is_overflow)
-        _update(ours, is_overflow)
+        ours.shrink() if is_overflow else ours.keep()
         assert ours.value == theirs.scale.item(), f"step {step}"
         if step % 7 == 0:
             saved, ours = ours.state_dict(), loss_scale_of(config, FP16)
             ours.load_state_dict(saved)
 
 
-def test_constant_scale_stays_and_no_overflow_is_cured_by_it() -> None:
+def test_constant_scale_stays_cures_no_overflow_and_is_for_fp16_alone() -> None:
     with _OnTheHost():
         theirs = ConstantGradScaler(128.0)
     ours = loss_scale_of(OptimizerConfig(lr=1.0, loss_scale=128.0), FP16)
@@ -67,6 +59,7 @@ def test_constant_scale_stays_and_no_overflow_is_cured_by_it() -> None:
         assert ours.value == theirs.scale.item()
     ours.load_state_dict(LossScale(4.0, 1000).state_dict())
     assert ours.value == 128.0
+    assert loss_scale_of(OptimizerConfig(lr=1.0, loss_scale=8.0), [torch.bfloat16]).value == 1.0
 
 
 @pytest.mark.parametrize(("hysteresis", "overflows"), [(1, 1), (2, 2)])
@@ -76,7 +69,3 @@ def test_overflow_is_no_fault_while_the_scale_shrinks_now_or_soon(hysteresis: in
         assert scale.may_cure
         scale.shrink()
     assert scale.value == 1.0 and not scale.may_cure
-
-
-def test_without_fp16_nothing_is_scaled() -> None:
-    assert loss_scale_of(OptimizerConfig(lr=1.0, loss_scale=8.0), [torch.bfloat16]).value == 1.0

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from patch.config.choices import ZeroStage
 from patch.errors import TrainingError
-from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer import OverlappedDistributedOptimizer as Optimizer
 
 ONES = torch.ones(4, 23)
 
@@ -49,11 +49,8 @@ class Shared(torch.nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden = batch.clone().requires_grad_()
         for own in (self.inner, self.other):
-            hidden = checkpoint(
-                lambda x, own=own: torch.tanh(self.shared(torch.tanh(own(x)))),
-                hidden,
-                use_reentrant=self._use_reentrant,
-            )
+            block = torch.nn.Sequential(own, torch.nn.Tanh(), self.shared, torch.nn.Tanh())
+            hidden = checkpoint(block, hidden, use_reentrant=self._use_reentrant)
         return hidden.square().mean()
 
 
@@ -67,10 +64,8 @@ def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> N
     """At ZeRO stage `gradients` in any micro-batch; elsewhere where no step before had two."""
     is_sharded = zero_stage.shares_gradients
     for num_micro_batches, is_fused in product((1, 2) if is_sharded else (1,), (False, True)):
-        model = Shared(use_reentrant=is_sharded)
-        optimizer = build_optimizer(
-            model, zero_stage, reduce_bucket_size=1, gradient_accumulation_fusion=is_fused
-        )
+        model, changes = Shared(is_sharded), {"gradient_accumulation_fusion": is_fused}
+        optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1, **changes)
         if not is_sharded:
             accumulate(model, optimizer, [ONES])
             model._use_reentrant = True
@@ -79,7 +74,7 @@ def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> N
 
 
 def a_retained_graph_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
-    def backward(model: OddModel, optimizer: OverlappedDistributedOptimizer, batches: list) -> None:
+    def backward(model: OddModel, optimizer: Optimizer, batches: list) -> None:
         optimizer.zero_grad(LR)
         loss = model(batches[0])
         with optimizer.no_sync():
@@ -91,64 +86,65 @@ def a_retained_graph_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
     check_training(rank, zero_stage, OddModel, [twice], backward=backward)
 
 
-def penalized(model: torch.nn.Module, batch: torch.Tensor, context: Any = None) -> torch.Tensor:
+def penalized(model: Callable, batch: torch.Tensor, context: Any = None) -> torch.Tensor:
     """A loss and the square of its gradient, whose backward is done in a context."""
     loss = model(batch.requires_grad_())
     with context or nullcontext():
         return loss + torch.autograd.grad(loss, batch, create_graph=True)[0].square().sum()
 
 
+class Penalized(OddModel):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return penalized(super().forward, batch)
+
+
 def a_gradient_penalty_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
-    class Penalized(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = OddModel()
+    def backward(model: OddModel, optimizer: Optimizer, batches: list) -> None:
+        optimizer.zero_grad(LR)
+        penalized(model, batches[0], optimizer.no_sync()).backward()
 
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return penalized(self.model, batch)
-
-    model, oracle = OddModel(), Oracle(Penalized(), zero_stage)
-    optimizer = build_optimizer(model, zero_stage)
     (step,) = make_steps(1, 2, 1)
-    oracle.take_step(step)
-    optimizer.zero_grad(LR)
     if zero_stage.shares_parameters:
         with pytest.raises(TrainingError, match=r"create_graph.*sharding gradients"):
-            penalized(model, step[rank][0], optimizer.no_sync())
+            backward(model := OddModel(), build_optimizer(model, zero_stage), step[rank])
         return
-    penalized(model, step[rank][0], optimizer.no_sync()).backward()
+    model, oracle = OddModel(), Oracle(Penalized(), zero_stage)
+    optimizer = build_optimizer(model, zero_stage)
+    backward(model, optimizer, step[rank])
     optimizer.step()
-    oracle.model = oracle.model.model
+    oracle.take_step(step)
     with optimizer.full_weights():
         assert_same_weights(model, oracle)
 
 
-def twice_through_one_graph(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
+def twice_through_one_graph(model: OddModel, optimizer: Optimizer) -> None:
     loss = model(ONES)
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def checkpointed_outside_of_the_forward(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
+def checkpointed_outside_of_the_forward(model: OddModel, optimizer: Optimizer) -> None:
     hidden = model(ONES) * torch.ones(7)
     checkpoint(lambda x: (x * model.gain).sum(), hidden, use_reentrant=True).backward()
 
 
-def sparse(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
+def sparse(model: OddModel, optimizer: Optimizer) -> None:
     embedding = torch.nn.Embedding(10, 4, sparse=True)
-    other = build_optimizer(embedding, optimizer.grad_buffer.buckets[0].domain.sharding.stage)
-    other.zero_grad(LR)
+    another_optimizer(embedding, optimizer).zero_grad(LR)
     embedding(torch.arange(3)).sum().backward()
 
 
-def taken_by_a_hook(model: OddModel, optimizer: OverlappedDistributedOptimizer) -> None:
+def taken_by_a_hook(model: OddModel, optimizer: Optimizer) -> None:
     other = OddModel()
     other.gain.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    zero_stage = optimizer.grad_buffer.buckets[0].domain.sharding.stage
-    accumulate(other, build_optimizer(other, zero_stage), [ONES])
+    accumulate(other, another_optimizer(other, optimizer), [ONES])
 
 
-Misuse = Callable[[OddModel, OverlappedDistributedOptimizer], object]
+def another_optimizer(model: torch.nn.Module, optimizer: Optimizer) -> Optimizer:
+    return build_optimizer(model, optimizer.grad_buffer.buckets[0].domain.sharding.stage)
+
+
+Misuse = Callable[[OddModel, Optimizer], object]
 WITHOUT_FORWARD = r"first.\w+: a gradient without a forward.*call the model"
 MISUSES: dict[str, tuple[Misuse, str]] = {
     "two backwards of a graph": (twice_through_one_graph, "no_sync"),
@@ -211,9 +207,7 @@ def quiet_steps(rank: int, zero_stage: ZeroStage, steps: Sequence[Step]) -> None
 
 def uneven(counts: Sequence[int]) -> list[Step]:
     """Two steps in which rank r has counts[r] micro-batches."""
-    return [
-        [of_rank[:count] for of_rank, count in zip(step, counts, strict=True)] for step in make_steps(2, 2, 3)
-    ]
+    return [[rank[:count] for rank, count in zip(step, counts, strict=True)] for step in make_steps(2, 2, 3)]
 
 
 def ranks_without_backward(rank: int, zero_stage: ZeroStage) -> None:
@@ -230,44 +224,6 @@ def a_last_micro_batch_without_gradient(rank: int, zero_stage: ZeroStage) -> Non
         quiet_steps(rank, zero_stage, [step, *make_steps(1, 2, 2)])
 
 
-def stages_without_gradient_on_one_rank(rank: int, zero_stage: ZeroStage) -> None:
-    """Two stages take turns; rank 1 has no gradient on the one that comes first."""
-    if zero_stage.shares_gradients:  # not known before the end: all ranks must have one
-        return
-    (step,) = make_steps(1, 2, 1)
-    quiet = [step[0], [torch.zeros(4, 23)]]
-    train_stages(rank, zero_stage, Quiet, [(step, quiet)], [(0, 1), (0, 0)], 1)
-
-
-def train_stages(
-    rank: int,
-    zero_stage: ZeroStage,
-    build: Callable[[], torch.nn.Module],
-    steps: Sequence[Sequence[Step]],
-    order: Sequence[tuple[int, int]],
-    bucket_size: int,
-) -> None:
-    """Steps of two stages, each with data of its own, in an order of (micro-batch, stage)."""
-    stages, oracles = [build(), build()], [Oracle(build(), zero_stage, clip_grad=0.0) for _ in range(2)]
-    optimizer = build_optimizer(stages, zero_stage, clip_grad=0.0, reduce_bucket_size=bucket_size)
-    last = max(index for index, _ in order)
-    for of_stages in steps:
-        optimizer.zero_grad(LR)
-        for index, stage in order:
-            with nullcontext() if index == last else optimizer.no_sync():
-                loss = stages[stage](of_stages[stage][rank][index])
-                if loss.requires_grad:
-                    loss.backward()
-        optimizer.finish_grad_sync()
-        optimizer.step()
-        for oracle, step in zip(oracles, of_stages, strict=True):
-            oracle.model.has_graph = True
-            oracle.take_step(step)
-    with optimizer.full_weights():
-        for stage, oracle in zip(stages, oracles, strict=True):
-            assert_same_weights(stage, oracle)
-
-
 class Branches(torch.nn.Module):
     """A trunk and two branches; a batch (x, name) uses one branch, or none of them."""
 
@@ -275,13 +231,11 @@ class Branches(torch.nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.trunk = torch.nn.Linear(23, 11)
-        self.left = torch.nn.Linear(11, 3)
-        self.right = torch.nn.Linear(11, 3)
+        self.branches = torch.nn.ModuleDict({name: torch.nn.Linear(11, 3) for name in ("left", "right")})
 
     def forward(self, batch: tuple[torch.Tensor, str]) -> torch.Tensor:
         hidden = torch.tanh(self.trunk(batch[0]))
-        hidden = {"left": self.left, "right": self.right, "": torch.nn.Identity()}[batch[1]](hidden)
-        return hidden.square().mean()
+        return (self.branches[batch[1]](hidden) if batch[1] else hidden).square().mean()
 
 
 def branching(names: list[list[str]], seed: int = 1) -> list[Step]:
@@ -293,11 +247,9 @@ def branching(names: list[list[str]], seed: int = 1) -> list[Step]:
 
 
 UNUSED = [
-    [["left"], ["left"]],
-    [["left"], ["right"]],
-    [["", ""], ["right", "left"]],
+    [["left"], ["left"]], [["left"], ["right"]], [["", ""], ["right", "left"]],
     [["left", "right", ""], ["left", "", "right"]],
-]
+]  # fmt: skip
 """Branches of each rank's micro-batches: what is unused is so everywhere, or differs by rank or in time."""
 
 
@@ -307,17 +259,28 @@ def unused_parameters(rank: int, zero_stage: ZeroStage) -> None:
 
 
 def unused_parameters_of_interleaved_stages(rank: int, zero_stage: ZeroStage) -> None:
-    """Rank 0 fills all buckets of a stage at once, rank 1 leaves some to its end."""
+    """Rank 0 fills all buckets of a stage at once, rank 1 leaves some to its end. The last stage is first."""
     names = [["left", "right"], ["", "left"]]
-    steps = list(zip(branching(names), branching(names, 2), strict=True))
     for bucket_size in (1, 150):
-        train_stages(rank, zero_stage, Branches, steps, [(0, 1), (0, 0), (1, 1), (1, 0)], bucket_size)
+        stages, oracles = [Branches(), Branches()], [Oracle(Branches(), zero_stage, 0.0) for _ in range(2)]
+        optimizer = build_optimizer(stages, zero_stage, clip_grad=0.0, reduce_bucket_size=bucket_size)
+        for steps in zip(branching(names), branching(names, 2), strict=True):
+            optimizer.zero_grad(LR)
+            for index, stage in product(range(2), (1, 0)):
+                with nullcontext() if index else optimizer.no_sync():
+                    stages[stage](steps[stage][rank][index]).backward()
+            optimizer.step()
+            for oracle, step in zip(oracles, steps, strict=True):
+                oracle.take_step(step)
+        with optimizer.full_weights():
+            for stage, oracle in zip(stages, oracles, strict=True):
+                assert_same_weights(stage, oracle)
 
 
 def a_context_of_an_evaluation_that_ends_within_a_later_step(rank: int, zero_stage: ZeroStage) -> None:
     """Schedules that only run forward enter `no_sync` and never leave it."""
 
-    def backward(model: OddModel, optimizer: OverlappedDistributedOptimizer, batches: list) -> None:
+    def backward(model: OddModel, optimizer: Optimizer, batches: list) -> None:
         left_open = [optimizer.no_sync()]
         left_open[0].__enter__()
         optimizer.zero_grad(LR)
@@ -341,17 +304,13 @@ def unequal_numbers_of_micro_batches(rank: int, zero_stage: ZeroStage) -> None:
 
 def gradients_with_a_graph(rank: int, zero_stage: ZeroStage) -> None:
     """Backward that keeps a graph of itself leaves none in the buffers."""
-    model = OddModel()
-    optimizer = build_optimizer(model, zero_stage)
+    optimizer = build_optimizer(model := OddModel(), zero_stage)
     optimizer.zero_grad(LR)
-    loss = model(ONES)
-    if zero_stage.shares_parameters:
-        with pytest.raises(TrainingError, match="create_graph"):
-            loss.backward(create_graph=True)
-        return
-    loss.backward(create_graph=True)
-    optimizer.finish_grad_sync()
-    assert not any(bucket.shard.requires_grad for bucket in optimizer.grad_buffer.buckets)
+    is_refused = zero_stage.shares_parameters
+    with pytest.raises(TrainingError, match="create_graph") if is_refused else nullcontext():
+        model(ONES).backward(create_graph=True)
+        optimizer.finish_grad_sync()
+        assert not any(bucket.shard.requires_grad for bucket in optimizer.grad_buffer.buckets)
 
 
 def a_weight_read_between_two_steps(rank: int, zero_stage: ZeroStage) -> None:
@@ -361,10 +320,9 @@ def a_weight_read_between_two_steps(rank: int, zero_stage: ZeroStage) -> None:
     take_step(model, optimizer, [ONES])
     optimizer.finish_param_sync()
     if rank == 0 and zero_stage.shares_parameters:
-        with pytest.raises(TrainingError, match="full_weights"):
-            model.last.weight.sum()
-        with pytest.raises(TrainingError, match="full_weights"):
-            model.state_dict()
+        for read in (lambda: model.last.weight.sum(), model.state_dict):
+            with pytest.raises(TrainingError, match="full_weights"):
+                read()
         assert all(parameter.isnan().all() for parameter in model.parameters())
     elif rank == 0:
         assert model.last.weight.isfinite().all()
@@ -379,7 +337,6 @@ CHECKS = [
     what_cannot_be_right,
     ranks_without_backward,
     a_last_micro_batch_without_gradient,
-    stages_without_gradient_on_one_rank,
     unused_parameters,
     unused_parameters_of_interleaved_stages,
     a_context_of_an_evaluation_that_ends_within_a_later_step,

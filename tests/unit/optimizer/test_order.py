@@ -261,7 +261,7 @@ def run_all(rank: int, world_size: int) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[Any, Any]:
-    return run_distributed(run_all, 1, timeout_s=280)[0]
+    return run_distributed(run_all, 1)[0]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -32,20 +32,16 @@ Members = dict[tuple[float, float, float, bool], set[int]]
 """Ids of the parameters by weight decay, highest and lowest learning rate, and whether they are experts."""
 
 
-def ours(
-    stages: Sequence[torch.nn.Module], rates: dict[str, Any], groups: ProcessGroupCollection | None = None
-) -> Members:
+def ours(stages: Sequence[torch.nn.Module], rates: dict[str, Any], groups: Any = None) -> Members:
     config = OptimizerConfig(**RATES, **rates)
-    return {
-        (
-            group.weight_decay,
-            config.lr if group.max_lr is None else group.max_lr,
-            config.min_lr if group.min_lr is None else group.min_lr,
-            group.data_parallel_group is not None,
-        ): {id(parameter) for parameter in group.params}
-        for group in default_param_groups(stages, config, groups)
-        if group.params
-    }
+    found = {}
+    for group in default_param_groups(stages, config, groups):
+        most = config.lr if group.max_lr is None else group.max_lr
+        least = config.min_lr if group.min_lr is None else group.min_lr
+        is_expert = group.data_parallel_group is not None
+        if group.params:
+            found[group.weight_decay, most, least, is_expert] = {id(p) for p in group.params}
+    return found
 
 
 def upstreams(stages: Sequence[torch.nn.Module], rates: dict[str, Any]) -> Members:
@@ -102,14 +98,8 @@ def train_groups(rank: int, world_size: int) -> list[float]:
     for zero_stage, offload in product(ZeroStage, (None, on_host(0.5))):
         model, plain = OddModel(), OddModel()
         optimizer = build_optimizer(model, zero_stage, param_groups=groups_of(model), offload=offload)
-        adamw = torch.optim.AdamW(
-            [
-                {"params": list(group.params), "weight_decay": group.weight_decay}
-                for group in groups_of(plain)
-            ],
-            lr=LR,
-            betas=(0.9, 0.95),
-        )
+        groups = [{"params": [*each.params], "weight_decay": each.weight_decay} for each in groups_of(plain)]
+        adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
         for number, step in enumerate(make_steps(10, world_size, 1)):
             rates = [LR, LR / (1 + number), 2 * LR]
             optimizer.zero_grad(rates)

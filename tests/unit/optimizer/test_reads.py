@@ -5,9 +5,9 @@ a plain torch model with the weights that arrive in the end.
 """
 
 import copy
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class Reader(torch.nn.Module):
 
 
 Read = Callable[[Reader], Any]
+Build = Callable[[torch.nn.Module], OverlappedDistributedOptimizer]
 READS: dict[str, Read] = {}
 
 
@@ -133,18 +134,12 @@ def checkpoints_of_both_kinds(model: Reader) -> Any:
 
 @reads
 def threads_that_share_a_model(model: Reader) -> Any:
-    found: list = [None] * 3
-
-    def work(index: int) -> None:
+    def work(_: int) -> torch.Tensor:
         with torch.no_grad():
-            found[index] = model(INPUTS)
+            return model(INPUTS)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return torch.stack(found)
+    with ThreadPoolExecutor(3) as threads:
+        return torch.stack([*threads.map(work, range(3))])
 
 
 def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:
@@ -171,9 +166,7 @@ def with_weights_of(model: Reader) -> Reader:
     return plain
 
 
-def late(
-    build: Callable[[torch.nn.Module], OverlappedDistributedOptimizer],
-) -> tuple[Reader, OverlappedDistributedOptimizer]:
+def late(build: Build) -> tuple[Reader, OverlappedDistributedOptimizer]:
     """A model whose weights are on their way."""
     model = Reader()
     optimizer = build(model)
@@ -181,7 +174,7 @@ def late(
     return model, optimizer
 
 
-def check_read(read: Read, build: Callable[[torch.nn.Module], OverlappedDistributedOptimizer]) -> None:
+def check_read(read: Read, build: Build) -> None:
     model, optimizer = late(build)
     found = read(model)
     optimizer.finish_param_sync()
@@ -189,22 +182,24 @@ def check_read(read: Read, build: Callable[[torch.nn.Module], OverlappedDistribu
     assert not torch.equal(found, read(Reader())), "the step changed nothing that is read"
 
 
-def compiled_whole(model: Reader) -> Callable:
-    return torch.compile(model, backend="eager")
-
-
-def compiled_in_parts(model: Reader) -> Callable:
+def in_parts(model: Reader) -> Callable:
     model.attention.compile(backend="eager")
     model.kept.compile(backend="eager")
     return model
 
 
-def compiled_reader(model: Reader) -> Callable:
-    """A function that reads a weight raw."""
-    return torch.compile(lambda x: x @ model.raw.weight, backend="eager")
+def raw_product(model: Reader) -> Callable:
+    return lambda x: x @ model.raw.weight
 
 
-def check_compiled(way: Callable[[Reader], Callable], plain: Callable[[Reader], Callable]) -> None:
+COMPILED: dict[str, tuple[Read, Read]] = {
+    "compiled": (lambda model: torch.compile(model, backend="eager"), lambda model: model),
+    "compiled in parts": (in_parts, lambda model: model),
+    "a compiled function that reads": (lambda m: torch.compile(raw_product(m), backend="eager"), raw_product),
+}
+
+
+def check_compiled(way: Read, plain: Read) -> None:
     """Two steps, two calls each: the second finds nothing to wait for."""
     torch._dynamo.reset()
     model = Reader()
@@ -220,24 +215,20 @@ def check_compiled(way: Callable[[Reader], Callable], plain: Callable[[Reader], 
             torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-7)
 
 
-def check_kept_reference_is_loud() -> None:
-    """Nobody can see the read of a tensor that was taken before; autograd tells in backward."""
-    model, optimizer = late(offloaded)
-    loss = (INPUTS.clone().requires_grad_() @ model.aside[0]).sum()
+def check_late_backward_is_loud(is_kept: bool) -> None:
+    """Nobody can see the read of a tensor that was taken before, or a graph of before the step.
+
+    As with torch's own optimizers autograd tells in backward.
+    """
+    model = Reader()
+    optimizer = offloaded(model) if is_kept else build_optimizer(model, ZeroStage.NONE)
+    inputs, weight = INPUTS.clone().requires_grad_(), model.aside[0]
+    loss = None if is_kept else (inputs @ weight).sum()
+    begin_step(model, optimizer)
+    loss = (inputs @ weight).sum() if loss is None else loss
     optimizer.finish_param_sync()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def check_graph_of_before_the_step_is_loud() -> None:
-    """As with torch's own optimizers."""
-    model = Reader()
-    optimizer = build_optimizer(model, ZeroStage.NONE)
-    kept = (INPUTS.clone().requires_grad_() @ model.raw.weight).sum()
-    begin_step(model, optimizer)
-    optimizer.finish_param_sync()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
 
 
 def check_debug_mode_tells() -> None:
@@ -249,18 +240,18 @@ def check_debug_mode_tells() -> None:
         model(INPUTS)
 
 
-def check_loaded_weights_stay(zero_stage: ZeroStage) -> None:
+def check_loaded_weights_stay(build: Build) -> None:
     """Late ones do not overwrite them."""
     loaded = Reader(seed=7)
-    model, optimizer = late(partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1))
+    model, optimizer = late(build)
     model.load_state_dict(loaded.state_dict())
     optimizer.finish_param_sync()
     assert all(map(torch.equal, model.parameters(), loaded.parameters()))
 
 
-def check_only_own_modules_wait(zero_stage: ZeroStage) -> None:
+def check_only_own_modules_wait(build: Build) -> None:
     """The original's hooks are global: a forward of any other module waits."""
-    model, optimizer = late(partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1))
+    model, optimizer = late(build)
     assert not torch_module._global_forward_pre_hooks and not torch_module._global_forward_hooks
     torch.nn.Linear(4, 4)(torch.ones(4))
     assert len(optimizer.param_buffer._pending) == len(optimizer.grad_buffer.buckets)
@@ -269,26 +260,18 @@ def check_only_own_modules_wait(zero_stage: ZeroStage) -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{name: partial(check_read, read, offloaded) for name, read in READS.items()},
-    "compiled": partial(check_compiled, compiled_whole, lambda model: model),
-    "compiled in parts": partial(check_compiled, compiled_in_parts, lambda model: model),
-    "a compiled function that reads": partial(
-        check_compiled, compiled_reader, lambda model: lambda x: x @ model.raw.weight
-    ),
-    "kept reference": check_kept_reference_is_loud,
-    "graph of before": check_graph_of_before_the_step_is_loud,
+    **{name: partial(check_compiled, *ways) for name, ways in COMPILED.items()},
+    "kept reference": partial(check_late_backward_is_loud, True),
+    "graph of before": partial(check_late_backward_is_loud, False),
     "debug mode": check_debug_mode_tells,
 }
-SHARDED_CHECKS: dict[str, Callable[[], None]] = {
-    f"{name} {zero_stage.name}": partial(
-        check_read, READS[name], partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1)
-    )
-    for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
-    for name in ("forward", "fast_path_of_an_encoder_in_eval", "a_deep_copy", "state_dict_of_a_part")
-} | {
-    f"{check.__name__} {zero_stage.name}": partial(check, zero_stage)
-    for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
-    for check in (check_loaded_weights_stay, check_only_own_modules_wait)
-}
+SHARDED_CHECKS: dict[str, Callable[[], None]] = {}
+for stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS):
+    build_sharded = partial(build_optimizer, zero_stage=stage, reduce_bucket_size=1)
+    for name in ("forward", "fast_path_of_an_encoder_in_eval", "a_deep_copy", "state_dict_of_a_part"):
+        SHARDED_CHECKS[f"{name} {stage.name}"] = partial(check_read, READS[name], build_sharded)
+    for check in (check_loaded_weights_stay, check_only_own_modules_wait):
+        SHARDED_CHECKS[f"{check.__name__} {stage.name}"] = partial(check, build_sharded)
 
 
 def run_checks(rank: int, world_size: int) -> dict[str, str]:

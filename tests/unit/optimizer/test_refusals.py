@@ -15,12 +15,18 @@ from patch.errors import ConfigError, TrainingError
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer import build_optimizer as from_config
 
+EIGHT = torch.float8_e4m3fn
 Change = Callable[[OddModel], Any]
 AT_CONSTRUCTION: list[tuple[Change, str]] = [
     (lambda m: setattr(m.gain, "data", m.gain.data.double()), r"gain has type torch.float64, .*--precision"),
     (lambda m: m.double(), r"last.bias has type torch.float64, expected float32.*--precision"),
     (lambda m: m.last.to("meta"), r"last.bias is on the meta device, expected values"),
     (lambda m: setattr(m.last.weight, "allreduce", False), r"last.weight: an expert-parallel parameter, exp"),
+]
+OTHER_ARGUMENTS: list[tuple[Any, Any, str]] = [
+    (torch.nn.Sequential(OddModel()), ZeroStage.NONE, r"got a module \(Sequential\), expected a list"),
+    ([OddModel()], "zero2", r"got 'zero2', expected one of ZeroStage.NONE, .*ZeroStage.GRADIENTS"),
+    ([OddModel()], 2, r"got 2, expected one of ZeroStage.NONE"),
 ]
 BETWEEN_STEPS: list[tuple[Change, str]] = [
     (lambda m: m.last.weight.requires_grad_(False), r"last.weight was frozen after"),
@@ -38,19 +44,20 @@ BETWEEN_STEPS: list[tuple[Change, str]] = [
 @pytest.mark.usefixtures("one_process")
 def test_each_is_an_error_that_names_the_parameter() -> None:
     for change, message in AT_CONSTRUCTION:
-        model = OddModel()
-        change(model)
+        change(model := OddModel())
         with pytest.raises(ConfigError, match=message):
             build_optimizer(model, ZeroStage.NONE)
-    _refuse_other_arguments()
-    _refuse_two_types_of_which_states_go_to_the_host()
+    for stages, stage, message in OTHER_ARGUMENTS:
+        for build in (from_config, OverlappedDistributedOptimizer):
+            with pytest.raises(ConfigError, match=message):
+                build(stages, OptimizerConfig(lr=LR), stage, data_parallel_groups())
     _refuse_another_optimizer()
     _refuse_a_parameter_in_two_stages()
+    (step,) = make_steps(1, 1, 1)
     for change, message in BETWEEN_STEPS:
         model = OddModel()
         model.first.bias.requires_grad_(False)
         optimizer = build_optimizer(model, ZeroStage.NONE)
-        (step,) = make_steps(1, 1, 1)
         take_step(model, optimizer, step[0])
         optimizer.zero_grad(LR)
         change(model)
@@ -59,28 +66,6 @@ def test_each_is_an_error_that_names_the_parameter() -> None:
         with pytest.raises(TrainingError, match=message):
             optimizer.zero_grad(LR)
     _train_what_is_not_contiguous()
-
-
-def _refuse_other_arguments() -> None:
-    model, config, groups = torch.nn.Sequential(OddModel()), OptimizerConfig(lr=LR), data_parallel_groups()
-    for build in (from_config, OverlappedDistributedOptimizer):
-        for stages, stage, message in (
-            (model, ZeroStage.NONE, r"got a module \(Sequential\), expected a list"),
-            ([model], "zero2", r"got 'zero2', expected one of ZeroStage.NONE, .*ZeroStage.GRADIENTS"),
-            ([model], 2, r"got 2, expected one of ZeroStage.NONE"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                build(stages, config, stage, groups)
-
-
-def _refuse_two_types_of_which_states_go_to_the_host() -> None:
-    model = OddModel()
-    model.last.bfloat16()
-    config = OptimizerConfig(lr=LR, optimizer_offload_policy="static")
-    message = r"types torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one with --optimizer-off"
-    with pytest.raises(ConfigError, match=message):
-        from_config([model], config, ZeroStage.NONE, data_parallel_groups())
-    from_config([model], OptimizerConfig(lr=LR), ZeroStage.NONE, data_parallel_groups())
 
 
 def _refuse_another_optimizer() -> None:
@@ -115,17 +100,23 @@ def _train_what_is_not_contiguous() -> None:
     assert torch.equal(plain.first.weight, turned.first.weight)
 
 
-def _refuse_gathers_in_8_bits(rank: int, world_size: int) -> None:
-    for dtype, policy, message in (
-        (torch.bfloat16, "static", "gathered in 8 bits, expected none .--fp8-param-gather"),
-        (torch.float16, None, "float16 weights that are gathered in 8 bits"),
-    ):
-        model, config = OddModel().to(dtype), OptimizerConfig(lr=LR, optimizer_offload_policy=policy)
-        model.last.weight.gather_dtype = torch.float8_e4m3fn  # type: ignore[assignment]
+def _refuse_offload_and_gathers_in_8_bits(rank: int, world_size: int) -> None:
+    for dtypes, gathered_as, policy, message in (
+        ((torch.float32, torch.bfloat16), None, "static",
+         r"types torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one with --optimizer-off"),
+        ((torch.bfloat16,), EIGHT, "static", "gathered in 8 bits, expected none .--fp8-param-gather"),
+        ((torch.float16,), EIGHT, None, "float16 weights that are gathered in 8 bits"),
+    ):  # fmt: skip
+        model, config = OddModel().to(dtypes[0]), OptimizerConfig(lr=LR, optimizer_offload_policy=policy)
+        model.last.to(dtypes[-1])
+        model.last.weight.gather_dtype = gathered_as  # type: ignore[assignment]
         with pytest.raises(ConfigError, match=message):
             from_config([model], config, ZeroStage.OPTIMIZER, data_parallel_groups())
-        from_config([model], config, ZeroStage.NONE, data_parallel_groups())  # which gathers nothing
+        if gathered_as:  # where nothing is gathered; two types, where nothing is offloaded
+            from_config([model], config, ZeroStage.NONE, data_parallel_groups())
+        else:
+            from_config([model], OptimizerConfig(lr=LR), ZeroStage.NONE, data_parallel_groups())
 
 
-def test_shards_that_are_not_ready_are_not_gathered_in_8_bits() -> None:
-    run_distributed(_refuse_gathers_in_8_bits, 2)
+def test_states_of_two_types_are_not_offloaded_nor_unready_shards_gathered_in_8_bits() -> None:
+    run_distributed(_refuse_offload_and_gathers_in_8_bits, 2)

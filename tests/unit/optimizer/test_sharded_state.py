@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job, run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from optimizer_runs import states_of
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, stored_tensors
 
 from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
@@ -134,14 +133,8 @@ def check_loaded(root: Path, iteration: int, run: Run) -> None:
 
 
 def check_files(folder: Path, num_states: int) -> None:
-    """Every weight's states as plain DCP reads them, whole, next to the weight itself."""
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for key, meta in stored.items()
-        if hasattr(meta, "size")
-    }
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    """Every weight's states as torch's own DCP reads them, whole, next to the weight itself."""
+    tensors = stored_tensors(folder)
     states = {key for key in tensors if key.startswith("optimizer.state.")}
     weights = set(tensors) - states
     assert len(states) == num_states * len(weights) and len(weights) > 5
