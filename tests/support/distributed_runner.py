@@ -24,7 +24,7 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 _FOLDER = "DISTRIBUTED_RUNNER_FOLDER"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """One thread; and no GPU, which a forked process could not use once its server has looked for one."""

@@ -59,9 +59,11 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     assert load_checkpoint(tmp_path, 7, sections(tensors())), "a resume goes on from what it saved"
 
 
-def test_load_brings_every_bit_back_in_place(root):
+def test_load_brings_every_bit_back_in_place_without_the_extra_state_of_a_new_layer(root):
     values = {key: torch.zeros_like(tensor) for key, tensor in tensors().items()}
-    loaded = load_checkpoint(root, 7, sections(values))
+    state = sections(values)
+    state["model"]["new._extra_state"] = ShardedObject("new._extra_state", None, (1,), (0,))
+    loaded = load_checkpoint(root, 7, state)
     for key, tensor in tensors().items():
         assert torch.equal(values[key], tensor), key
     assert torch.equal(
@@ -76,13 +78,6 @@ def test_load_of_the_weights_alone_leaves_other_sections_unread(root):
     assert torch.equal(weights["decoder.weight"], tensors()["decoder.weight"])
 
 
-def test_load_takes_a_checkpoint_without_the_extra_state_of_a_layer(root):
-    state = sections({key: torch.zeros_like(tensor) for key, tensor in tensors().items()})
-    state["model"]["new._extra_state"] = ShardedObject("new._extra_state", None, (1,), (0,))
-    load_checkpoint(root, 7, state)
-    assert torch.equal(state["model"]["decoder.weight"].data, tensors()["decoder.weight"])
-
-
 def misfit(change: str) -> dict[str, torch.Tensor]:
     values = {key: torch.full_like(tensor, 3) for key, tensor in tensors().items()}
     if change == "shape":
@@ -91,8 +86,6 @@ def misfit(change: str) -> dict[str, torch.Tensor]:
         values["embedding.weight"] = values["embedding.weight"].float()
     if change == "missing":
         values["embeding.weight"] = values.pop("embedding.weight")
-    if change == "unexpected":
-        del values["embedding.weight"]
     if change == "layout":
         values["random.cpu"] = torch.full((200,), 3, dtype=torch.uint8)
     return values
@@ -104,7 +97,6 @@ def misfit(change: str) -> dict[str, torch.Tensor]:
         ("shape", ["--model-size", "embedding.weight", "(6, 4)", "(8, 4)"]),
         ("dtype", ["position 9", "embedding.weight", "torch.bfloat16", "torch.float32"]),
         ("missing", ["lacks embeding.weight", "did you mean embedding.weight?"]),
-        ("unexpected", ["holds embedding.weight", "another model"]),
         ("layout", ["random.cpu", "number of processes"]),
     ],
 )
@@ -142,13 +134,9 @@ def test_load_names_the_cure_for_tensors_that_one_side_has_not(tmp_path, keys, c
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_load_refuses_a_damaged_file_and_names_it(root, name, damage):
+def test_load_refuses_a_damaged_file_and_names_it(root, name):
     path = iteration_folder(root, 7) / name
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    else:
-        path.unlink()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     values = misfit("none")
     with pytest.raises(CheckpointError, match=name):
         load_checkpoint(root, 7, sections(values))
@@ -178,7 +166,7 @@ def test_load_does_not_run_a_planted_payload(root, tmp_path, monkeypatch, name, 
 def test_load_refuses_a_description_that_is_none_before_it_touches_the_state(root, content):
     path = iteration_folder(root, 7) / "metadata.json"
     path.write_bytes(content)
-    values = {key: torch.full_like(tensor, 3) for key, tensor in tensors().items()}
+    values = misfit("none")
     with pytest.raises(CheckpointError, match=r"metadata\.json (cannot be read|says)") as refused:
         load_checkpoint(root, 7, sections(values))
     assert "unusable" not in str(refused.value)
@@ -191,8 +179,3 @@ def test_common_state_that_is_malformed_or_no_dict_is_named(root):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"common\.pt is damaged"):
             read_common(root, 7)
-
-
-def test_load_refuses_an_iteration_that_is_not_there(root):
-    with pytest.raises(CheckpointError, match="iter_0000008.*missing"):
-        load_checkpoint(root, 8, sections(tensors()))

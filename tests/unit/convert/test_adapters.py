@@ -4,10 +4,10 @@ The oracle is PEFT: its model beside the same tensors, its file, its merge.
 """
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ import torch
 from distributed_runner import new_job, run_distributed
 from hf_families import FAMILIES, MIXTURES, family_model, family_run
 from safetensors.torch import load_file, save_file
-from torch import nn
 from training_runs import build_stages, messages_from
 
 from patch.convert import ConversionError, export_hf, import_hf
 from patch.convert.hf_config_files import model_of
 from patch.convert.live_adapters import export_adapter, import_adapter
-from patch.convert.live_weights import ExpertRanks, iter_hf_weights
+from patch.convert.live_weights import iter_hf_weights
 from patch.convert.merge import adapter_of, merge_adapter, open_adapter
 from patch.errors import ConfigError
 from patch.families.adapters import AdapterConfig, adapters_of, targets_are_there
@@ -137,24 +136,6 @@ def test_merge_rounds_once_and_keeps_the_layout(tmp_path: Path) -> None:
     assert (tmp_path / "numbered" / index).is_file(), "transformers finds a file of this name by it alone"
 
 
-def _with_adapters(stages: list[Any], groups: Any, model: Any, adapter: AdapterConfig) -> None:
-    """Zeros in the place of each adapter of this rank."""
-    tp = ExpertRanks.of(groups, model).tp.size
-    for stage in stages:
-        for name in [name for name, _ in stage.named_parameters()]:
-            key = re.sub(r"experts\.\d+", "experts.#", re.sub(r"layers\.\d+", "layers.*", name))
-            module = stage.get_submodule(name.rpartition(".")[0])
-            for each in (each for each in adapters_of(model, adapter) if each.base.name == key):
-                if not hasattr(module, "adapters"):
-                    module.adapters = nn.ModuleDict()
-                factors = nn.ModuleDict()
-                for factor, row in (("lora_A", each.a), ("lora_B", each.b)):
-                    out, into = row.shard_shape(tp if "#" in key else groups.tp.size())
-                    factors[factor] = nn.Linear(into, out, bias=False)
-                    nn.init.zeros_(factors[factor].weight)
-                module.adapters[each.name] = factors
-
-
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP and PP": ("llama-2-70B", {"tp": 2, "pp": 2}),
     "TP and DP": ("bloom", {"tp": 2, "dp": 2}),
@@ -179,10 +160,9 @@ PARTLY_LOADED = ("EP over DP, PP", "latent attention")
 def _live(rank: int, world_size: int, root: Path, tokenizer: Any) -> list[str]:
     """The base and PEFT's adapter in, both out; messages of imports and exports that fail."""
     for layout, (name, changes) in LAYOUTS.items():
-        config = family_run(root / name, **changes, sequence_parallel=changes.get("tp", 1) > 1)
-        model, adapter = config.model, CASES[name]
-        groups, stages = build_stages(config)
-        _with_adapters(stages, groups, model, adapter)
+        adapter, is_cut = CASES[name], changes.get("tp", 1) > 1
+        config = family_run(root / name, **changes, **asdict(adapter), sequence_parallel=is_cut)
+        model, (groups, stages) = config.model, build_stages(config)
         import_hf(stages, root / name, model, groups)
         import_adapter(stages, root / f"{name} adapter", model, adapter, groups)
         target = root / f"{layout} adapter"
@@ -231,7 +211,7 @@ def test_live_adapters_are_the_folders_at_every_layout(root: Path, ranks: Any, l
     assert adapters_of(model, adapter_of(root / f"{layout} adapter", model)) == adapters_of(model, adapter)
 
 
-@pytest.mark.parametrize("layout", ["TP and PP", "TP and DP", "EP and ETP", "EP over TP and DP"])
+@pytest.mark.parametrize("layout", ["TP and PP", "EP over TP and DP"])
 def test_written_adapter_gives_pefts_model_the_logits_of_the_merge(
     root: Path, ranks: Any, layout: str
 ) -> None:
@@ -298,35 +278,25 @@ Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank": (_described(r=10**9), "r: got 1000000000, expected at most 8192"),
     "no rank": (_described(r=0), "r: got 0, expected at least 1"),
-    "digits": (_described(r=10**400), "r: "),
     "nan": (_described(lora_alpha=float("nan")), "lora_alpha: got nan, expected a finite number"),
     "negative": (_described(lora_alpha=-1), "lora_alpha: got -1.*more than 0"),
     "dropout": (_described(lora_dropout=1), "lora_dropout: got 1"),
     "dora": (_described(use_dora=True), "use_dora: got True.*such adapters are not built"),
-    "a later kind": (_described(use_other=1), "use_other: got 1.*not built"),
     "bias": (_described(bias="all"), "bias: got 'all'"),
-    "lora bias": (_described(lora_bias=True), "lora_bias"),
     "whole modules": (_described(modules_to_save=["lm_head"]), "modules_to_save"),
-    "parameters": (_described(target_parameters=["mlp.experts.down_proj"]), "target_parameters"),
-    "layers": (_described(layers_to_transform=[0]), "layers_to_transform"),
-    "transposed": (_described(fan_in_fan_out=True), "fan_in_fan_out"),
     "ranks": (_described(rank_pattern={"q_proj": 8}), "rank_pattern.*expected 4 for all"),
-    "alphas": (_described(alpha_pattern={"q_proj": 8}), "alpha_pattern.*expected 6.0 for all"),
     "other base": (_described(init_lora_weights="pissa"), "init_lora_weights: got 'pissa'"),
     "kind": (_described(peft_type="IA3"), "peft_type: got 'IA3', expected 'LORA'"),
     "task": (_described(task_type="SEQ_CLS"), "task_type"),
     "pattern": (_described(target_modules="(a+)+" * 1000), "target_modules.*patterns are not taken"),
     "router": (_described(target_modules=["gate", "q_proj"]), "target_modules: got 'gate', expected some of"),
     "fewer": (_described(target_modules=["q_proj"]), r"no place for \(24 such tensors\).*adapter of"),
-    "too many": (_described(target_modules=["q"] * 10**6), "target_modules: got 'q'"),
     "no JSON": (lambda f: (f / CONFIG).write_text("[" * 10**5), "malformed JSON"),
-    "a list": (lambda f: (f / CONFIG).write_text("[]"), "got a JSON list"),
     "no config": (lambda f: (f / CONFIG).unlink(), "cannot be read"),
     "endless config": (_linked(CONFIG, "/dev/zero"), "cannot be read"),
     "endless weights": (_linked(WEIGHTS, "/dev/zero"), f"expected {WEIGHTS}"),
     "pickled": (_pickled, f"has adapter_model.bin of an adapter's weights, expected {WEIGHTS}"),
     "header": (_header(2**62), "cannot be read as safetensors"),
-    "large header": (_header(90 * 10**6), "cannot be read as safetensors"),
     "shape": (
         _stored(lambda t: t.update({Q_A: t[Q_A][:, :3].clone()})), r"q_proj.*shape \(4, 3\).*\(4, 64\)"
     ),

@@ -1,4 +1,4 @@
-"""Experts in folders and checkpoints: every spelling, there and back; what names an expert twice.
+"""Experts in folders: what transformers has in memory is read; what names an expert twice is refused.
 
 The oracle is the folder that transformers wrote.
 """
@@ -6,36 +6,14 @@ The oracle is the folder that transformers wrote.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from distributed_runner import new_job, run_distributed
 from hf_families import MIXTURES, family_model, family_run
 from safetensors.torch import load_file, save_file
-from training_runs import build_stages
 
-from patch.checkpoint import save_checkpoint
-from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline
-from patch.convert.live_weights import export_hf, import_hf, iter_hf_weights
-from patch.model import sharded_weights
+from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf
 from patch.preflight.weight_files import WeightHeaders, check_headers
-from toolkits.inspect_checkpoint import main
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_way_back_of_several_files_is_the_source_byte_for_byte(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(offline, "WINDOW_BYTES", 5000)
-    family_model(name, tmp_path / "hf", max_shard_size="60KB")
-    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
-    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "hf")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    assert main([str(tmp_path / "mcore")]) == 0
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
@@ -98,60 +76,3 @@ def test_expert_that_is_there_twice_or_too_many_is_refused(tmp_path, spoil, mess
     spoil(tmp_path)
     with pytest.raises(ConversionError, match=message):
         check_headers(WeightHeaders(tmp_path), family_run(tmp_path).model)
-
-
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "EP over DP, PP": ("qwen-2-moe-mixed", {"pp": 2, "dp": 2, "expert_model_parallel_size": 2}),
-    "EP and ETP": (
-        "qwen-3-moe", {"tp": 2, "dp": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    ),
-    "EP over TP and DP": (
-        "mixtral", {"tp": 2, "dp": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
-    ),
-}  # fmt: skip
-
-
-def _live(rank: int, world_size: int, root: Path, tokenizer: Any) -> dict[str, dict[str, int]]:
-    """By layout and receivers: how many tensors this rank got, all with the folder's values."""
-    found: dict[str, dict[str, int]] = {}
-    for layout, (name, changes) in LAYOUTS.items():
-        config = family_run(root / name, **changes, sequence_parallel=True)
-        groups, stages = build_stages(config)
-        import_hf(stages, root / name, config.model, groups)
-        stored, found[layout] = load_file(root / name / "model.safetensors"), {}
-        for receivers in ("all", "first", "stage"):
-            tensors = dict(iter_hf_weights(stages, config.model, groups, receivers=receivers))
-            assert all(torch.equal(tensor, stored[each]) for each, tensor in tensors.items())
-            found[layout][receivers] = len(tensors)
-        how = {"hf_source": root / name, "tokenizer": tokenizer}
-        export_hf(stages, root / f"{layout} live", config.model, groups, **how)
-        save_checkpoint(root / f"{layout} saved", 3, {"model": sharded_weights(stages)}, {"iteration": 3})
-        new_job()
-    return found
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory, tiny_tokenizer) -> tuple[Path, list[dict[str, dict[str, int]]]]:
-    root = tmp_path_factory.mktemp("live")
-    for name, _ in LAYOUTS.values():
-        family_model(name, root / name)
-    return root, run_distributed(_live, 4, root, tiny_tokenizer())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_distributed_experts_are_gathered_exported_and_saved(live, layout, tmp_path):
-    root, ranks = live
-    stored = load_file(root / LAYOUTS[layout][0] / "model.safetensors")
-    counts = [found[layout] for found in ranks]
-    assert all(each["all"] == len(stored) for each in counts)
-    of_tp_rank_0 = [index for index, each in enumerate(counts) if each["stage"]]
-    num_stages = LAYOUTS[layout][1].get("pp", 1)
-    assert [each["first"] for each in counts].count(len(stored)) == len(of_tp_rank_0) / num_stages
-    assert sum(each["stage"] for each in counts) == len(stored) * len(of_tp_rank_0) / num_stages
-    mcore_to_hf(root / f"{layout} saved", tmp_path / "hf", root / LAYOUTS[layout][0])
-    for folder in (root / f"{layout} live", tmp_path / "hf"):
-        found = {}
-        for path in folder.glob("*.safetensors"):
-            found |= load_file(path)
-        assert found.keys() == stored.keys()
-        assert all(torch.equal(tensor, stored[each]) for each, tensor in found.items())

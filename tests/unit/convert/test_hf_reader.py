@@ -71,8 +71,6 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 MISFITS = {
     "missing shard": (lambda folder: _file_of(folder, GATE).unlink(), {}, r"is missing.* places model\."),
     "empty": (_cut(0), {}, r"{file} \(0 bytes\) cannot be read"),
-    "no header": (_cut(5), {}, r"{file} \(5 bytes\) cannot be read"),
-    "half a header": (_cut(200), {}, r"{file} \(200 bytes\) cannot be read"),
     "truncated": (_cut(-1), {}, r"{file} \(\d+ bytes\) cannot be read"),
     "git-lfs": (
         lambda folder: _rewritten(folder, lambda _: POINTER), {},
@@ -108,9 +106,8 @@ def test_folder_that_does_not_fit_is_refused_by_tensor_file_and_shapes(folder, m
         _check(folder, small_run(**changes))
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_value_that_is_not_finite_is_named_with_its_file(folder, tmp_path, value):
-    path = _change(folder, GATE, lambda tensors: tensors[GATE][-1, 3].fill_(value))
+def test_value_that_is_not_finite_is_named_with_its_file(folder, tmp_path):
+    path = _change(folder, GATE, lambda tensors: tensors[GATE][-1, 3].fill_(-math.inf))
     with pytest.raises(ConversionError, match=f"{GATE} in {path} has values that are NaN or infinite"):
         hf_to_mcore(folder, tmp_path / "mcore")
 
@@ -209,7 +206,3 @@ def test_bin_file_that_holds_no_plain_tensors_is_refused(bin_folder, contents, m
         _check(bin_folder)
     assert not capsys.readouterr().out
 
-
-def test_expected_tensors_are_those_of_transformers():
-    found = {name: tuple(tensor.shape) for name, tensor in hf_llama(small_run()).state_dict().items()}
-    assert dict(hf_tensors(small_run().model)) == found

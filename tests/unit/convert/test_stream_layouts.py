@@ -1,6 +1,6 @@
-"""A converted folder through N processes: loaded, saved, exported at TP x PP x VPP x CP; what others write.
+"""A converted folder through a sharded model: loaded, saved, exported, handed over; what others write.
 
-The oracle is the source folder. Replicas fill what TP x PP leave of a job's processes.
+The oracle is the source folder.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import enum
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,25 +22,41 @@ from upstream_saver import let_upstream_save
 
 from patch.checkpoint import save_checkpoint
 from patch.compat.unpickle import read_metadata
-from patch.convert import export_hf, hf_to_mcore, mcore_to_hf
+from patch.convert import export_hf, hf_to_mcore, iter_hf_weights, mcore_to_hf
+from patch.convert.live_weights import Receivers
 from patch.errors import PatchError
 from patch.model import sharded_weights
 from patch.training.run_state import load_weights
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # the first test converts all models
 
-JOBS = {
-    4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1), (2, 2, "E|tt|tt|L")],
-    6: [(1, 3, 0), (2, 3, 0), (2, 3, 1)],
-    8: [(4, 2, 0), (4, 2, 1), (2, 2, "Et|tt|t|L")],
-    12: [(4, 3, 0)],
-}
-"""By processes: TP, PP, and layers of an interleaved stage or stages by hand; four layers, so PP=3 is uneven.
-Interleaved PP=3 takes six."""
-CP = {(1, 1, 0): 4, (2, 1, 0): 2, (1, 2, 1): 2, (2, 2, "Et|tt|t|L"): 2}
-"""Of the layouts whose replicas share sequences."""
-LAYOUTS = [layout for layouts in JOBS.values() for layout in layouts]
-LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1), (2, 2, "E|tt|tt|L")]
+FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+SQUARE: dict[str, Any] = {"tp": 2, "pp": 2}
+HALVES = {"sequence_parallel": True, "expert_model_parallel_size": 2}
+"""Ranks that share other layers have different experts."""
+EXPERTS: dict[str, dict[str, Any]] = {
+    name: SQUARE | HALVES | {"expert_tensor_parallel_size": 1} for name in MIXTURES
+} | {
+    "qwen-2-moe-mixed": {"pp": 2, "dp": 2} | HALVES,
+    "qwen-3-moe": {"tp": 2, "dp": 2} | HALVES | {"expert_tensor_parallel_size": 2},
+    "mixtral": {"tp": 2, "dp": 2} | HALVES
+    | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+}  # fmt: skip
+"""EP over TP, over DP with PP, with ETP, over TP and DP."""
+JOBS: dict[int, dict[str, dict[str, Any]]] = {
+    4: dict.fromkeys(FAMILIES, SQUARE) | EXPERTS | {
+        "plain": SQUARE,
+        "by hand": SQUARE | {"pipeline_model_parallel_layout": "E|tt|tt|L"},
+        "CP": {"pp": 2, "cp": 2, "cp_comm_type": "p2p"},
+        "TP": {"tp": 4},
+    },
+    3: {"uneven": {"pp": 3}},
+}  # fmt: skip
+"""By processes: the layouts, and what they are. Layouts of a family's name are of its model."""
+CHANGES = JOBS[3] | JOBS[4]
+LAYOUTS = [*CHANGES]
+RECEIVERS: tuple[Receivers, ...] = ("all", "first", "stage")
+LEGACY = ("plain", "by hand", "uneven")
 FOREIGN = {
     "one-key-a-layer": ("", {"non_homogeneous_layers": True}),
     "gate-and-up-apart": ("", {"singleton_local_shards": True}),
@@ -47,13 +64,7 @@ FOREIGN = {
     "prefix, one-key-a-layer": ("module.language_model.", {"non_homogeneous_layers": True}),
 }
 """Name -> prefix of the keys and what upstream's sharded_state_dict is told."""
-EXPERTS = {
-    "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
-}  # fmt: skip
-"""Ranks that share other layers have different experts."""
-FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
-SOURCES = (*FAMILIES, *MIXTURES, "source", "six layers")
-"""Folders: one of each family, and larger ones that go through all layouts."""
+SOURCES = (*FAMILIES, *MIXTURES, "source")
 
 
 class Backend(enum.Enum):
@@ -62,18 +73,8 @@ class Backend(enum.Enum):
     AUTO = 1
 
 
-def name_of(layout: tuple[int, int, int | str]) -> str:
-    return "tp{}-pp{}-vpp{}".format(*layout).replace("|", "_")
-
-
-def source_of(layout: tuple[int, int, int | str]) -> str:
-    _, pp, stage = layout
-    return "six layers" if stage and pp == 3 else "source"
-
-
-def cut_of(stage: int | str) -> dict[str, int | str]:
-    is_number = isinstance(stage, int)
-    return {"num_layers_per_virtual_pipeline_stage" if is_number else "pipeline_model_parallel_layout": stage}
+def source_of(layout: str) -> str:
+    return layout if layout in SOURCES else "source"
 
 
 def _write_legacy(stages, folder: Path, groups) -> None:
@@ -92,25 +93,35 @@ def _write_legacy(stages, folder: Path, groups) -> None:
     torch.save(contents, folder / "release" / name / "model_optim_rng.pt")
 
 
-def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
-    """In each layout load what was converted as position 22 does, export and save it; also as others do."""
-    for layout in JOBS[world_size]:
-        for source in (*FAMILIES, *MIXTURES, "source") if layout == (2, 2, 0) else (source_of(layout),):
-            new_job()
-            (tp, pp, stage), cp = layout, CP.get(layout, 1)
-            config = family_run(
-                root / source, tp, pp, world_size // (tp * pp * cp), cp=cp, cp_comm_type="p2p",
-                make_vocab_size_divisible_by=48, precision="bf16", **cut_of(stage),
-                **(EXPERTS if source in MIXTURES else {}),
-            )  # fmt: skip
-            groups, stages = build_stages(config)
-            mcore, out = root / f"{source}-mcore", root / f"{source}-{name_of(layout)}"
-            load_weights(mcore, stages, config)
-            export_hf(stages, out, config.model, groups, hf_source=mcore, tokenizer=tokenizer)
-            save_checkpoint(Path(f"{out}-saved"), 3, {"model": sharded_weights(stages)}, {"iteration": 3})
+def _pass_through(
+    rank: int, world_size: int, root: Path, tokenizer
+) -> dict[str, dict[str, list[str]]]:
+    """In each layout load what was converted as position 22 does, export and save it; also as others do.
+
+    By layout and receivers: the names of the tensors that this rank got, all with the folder's values.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for layout, changes in JOBS[world_size].items():
+        new_job()
+        source = source_of(layout)
+        config = family_run(
+            root / source, **changes, make_vocab_size_divisible_by=48, precision="bf16"
+        )
+        groups, stages = build_stages(config)
+        load_weights(root / f"{source}-mcore", stages, config)
+        how = {"hf_source": root / f"{source}-mcore", "tokenizer": tokenizer}
+        export_hf(stages, root / f"{layout}-hf", config.model, groups, **how)
+        save_checkpoint(root / f"{layout}-saved", 3, {"model": sharded_weights(stages)}, {"iteration": 3})
+        stored, found[layout] = load_file(root / source / "model.safetensors"), {}
+        for receivers in RECEIVERS:
+            tensors = dict(iter_hf_weights(stages, config.model, groups, receivers=receivers))
+            assert all(torch.equal(tensor, stored[name]) for name, tensor in tensors.items())
+            found[layout][receivers] = list(tensors)
+            for tensor in tensors.values():
+                tensor.fill_(7)  # new tensors: the next receivers find the model as it was
         if layout in LEGACY:
-            _write_legacy(stages, root / f"legacy-{name_of(layout)}", groups)
-        if layout == (2, 3, 0):
+            _write_legacy(stages, root / f"{layout}-legacy", groups)
+        if layout == "plain":
             let_upstream_save()
             for name, (prefix, metadata) in FOREIGN.items():
                 if rank == 0:
@@ -118,20 +129,28 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
                 torch.distributed.barrier()
                 model = stages[0].sharded_state_dict(prefix, metadata=metadata)
                 dist_checkpointing.save({"model": model, "iteration": 3}, str(root / name))
+    return found
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, tiny_tokenizer) -> Path:
+def passed(tmp_path_factory, tiny_tokenizer) -> tuple[Path, dict[str, list[dict[str, list[str]]]]]:
+    """The folder, and by layout what each rank got."""
     root = tmp_path_factory.mktemp("layouts")
     family_model("qwen-3", root / "source", dtype=torch.bfloat16, **FAMILY)
-    family_model("qwen-3", root / "six layers", dtype=torch.bfloat16, **FAMILY | {"num_hidden_layers": 6})
     for name in (*FAMILIES, *MIXTURES):
         family_model(name, root / name, dtype=torch.bfloat16)
     for name in SOURCES:
         hf_to_mcore(root / name, root / f"{name}-mcore")
-    for processes in JOBS:
-        run_distributed(_pass_through, processes, root, tiny_tokenizer(), timeout_s=600)
-    return root
+    found = {}
+    for number in JOBS:
+        ranks = run_distributed(_pass_through, number, root, tiny_tokenizer(), timeout_s=600)
+        found |= {layout: [rank[layout] for rank in ranks] for layout in JOBS[number]}
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def root(passed) -> Path:
+    return passed[0]
 
 
 def check_equal(target: Path, root: Path, source: str = "source") -> None:
@@ -143,28 +162,30 @@ def check_equal(target: Path, root: Path, source: str = "source") -> None:
         assert tensor.dtype == after[name].dtype == torch.bfloat16 and torch.equal(tensor, after[name]), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_every_layout_exports_and_saves_what_was_converted(root, layout, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_family_exports_and_saves_what_was_converted(root, layout, tmp_path):
     source = source_of(layout)
-    out = root / f"{source}-{name_of(layout)}"
-    check_equal(out, root, source)
-    mcore_to_hf(Path(f"{out}-saved"), tmp_path / "hf", root / source)
-    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (
-        root / source / "model.safetensors"
-    ).read_bytes()
+    check_equal(root / f"{layout}-hf", root, source)
+    mcore_to_hf(root / f"{layout}-saved", tmp_path / "hf", root / source)
+    stored, back = (folder / "model.safetensors" for folder in (root / source, tmp_path / "hf"))
+    assert back.read_bytes() == stored.read_bytes()
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
-def test_every_family_passes_through_a_sharded_model(root, name, tmp_path):
-    out = root / f"{name}-{name_of((2, 2, 0))}"
-    check_equal(out, root, name)
-    mcore_to_hf(Path(f"{out}-saved"), tmp_path / "hf", root / name)
-    check_equal(tmp_path / "hf", root, name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_receivers_get_every_tensor_or_those_of_their_stage(passed, layout):
+    root, found = passed
+    (names, *others), first, stage = ([rank[each] for rank in found[layout]] for each in RECEIVERS)
+    assert {*names} == load_file(root / source_of(layout) / "model.safetensors").keys()
+    assert others == [names] * len(others)
+    stages = [got for got in stage if got]
+    replicas = len(stages) / CHANGES[layout].get("pp", 1)
+    assert first.count(names) == replicas and first.count([]) == len(first) - replicas
+    assert sorted(sum(stages, [])) == sorted(names * int(replicas))
 
 
-@pytest.mark.parametrize("layout", LEGACY, ids=name_of)
+@pytest.mark.parametrize("layout", LEGACY)
 def test_legacy_checkpoint_of_every_layout_is_read(root, layout, tmp_path):
-    mcore_to_hf(root / f"legacy-{name_of(layout)}", tmp_path / "hf", root / "source")
+    mcore_to_hf(root / f"{layout}-legacy", tmp_path / "hf", root / "source")
     check_equal(tmp_path / "hf", root)
     assert (tmp_path / "hf" / "config.json").read_bytes() == (root / "source" / "config.json").read_bytes()
 
@@ -179,13 +200,13 @@ def test_other_spellings_of_torch_dist_are_read(root, name, tmp_path):
 
 def test_last_norm_outside_of_the_decoder_is_read(root, tmp_path):
     """Pai-Megatron-Patch's LLaMA; and a hostile object in the file stays lifeless."""
-    for path in (root / "legacy-tp2-pp2-vpp0").rglob("*.pt"):
+    for path in (root / "plain-legacy").rglob("*.pt"):
         contents = torch.load(path, weights_only=False)
         state = contents["model"]
         for key in [key for key in state if "decoder.final_layernorm" in key]:
             state[key.removeprefix("decoder.")] = state.pop(key)
         contents["args"] = Payload(tmp_path / "ran")
-        target = tmp_path / "pai" / path.relative_to(root / "legacy-tp2-pp2-vpp0")
+        target = tmp_path / "pai" / path.relative_to(root / "plain-legacy")
         target.parent.mkdir(parents=True)
         torch.save(contents, target)
     mcore_to_hf(tmp_path / "pai", tmp_path / "hf", root / "source")
@@ -215,7 +236,7 @@ def _malformed(path: Path) -> None:
     ],
 )
 def test_damaged_legacy_checkpoint_is_refused(root, tmp_path, damage, message):
-    folder = shutil.copytree(root / "legacy-tp2-pp2-vpp0", tmp_path / "legacy")
+    folder = shutil.copytree(root / "plain-legacy", tmp_path / "legacy")
     damage(folder / "release" / "mp_rank_01_000" / "model_optim_rng.pt")
     with pytest.raises(PatchError, match=message) as refused:
         mcore_to_hf(folder, tmp_path / "hf", root / "source")

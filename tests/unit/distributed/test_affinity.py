@@ -9,7 +9,6 @@ from patch.distributed.launch import cores_of_workers
 
 ONE_NODE = {"node0": "0-15"}
 TWO_NODES = {"node0": "0-3,8-11", "node1": "4-7,12-15"}
-WITH_MEMORY_ALONE = {**TWO_NODES, "node2": ""}
 LOWER, UPPER = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
 
 
@@ -25,36 +24,27 @@ def describe(folder: Path, nodes: dict[str, str]) -> Path:
     return folder
 
 
-@pytest.fixture
-def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-
-
 @pytest.mark.parametrize(
     ("nodes", "facts", "num_local", "expected"),
     [
         (TWO_NODES, machine(0, 0, 1, 1), 4, [LOWER, LOWER, UPPER, UPPER]),
         (TWO_NODES, machine(1, 0), 2, [UPPER, LOWER]),
-        (WITH_MEMORY_ALONE, machine(0, 1), 2, [LOWER, UPPER]),
+        ({**TWO_NODES, "node2": ""}, machine(0, 1), 2, [LOWER, UPPER]),  # one of memory alone
         (TWO_NODES, machine(), 4, []),
         (TWO_NODES, machine(0, cores=4), 1, [LOWER]),
         # no worker is bound: no GPU; one node; a node that is not known; fewer cores than threads
         (ONE_NODE, machine(0, 0), 2, []),
         (TWO_NODES, machine(-1, -1), 2, []),
         (TWO_NODES, machine(0, 2), 2, []),
-        (TWO_NODES, machine(0), 1, []),
         (TWO_NODES, machine(0, 1), 1, []),
         (TWO_NODES, machine(0, 0), 2, []),
     ],
 )
 def test_workers_get_the_cores_of_their_node(
-    tmp_path: Path,
-    sixteen_cores: None,
-    nodes: dict,
-    facts: MachineFacts,
-    num_local: int,
-    expected: list,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: dict, facts: MachineFacts,
+    num_local: int, expected: list,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
     assert cores_of_workers(facts, num_local, describe(tmp_path, nodes)) == expected
 
 

@@ -60,7 +60,6 @@ ALLOCATOR, OLDER, QUEUES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUD
         # NVLS reductions differ from call to call (pytorch#154880).
         ({"deterministic_mode": True}, "NCCL_ALGO", "^NVLS"),
         ({}, ALLOCATOR, "expandable_segments:True"),
-        ({}, OLDER, None),
         # One queue where tensor-parallel layers need it: up to Hopper, Blackwell keeps the order by itself.
         ({"capability": (9, 0)}, QUEUES, None),
         ({"tp": 2, "capability": (9, 0)}, QUEUES, "1"),
@@ -139,23 +138,11 @@ ABORT = "os.kill(os.getpid(), signal.SIGABRT)"
         (("", CRASH), 1, "exit code 1"),
         ((CRASH, "sys.exit(4)"), 4, "exit code 4"),
         ((LOST, "sys.exit(3)"), 3, "exit code 3"),
-        ((LOST, CRASH), 1, "exit code 1"),
         ((LOST, LOST), 5, "another rank ended"),
         (("sys.exit(143)", "sys.exit(143)"), 143, "exit code 143"),
         ((WAITING, "os.kill(os.getpid(), signal.SIGKILL)"), 5, "SIGKILL; the usual reason is that"),
         ((WAITING, ABORT), 5, "SIGABRT; the usual reason is an error of a library"),
         ((WAITING, f"worker_process.note_nccl(); {ABORT}"), 5, "--distributed-timeout-minutes"),
-    ],
-    ids=[
-        "crash",
-        "cause",
-        "lost by cause",
-        "lost by crash",
-        "lost elsewhere",
-        "stopped",
-        "kernel",
-        "abort",
-        "NCCL",
     ],
 )
 def test_exit_code_is_that_of_the_first_known_cause(

@@ -48,10 +48,6 @@ def test_whatever_travels_wrong_is_found(name: str, tmp_path: Path) -> None:
     assert all(found.values())
 
 
-def test_layout_is_proved(tmp_path: Path) -> None:
-    assert not prove_all([shrunk(small_run(**LAYOUTS["EP ETP TP, experts"]), tmp_path)])
-
-
 BASE = "--model-size 8B --sft --dataset-type raw"
 RUN = f"{BASE} --tensor-model-parallel-size 2 --lora-rank 8"
 
