@@ -1,6 +1,7 @@
 """Small runs of a test on a device, on batches from a seed."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,15 @@ def train(context: DeviceContext, last: int = 5, **changes: Any) -> list[float]:
     found = losses_of(run, last=last)
     close(run)
     return found
+
+
+def gigabytes_a_second(work: Callable[[], object], num_bytes: int) -> str:
+    """The rate of kernels that read and write so many bytes."""
+    work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        work()
+    end.record()
+    end.synchronize()
+    return f"{20 * num_bytes / start.elapsed_time(end) / 1e6:.0f} GB/s"

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from adam_cases import BLOCKS, FORMS, MOMENTS, SIZES, assert_equal, bits_after, make_items, scalars
+from gpu.runs import gigabytes_a_second
 
 from patch.optimizer.kernels import AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -35,6 +36,14 @@ def test_moments_in_fewer_bytes_equal_the_oracle(moments):
         ours, expected = make(seed=seed, scale=scale, device="cuda"), make(seed=seed, scale=scale)
         kernel = adam_kernel(torch.device("cuda"))
         assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "8bit"])
+def test_the_speed_of_an_update(figure, kind):
+    items = make_items("split master", torch.bfloat16, sizes=(1 << 26,), moments=(kind, kind), device="cuda")
+    kernel, (item,) = adam_kernel(torch.device("cuda")), items
+    size = 2 * sum(t.nbytes for t in item.states if t is not None) + item.grad.nbytes
+    figure(f"update, {kind} moments", gigabytes_a_second(lambda: kernel.update(items), size))
 
 
 def test_elements_beyond_two_to_the_31_are_updated():

@@ -1,11 +1,12 @@
 """The kernels of a layer on a GPU: Triton against torch, products in 8 bits and with an epilogue."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial, reduce
 
 import pytest
 import torch
-from gpu.runs import needs_8_bits
+from gpu.runs import gigabytes_a_second, needs_8_bits
 from small_runs import small_run
 
 from patch.compat import cublaslt
@@ -139,7 +140,9 @@ def test_grouped_products_are_single_ones_and_the_host_waits_for_none(sizes: lis
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_of_a_vocabulary_are_added_up_always_in_the_same_order(dtype: torch.dtype) -> None:
+def test_rows_of_a_vocabulary_are_added_up_always_in_the_same_order(
+    figure: Callable[[str, object], None], dtype: torch.dtype
+) -> None:
     from patch.model.kernels.fused import add_rows
 
     torch.manual_seed(0)
@@ -152,10 +155,18 @@ def test_rows_of_a_vocabulary_are_added_up_always_in_the_same_order(dtype: torch
     expected.index_add_(0, numbers[numbers >= 0], rows[numbers >= 0].double())
     assert torch.equal(*totals)
     torch.testing.assert_close(totals[0].double(), expected, rtol=1e-5, atol=1e-5)
+    num_bytes = rows.nbytes + 2 * 4 * 4096 * len(numbers.unique())
+    for name, work in (
+        ("add_rows", lambda: add_rows(totals[0], numbers, rows)),
+        ("index_add_", lambda: totals[0].index_add_(0, numbers.clamp(min=0), rows.float())),
+    ):
+        figure(f"{name}, 8192 rows of {dtype}", gigabytes_a_second(work, num_bytes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_of_ranks_have_the_bits_of_additions(dtype: torch.dtype) -> None:
+def test_parts_of_ranks_have_the_bits_of_additions(
+    figure: Callable[[str, object], None], dtype: torch.dtype
+) -> None:
     from patch.distributed.part_sums import add_parts
 
     torch.manual_seed(0)
@@ -165,6 +176,9 @@ def test_parts_of_ranks_have_the_bits_of_additions(dtype: torch.dtype) -> None:
     assert torch.equal(wide, reduce(torch.add, parts.float()))
     add_parts(torch.cat((parts[:3], parts[4:])), out, own=parts[3], rank=3)
     assert torch.equal(out, reduce(torch.add, parts))
+    size = parts.nbytes + wide.nbytes
+    figure(f"sum of 8 parts, {dtype}", gigabytes_a_second(lambda: add_parts(parts, wide), size))
+    figure(f"by torch, {dtype}", gigabytes_a_second(lambda: reduce(torch.add, parts), size))
 
 
 def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:
@@ -220,13 +234,17 @@ def test_8_bit_products_add_up_in_fp32(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [64, 1088, 14336])
-def test_numbers_of_4_bits_are_torchs_and_those_of_bitsandbytes(dtype: torch.dtype, columns: int) -> None:
+def test_numbers_of_4_bits_are_torchs_and_those_of_bitsandbytes(
+    figure: Callable[[str, object], None], dtype: torch.dtype, columns: int
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(4096, columns, device="cuda").to(dtype)
     packed, on_cpu = quantize(weight), quantize(weight[:64].cpu())
     dense = dequantize(packed, dtype)
     assert torch.equal(packed[:64].cpu(), on_cpu)
     assert torch.equal(dense[:64].cpu(), dequantize(on_cpu, dtype))
+    name, size = f"4096 x {columns} of 4 bits made {dtype}", packed.nbytes + dense.nbytes
+    figure(name, gigabytes_a_second(lambda: dequantize(packed, dtype), size))
     functional = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").functional
     codes = packed[:, : columns // 2].reshape(-1, 1)
     scales = packed[:, columns // 2 :].reshape(-1).view(torch.float32)
@@ -234,7 +252,9 @@ def test_numbers_of_4_bits_are_torchs_and_those_of_bitsandbytes(dtype: torch.dty
         scales, shape=dense.shape, blocksize=64, quant_type="nf4", dtype=dtype,
         code=functional.get_4bit_type("nf4", device="cuda"),
     )  # fmt: skip
-    assert torch.equal(dense, functional.dequantize_4bit(codes, state))
+    theirs = partial(functional.dequantize_4bit, codes, state)
+    assert torch.equal(dense, theirs())
+    figure(f"{name}, bitsandbytes", gigabytes_a_second(theirs, size))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -60,8 +60,8 @@ def take_only(run: Run, kernel: str) -> None:
 @cache
 def steps(
     context: DeviceContext, kernel: str, seq_length: int, **changes: Any
-) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step.
+) -> tuple[list[tuple[float, float]], float]:
+    """Loss and gradient norm of each step, and the milliseconds of the last one.
 
     The test is skipped where torch would go on to another kernel.
 
@@ -77,7 +77,10 @@ def steps(
         if kernel != "auto":
             take_only(run, kernel)
         for iteration in range(run.config.training.train_iters):
+            begin = time.perf_counter()
             result = train_step(run, iteration)
+            run.optimizer.finish_param_sync()
+            torch.get_device_module(run.device).synchronize()
             found.append((result.loss, result.grad_norm))
     except RuntimeError as error:
         if is_skipped(error):
@@ -85,23 +88,29 @@ def steps(
         raise
     finally:
         parallel_state.destroy_model_parallel()
-    return found
+    return found, 1e3 * (time.perf_counter() - begin)
 
 
 def compare_attention(
-    context: DeviceContext, kernel: str, long: int = SHAPE["seq_length"], short: int = SHORT, **changes: Any
-) -> None:
+    context: DeviceContext, figure: Callable[[str, object], None], kernel: str,
+    long: int = SHAPE["seq_length"], short: int = SHORT, **changes: Any,
+) -> None:  # fmt: skip
     """Train by a kernel, beside all scores where they fit, and beside what a run takes."""
     for other, length in (("all scores", short), ("auto", long)):
-        pairs = (steps(context, each, length, **changes) for each in (kernel, other))
-        for (loss, norm), (expected_loss, expected_norm) in zip(*pairs, strict=True):
+        found, milliseconds = steps(context, kernel, length, **changes)
+        expected, usual = steps(context, other, length, **changes)
+        for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
             assert loss == pytest.approx(expected_loss, rel=LOSS_BOUND), length
             assert norm == pytest.approx(expected_norm, rel=NORM_BOUND), length
+    what = f"step of 2 layers of 8B, {long} tokens, attention"
+    figure(f"{what} {kernel} / auto", f"{milliseconds:.1f} / {usual:.1f} ms")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_each_attention_kernel_learns_as_the_others(job: DeviceContext, kernel: str) -> None:
-    compare_attention(job, kernel)
+def test_each_attention_kernel_learns_as_the_others(
+    job: DeviceContext, figure: Callable[[str, object], None], kernel: str
+) -> None:
+    compare_attention(job, figure, kernel)
 
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -74,21 +74,15 @@ def train(run: Run, first: int = 0, last: int = STEPS) -> list:
     return [*steps, evaluate(run)["valid_loss"], digest_of(run)]
 
 
-def trained_at(job: DeviceContext, places: dict[str, dict], **changes: Any) -> tuple[dict, dict]:
-    """By place: what its run gave, and the offloaded fraction before and after."""
+@pytest.mark.parametrize("case", CASES)
+def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case: str) -> None:
     found, fractions = {}, {}
-    for name, place in places.items():
-        run = build(job, deterministic_mode=True, **changes | place)
+    for name, policy in POLICIES.items():
+        run = build(job, deterministic_mode=True, **CASES[case] | policy)
         begin = run.optimizer.adam.manager.offload_fraction
         found[name] = train(run)
         fractions[name] = begin, run.optimizer.adam.manager.offload_fraction
         close(run)
-    return found, fractions
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case: str) -> None:
-    found, fractions = trained_at(job, POLICIES, **CASES[case])
     assert not differences(found)
     assert fractions["static 0.3"] == (pytest.approx(0.3, abs=0.05),) * 2
     assert fractions["static 1"] == (1.0, 1.0) and fractions["auto"] == (1.0, 0.0)
@@ -99,7 +93,12 @@ def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case:
 @pytest.mark.parametrize("case", CASES)
 def test_weights_on_the_host_change_no_bit(job: DeviceContext, deterministic: None, case: str) -> None:
     """Of one micro-batch a step: several are added up by a product's epilogue, or in staging buffers."""
-    assert not differences(trained_at(job, WEIGHTS, **CASES[case] | {"global_batch_size": 2})[0])
+    found = {}
+    for name, place in WEIGHTS.items():
+        run = build(job, deterministic_mode=True, **CASES[case] | place | {"global_batch_size": 2})
+        found[name] = train(run)
+        close(run)
+    assert not differences(found)
 
 
 def differences(found: dict[str, list]) -> dict[str, tuple]:
