@@ -20,6 +20,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from answers_on_file import check_answers
 from command_line import CPU, begin
 
 from patch.config import RunConfig, resolve_transformer_impl, unknown_variables, user_message
@@ -114,11 +115,6 @@ def _answer(command, line: str, good: RunConfig) -> str:
 def test_every_answer_is_the_one_on_file(command):
     _make_files(command.folder)
     good = command.parse(FL="false").config
-    text = FILE.read_text()
-    lines = [line for line in text.splitlines() if line.startswith("$ ")]
-    found = "\n".join(f"{line}\n{_answer(command, line[2:], good)}\n" for line in lines)
-    if os.environ.get("RENEW_GOLDEN"):
-        FILE.write_text(found)
-    assert found == text, "an answer changed: RENEW_GOLDEN=1 renews answers.txt; say so in CHANGELOG"
+    text = check_answers(FILE, lambda question: _answer(command, question, good))
     refused = {match[1] for match in re.finditer(r"^exit 2: (--[a-z0-9-]+)", text, re.MULTILINE)}
     assert len(refused) > 60

@@ -59,7 +59,7 @@ def test_answer_is_of_the_value_where_the_table_has_it():
 
 
 def test_overlapped_optimizer_alone_shards_states(command):
-    """As Megatron-LLaMA's readme uses it; beside an explicit false it is refused: checks/answers.txt."""
+    """Megatron-LLaMA's readme uses the flag alone. Beside an explicit false it is refused."""
     text = to_yaml(command.parse().config).splitlines(keepends=True)
     file = command.folder / "run.yaml"
     file.write_text("".join(line for line in text if "use_distributed_optimizer" not in line))

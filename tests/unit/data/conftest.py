@@ -1,4 +1,4 @@
-"""What the data tests share: the real LLaMA-3 tokenizer, and small ones with the template of a family."""
+"""Fixtures of the data tests: the real LLaMA-3 tokenizer, and small ones with the template of a family."""
 
 from collections.abc import Callable
 from functools import cache

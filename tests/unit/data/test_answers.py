@@ -1,4 +1,4 @@
-"""What rows, conversations and files of text come to, whole: answers.txt has lines with an answer or refusal.
+"""Rows, conversations and files of text with their samples or refusals, in whole sentences: answers.txt.
 
     row [columns=NAME=COLUMN,...] [join=empty] {...}    the conversation of a row; * is learned
     pair [columns=...] {...}                            the two answers of a row of preferences
@@ -12,10 +12,10 @@ RENEW_GOLDEN=1 writes the answers anew.
 
 import ast
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from answers_on_file import check_answers
 from llama3_tokenizer import tiny_tokenizer
 from tokenizer_zoo import qwen_tokenizer
 
@@ -90,9 +90,4 @@ def answer(line: str, folder: Path, tokenizer_of: Any) -> str:
 
 
 def test_every_answer_is_the_one_on_file(tmp_path: Path, tokenizer_of: Any) -> None:
-    text = FILE.read_text()
-    lines = [line for line in text.splitlines() if line.startswith("$ ")]
-    found = "\n".join(f"{line}\n{answer(line[2:], tmp_path, tokenizer_of)}\n" for line in lines)
-    if os.environ.get("RENEW_GOLDEN"):
-        FILE.write_text(found)
-    assert found == text, "an answer changed: RENEW_GOLDEN=1 renews answers.txt; say so in CHANGELOG"
+    check_answers(FILE, lambda question: answer(question, tmp_path, tokenizer_of))

@@ -17,7 +17,7 @@ from patch.errors import DataError
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "alpaca", "plain"])
 def test_built_in_template_is_named_and_its_prompt_is_the_context(name: str, tokenizer_of: Any) -> None:
-    """What it writes is in answers.txt."""
+    """Its samples are in answers.txt."""
     tokenizer, messages = tokenizer_of(name), turns("hello", "yes")
     assert template_name(tokenizer) == f"the built-in chat template {name}"
     (spans,) = ChatRenderer(tokenizer).render(chat(messages))

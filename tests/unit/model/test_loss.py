@@ -139,7 +139,7 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def check_other_backwards(problem: Problem) -> None:
-    """Of a frozen weight; none; and a second one, which is refused."""
+    """A frozen weight has no gradient. `no_grad` records nothing. A second backward is refused."""
     weight, expected = problem.model.output_layer.weight, problem.ours()
     weight.requires_grad_(False)
     frozen = problem.ours()

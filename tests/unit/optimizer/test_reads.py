@@ -216,9 +216,9 @@ def check_compiled(way: Read, plain: Read) -> None:
 
 
 def check_late_backward_is_loud(is_kept: bool) -> None:
-    """Nobody can see the read of a tensor that was taken before, or a graph of before the step.
+    """The optimizer cannot see reads of a tensor taken before the step, nor an older graph.
 
-    As with torch's own optimizers autograd tells in backward.
+    As with torch's own optimizers, autograd raises in backward.
     """
     model = Reader()
     optimizer = offloaded(model) if is_kept else build_optimizer(model, ZeroStage.NONE)

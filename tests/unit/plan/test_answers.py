@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from answers_on_file import check_answers
 from planned_runs import H100, planned_run
 
 from patch.plan.cures import advice
@@ -33,16 +34,11 @@ def answer(command: str, capsys) -> str:
         lines += ["in the log:", *start_lines(run, cuda=True)]
         for memory in ("device", "host"):
             lines.append(f"{memory} out of memory: {advice(run, machine, on_device=memory == 'device')}")
-    return "\n".join([*lines, f"exit {code}", ""]).replace(os.getcwd(), "HERE")
+    return "\n".join([*lines, f"exit {code}"]).replace(os.getcwd(), "HERE")
 
 
 def test_every_answer_is_the_one_on_file(capsys) -> None:
-    text = FILE.read_text(encoding="utf-8")
-    commands = [line for line in text.splitlines() if line.startswith("$ ")]
-    found = "\n".join(f"{line}\n{answer(line[2:], capsys)}" for line in commands)
-    if os.environ.get("RENEW_GOLDEN"):
-        FILE.write_text(found, encoding="utf-8")
-    assert found == text, "an answer changed: RENEW_GOLDEN=1 renews answers.txt; say so in CHANGELOG"
+    check_answers(FILE, lambda command: answer(command, capsys))
 
 
 @pytest.mark.parametrize(

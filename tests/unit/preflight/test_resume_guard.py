@@ -29,7 +29,7 @@ def test_folder_without_checkpoints_is_free(command):
 
 
 def test_data_that_the_user_changed_are_recorded_and_no_other_run_overwrites_the_record(command):
-    """What may change is in checks/answers.txt."""
+    """Permitted changes are in checks/answers.txt."""
     _begun(command)
     other = command.folder / "other.json"
     other.write_text("[2]")
