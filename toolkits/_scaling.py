@@ -7,8 +7,7 @@ beyond that it grows with the replicas. So more GPUs accumulate fewer micro-batc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -53,36 +52,28 @@ class Point(NamedTuple):
     """Micro-batches of a replica in a step."""
     seconds: float
     mfu: float
-    efficiency: float
-    """Share of the step in which the process that computes longest computes, as if it were alone."""
 
 
-Curves = Mapping[str, Mapping[str, Sequence[Point]]]
-"""Points by MODEL_SIZE and title of the variant."""
-
-
-def run(file: Path, machine: str, counts: Sequence[int] = COUNTS) -> int:
-    """Print the table and write the plot.
+def run(machine: str, counts: Sequence[int] = COUNTS) -> int:
+    """Print the MFU in percent of each model with each variant; returns the exit code, 0.
 
     Args:
-        file: a PNG.
         machine: what a node is, and the links: as `plan_run` takes it.
         counts: of GPUs.
-    Returns:
-        the exit code, 0.
     Raises:
         ConfigError: the machine is not known, or has no GPUs.
     """
     node = machine_named(machine, MachineFacts.probe(), 1)
     if not node.is_gpu:
         raise ConfigError(f"--scaling: got {node.name}, expected a machine with GPUs (--machine h100)")
-    curves = {
-        size: {title: scaling(size, machine, counts, has_instances=has) for title, has in VARIANTS.items()}
-        for size in LAYOUTS
-    }
-    print(table(node.name, curves))
-    plot(file, node.name, curves)
-    print(f"plot: {file}")
+    print(f"Planned, not measured: {node.name}; 2048 samples of 8192 tokens a step, or one a replica")
+    print(f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: {', '.join(VARIANTS)}")
+    for size in LAYOUTS:
+        curves = [scaling(size, machine, counts, has_instances=has) for has in VARIANTS.values()]
+        for points in zip(*curves, strict=True):
+            gpus, micro_batches, seconds, _ = points[0]
+            line = f"{size:<6}{gpus:>7}{micro_batches:>15}{seconds:>10.2f}   "
+            print(line + "".join(f"{100 * point.mfu:>8.1f}" for point in points))
     return 0
 
 
@@ -134,7 +125,7 @@ def scaling(size: str, machine: str, counts: Sequence[int], *, has_instances: bo
         passes = 2 * config.virtual_pipeline_size * config.num_micro_batches
         seconds = step.seconds + step.computing * (slowdown(gpus, passes) - 1)
         mfu = flops_per_step(config).model / seconds / gpus / node.peak_flops(config.training.precision)
-        points.append(Point(gpus, config.num_micro_batches, seconds, mfu, step.computing / seconds))
+        points.append(Point(gpus, config.num_micro_batches, seconds, mfu))
     return points
 
 
@@ -157,38 +148,3 @@ def scaled_run(
     if has_instances:
         argv += f" --num-distributed-optimizer-instances {max(1, replicas // PER_INSTANCE)}"
     return plan_run(argv.split(), machine, gpus // per_node, per_node, here=here)
-
-
-def table(name: str, curves: Curves) -> str:
-    """MFU of each variant in percent, in lines of text."""
-    titles = f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: {', '.join(VARIANTS)}"
-    lines = [f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica", titles]
-    for size, by_variant in curves.items():
-        for points in zip(*by_variant.values(), strict=True):
-            first = points[0]
-            line = f"{size:<6}{first.gpus:>7}{first.micro_batches:>15}{first.seconds:>10.2f}   "
-            lines.append(line + "".join(f"{100 * point.mfu:>8.1f}" for point in points))
-    return "\n".join(lines) + "\n"
-
-
-def plot(file: Path, name: str, curves: Curves) -> None:
-    """Draw the efficiency of each model against the number of GPUs, a line for each variant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    canvas, axes = pyplot.subplots(
-        1, len(curves), figsize=(5 * len(curves), 4), layout="constrained", sharey=True
-    )
-    for axis, (size, by_variant) in zip(axes, curves.items(), strict=True):
-        for (title, points), style in zip(by_variant.items(), ("-o", ":^"), strict=True):
-            axis.plot([p.gpus for p in points], [100 * p.efficiency for p in points], style, label=title)
-        axis.set_xscale("log", base=2)
-        axis.set(title=f"LLaMA {size}", xlabel="GPUs", ylim=(0, 100))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of a step that is compute, %")
-    axes[0].legend(fontsize="small", loc="lower left")
-    canvas.suptitle(f"By plan: {name}")
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)

@@ -157,5 +157,5 @@ def _work(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _say_memory(config: RunConfig, machine: MachineFacts) -> None:
-    for line in start_lines(config, cuda=bool(machine.cuda_devices)):
+    for line in start_lines(config, machine):
         _logger.info("%s", line)

@@ -3,7 +3,7 @@
     llama-patch plan --machine h100 --nodes 4 -- --model-size 70B --tensor-model-parallel-size 8 ...
     llama-patch plan --machine h100 --nodes 4 --search -- --model-size 8B --seq-length 8192
     llama-patch plan --machine h100 --nodes 1,2,4,8 --search -- --model-size 8B --seq-length 8192
-    llama-patch plan --machine h100 --scaling scaling.png
+    llama-patch plan --machine h100 --scaling
 
 After `--` follows the run, as run_mcore_llama.sh takes it: 25 positions and flags, flags alone, or --config
 FILE. Nothing is started. Exit code 0: it fits, or layouts were found; 1: it does not, or none was; 2: the run
@@ -40,7 +40,7 @@ def _plan(options: argparse.Namespace, argv: list[str]) -> int:
     if options.scaling:
         if argv or options.search or options.nodes or options.devices_per_node:
             raise ConfigError("--scaling takes --machine alone: its models and numbers of GPUs are its own")
-        return _scaling.run(options.scaling, options.machine)
+        return _scaling.run(options.machine)
     if not argv:
         raise ConfigError("no run is given, expected one after `--`, such as -- --model-size 8B")
     counts = options.nodes or [None]
@@ -116,10 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--search", action="store_true", help="find the fastest layouts, as command lines")
     add("--best", type=positive, default=5, metavar="N", help="--search: so many [5]")
     add("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
-    add(
-        "--scaling", type=output_file, metavar="PNG",
-        help="plan LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
-    )  # fmt: skip
+    add("--scaling", action="store_true", help="plan LLaMA 8B, 70B, 405B on 8 to 16384 devices: a table")
     return parser
 
 

@@ -68,7 +68,7 @@ Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
 RecomputeChoice = Recompute | Literal["auto"]
-"""One of them, or `auto`: `patch.plan.activation_choice` chooses by memory and cost."""
+"""One of them, or `auto`: `patch.plan.resolve` chooses by memory and cost."""
 
 RecomputeMethod = Literal["uniform", "block"]
 """Which layers `full` recomputes: all, in blocks of several, or the first ones of each stage."""
@@ -133,12 +133,6 @@ class ZeroStage(IntEnum):
     def shares_parameters(self) -> bool:
         """Whether a rank keeps its shards of parameters only, so that every pass gathers them."""
         return self >= ZeroStage.PARAMETERS
-
-    @property
-    def shared_text(self) -> str:
-        """What is shared, in words."""
-        words = " and ".join(("optimizer states", "gradients", "parameters")[:self]) or "nothing"
-        return words.replace(" and ", ", ", self - 2)  # commas between the first of three
 
     def sums_on_the_way(self, num_copies: int) -> bool:
         """Whether gradients are all-reduced, which adds up in the type that travels.

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
-from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.numbers import size_text, timed
-from patch.plan.best import Found, Space, Way, best
-from patch.plan.fits import Fit, fit_of
+from patch.plan.describe import shortages
+from patch.plan.fits import Found, Space, Way, best, fit_of
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import SAVINGS, Change, Changes
-from patch.plan.timing.machine import Machine
-from patch.plan.timing.machine_presets import machines_of
+from patch.plan.savings import SAVINGS, Change
+from patch.plan.timing.machine import Machine, machines_of
 from patch.plan.timing.step_time import step_time
 
 _RANK, _IN_4_BITS = ("adapter", "lora_rank", 16), ("adapter", "quantize_base", "nf4")
@@ -24,33 +22,7 @@ _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 
 
-class Cure(NamedTuple):
-    """A set of changes with which a run fits."""
-
-    changes: Changes
-    fit: Fit
-    """With them."""
-    seconds: float | None
-    """Seconds of a step with them, planned; None where the device's rates are not known."""
-
-    @property
-    def flags(self) -> str:
-        """What to add to the command, or to put in the place of what it has."""
-        return " ".join(change.flags for change in self.changes)
-
-    def __str__(self) -> str:
-        """Flags, memory and seconds of a step with them, and the positions that say the same."""
-        needs = [f"{size_text(self.fit.device_needed)} a rank"]
-        if self.fit.host_needed:
-            needs.append(f"{size_text(self.fit.host_needed)} of a machine's host memory")
-        if self.seconds is not None:
-            needs.append(f"{timed(self.seconds)} a step")
-        places = [place for change in self.changes for place in change.places]
-        positions = f"; by position: {', '.join(places)}" if places else ""
-        return f"{self.flags} ({', '.join(needs)}{positions})"
-
-
-def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[Cure]:
+def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[Found]:
     """The sets of changes that make a run fit, the fastest first; [] if it fits, or none is found.
 
     Of sets that differ only in a number (TP 2 or 4), the fastest one.
@@ -79,7 +51,7 @@ def _fitting(
     ways: Iterable[Way],
     timed_on: Machine | None,
     seen: list[Found] | None = None,
-) -> list[Cure]:
+) -> list[Found]:
     """The fastest ways of each kind that make a run fit; [] if it fits."""
     if fit_of(config, machine).is_whole:
         return []
@@ -90,8 +62,18 @@ def _fitting(
         resolve=lambda run: resolve_if_legal(run, machine),
         kind=lambda changes, run: frozenset(change.kind for change in changes),
     )
-    found = [each for each in best(config, machine, space, seen) if each.fit.is_whole]
-    return [Cure(each.changes, each.fit, None if rates is None else each.cost) for each in found]
+    return [each for each in best(config, machine, space, seen) if each.fit.is_whole]
+
+
+def _text(cure: Found) -> str:
+    """Flags, memory and, where rates are known, seconds of a step; and the positions that say the same."""
+    needs = [f"{size_text(cure.fit.device_needed)} a rank"]
+    if cure.fit.host_needed:
+        needs.append(f"{size_text(cure.fit.host_needed)} of a machine's host memory")
+    needs += [f"{timed(cure.cost)} a step"] if cure.cost else []
+    places = [place for change in cure.changes for place in change.places]
+    positions = f"; by position: {', '.join(places)}" if places else ""
+    return f"{cure.flags} ({', '.join(needs)}{positions})"
 
 
 def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> str:
@@ -102,13 +84,13 @@ def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None
     ways = ((_RANK,), (_RANK, _IN_4_BITS)) if config.adapter.lora_rank is None else ((_IN_4_BITS,),)
     for values in ways:
         for cure in _fitting(config, machine, [Way((Change("adapter", values),))], timed_on):
-            return f"{'QLoRA' if _IN_4_BITS in values else 'LoRA'} of this run fits: {cure}"
+            return f"{'QLoRA' if _IN_4_BITS in values else 'LoRA'} of this run fits: {_text(cure)}"
     return ""
 
 
 def suggestions(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[str]:
     """A line for each set of changes, and one for adapters, with which a run would fit."""
-    lines = [*map(str, cures(config, machine, timed_on)), lora_line(config, machine, timed_on)]
+    lines = [*map(_text, cures(config, machine, timed_on)), lora_line(config, machine, timed_on)]
     return [line for line in lines if line]
 
 
@@ -131,19 +113,14 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
     Raises:
         ConfigError: it cannot fit; the message names the changes with which it would.
     """
-    fit = fit_of(config, machine)
-    device = machine.cuda_memory_bytes
-    if 0 < device < fit.device_needed:
-        what = f"a rank needs {size_text(fit.device_needed)} of a GPU's {size_text(device)}"
-    elif 0 < fit.host_usable < fit.host_needed:
-        what = (
-            f"the processes of a machine need {size_text(fit.host_needed)} of its host's "
-            f"{size_text(fit.host_usable)}"
-        )
-    else:
+    lacking = shortages(config, machine)
+    if not machine.cuda_devices:  # a simulated device stops no run
+        lacking.pop("device", None)
+    if not lacking:
         return
     found = "".join(f"\n    {each}" for each in suggestions(config, machine))
     cure = f"it would fit with one of{found}\n  " if found else f"{what_lacks(config, machine)} "
+    what = "; ".join(lacking.values())
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 
@@ -167,7 +144,7 @@ def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
     *others, last = [*ways.values(), *more]
     take = f"take {', '.join(others)}, or {last}" if others else f"take {last}"
     if on_device and (found := cures(config, machine)):
-        take += f"; by the plan it fits with {'; or with '.join(map(str, found))}"
+        take += f"; by the plan it fits with {'; or with '.join(map(_text, found))}"
     if 0 < limit < needed:
         take = f"the model's state alone takes {size_text(needed)} of {size_text(limit)}: {take}"
     return take

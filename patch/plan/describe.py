@@ -33,6 +33,11 @@ class PlanRow(NamedTuple):
     formulas: Sequence[str] = ()
     """How the numbers were computed."""
 
+    @property
+    def name(self) -> str:
+        """What it is about."""
+        return self.lines[0].partition(" ")[0]
+
 
 def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     """Rows about processes, parameters, bytes of a rank, a step, the whole run; and warnings.
@@ -41,8 +46,11 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         config: the run.
         machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
     """
+    papers = _papers(config)
     for rows in _TABLE:
-        yield from rows(config, machine)
+        for row in rows(config, machine):
+            more = [papers[row.name]] if row.name in papers else []
+            yield row._replace(formulas=[*row.formulas, *more])
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
@@ -78,7 +86,7 @@ def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if rank := config.adapter.lora_rank:
         trained = parameters.trained_parameters(config)
         size += f"; adapters of rank {rank} train: {scaled(trained)} ({trained / total:.2%})"
-    yield _row("parameters", size, *_shapes(config), *_papers(config).parameters)
+    yield _row("parameters", size, *_shapes(config))
     if model.num_experts:
         yield _experts(config)
 
@@ -113,16 +121,8 @@ def _shapes(config: RunConfig) -> Iterator[str]:
         yield f"{row.name}: {times}({shapes})"
 
 
-class _Papers(NamedTuple):
-    """What papers count of GPT's layers, beside what the plan counts."""
-
-    parameters: list[str]
-    activations: list[str]
-    step: list[str]
-
-
-def _papers(config: RunConfig) -> _Papers:
-    """Of a model with GPT's layers (12 h^2 of matrices and 13 h of biases and norms), else nothing.
+def _papers(config: RunConfig) -> dict[str, str]:
+    """What papers count of GPT's layers (12 h^2 of matrices, 13 h of biases and norms), by the plan's row.
 
     Sources: Korthikanti et al., arXiv:2205.05198, section 4 (bytes of 16-bit activations, of which 2 s^2 a
     are scores and dropout masks); Narayanan et al., arXiv:2104.04473, section 5.1 (the whole square).
@@ -131,7 +131,7 @@ def _papers(config: RunConfig) -> _Papers:
     b, s, h = config.training.micro_batch_size, config.sample_length, model.hidden_size
     a, t, num_layers = model.num_attention_heads, parallel.tensor_model_parallel_size, model.num_layers
     if sum(row.num_elements for row in weight_rows(model) if row.is_per_layer) != 12 * h**2 + 13 * h:
-        return _Papers([], [], [])
+        return {}
     s //= parallel.context_parallel_size
     kept, cut = {"2 s b h": 2.0 * s * b * h}, ""
     if t > 1 and not parallel.sequence_parallel:
@@ -143,14 +143,12 @@ def _papers(config: RunConfig) -> _Papers:
     s, samples = config.sample_length, config.training.global_batch_size
     layer = samples * (24 * s * h**2 + 4 * s**2 * h)
     step = 3 * (num_layers * layer + 2 * samples * s * h * config.padded_vocab_size)
-    return _Papers(
-        [f"a layer: 12 h^2 + 13 h = {12 * h**2 + 13 * h}"],
-        [f"papers, with all scores and dropout, in 16 bits: {whole}; all recomputed: {partly}"],
-        [
-            "papers, over the whole square of scores: a layer's forward 24 B s h^2 + 4 B s^2 h = "
-            f"{layer:.4g}; 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) = {step:.4g} a step"
-        ],
-    )
+    return {
+        "parameters": f"a layer: 12 h^2 + 13 h = {12 * h**2 + 13 * h}",
+        "activations": f"papers, with all scores and dropout, in 16 bits: {whole}; all recomputed: {partly}",
+        "step": "papers, over the whole square of scores: a layer's forward 24 B s h^2 + 4 B s^2 h = "
+        f"{layer:.4g}; 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) = {step:.4g} a step",
+    }
 
 
 def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
@@ -220,7 +218,6 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         *(f"{key or 'none'}: {tokens} tokens x {n / tokens:.0f} bytes of a token" for key, n in kept.items()),
         "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product",
         "sel leaves out what the norms give and the product; full keeps the layer's input",
-        *_papers(config).activations,
     )
     rank, pp_size = heaviest_rank(config, cuda=cuda), config.parallel.pipeline_model_parallel_size
     most = rank.activations
@@ -275,7 +272,6 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f"{times} x (2 x {tokens} tokens x ({model.num_layers} layers x {active} + output "
         f"{config.padded_vocab_size} x {model.hidden_size}) + {of_pairs} = {flops.model:.4g}",
         f"a multiply-add is 2 FLOPs, {beside}, attention counts the pairs under its mask",
-        *_papers(config).step,
     )
     if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
         packed = f"several rows share a sequence of {length} tokens"
@@ -300,22 +296,27 @@ def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         yield _row("resume", f"after step {newest}{of_all}, from {root}")
 
 
-def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """A line for each memory that is too small."""
+def shortages(config: RunConfig, machine: MachineFacts) -> dict[str, str]:
+    """Sentences about each memory that is too small, that of the `device` and of the `host`."""
     fit, device = fit_of(config, machine), memory.device_memory(config, machine)
+    found: dict[str, str] = {}
     what = "model state" if config.model.precision_align is not None else "model state and activations"
     if 0 < device < fit.device_needed:
         name = "GPU" if machine.cuda_devices else "simulated device"
-        needed = f"{size_text(fit.device_needed)} of {what}"
-        yield _row("warning", f"{needed} on a {name} that has {size_text(device)}")
+        found["device"] = f"{size_text(fit.device_needed)} of {what} on a {name} that has {size_text(device)}"
     if not fit.is_on_host:
         processes = counted(config.parallel.nproc_per_node, "process")
         of_host = "model state" if machine.cuda_devices else what
         needed = f"{size_text(fit.host_needed)} of {of_host} in the host memory of {processes}"
-        yield _row("warning", f"{needed}, a machine has {size_text(fit.host_usable)}")
+        found["host"] = f"{needed}, a machine has {size_text(fit.host_usable)}"
+    return found
 
 
-_TABLE = (_model, _state, _memory, _bubble, _step, _run, _shortages)
+def _warnings(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
+    yield from (_row("warning", text) for text in shortages(config, machine).values())
+
+
+_TABLE = (_model, _state, _memory, _bubble, _step, _run, _warnings)
 """All rows of a plan, in order."""
 
 
@@ -339,29 +340,7 @@ def describe_length(config: RunConfig, one_pass: int) -> str:
     return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}"
 
 
-def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
-    """The layout and a step's micro-batches; the planned memory of the heaviest rank by kind."""
-    micro_batches = counted(config.num_micro_batches, "micro-batch")
-    samples = counted(config.training.micro_batch_size, "sample")
-    layout = (
-        f"layout: processes {processes_text(config)}; replicas share {config.zero_stage.shared_text}; "
-        f"a step has {micro_batches} of {samples} a replica"
-    )
-    is_aligned = config.model.precision_align is not None
-    rank = None if is_aligned else heaviest_rank(config, cuda=cuda)
-    pp_rank = rank and rank.pp_rank
-    weights, gradients, states = memory.bytes_per_rank(config, pp_rank)
-    is_auto = rank is not None and config.optimizer.optimizer_offload_policy == "auto"
-    kinds = {"weights": weights, "gradients": gradients, "optimizer states": 0 if is_auto else states}
-    if rank is not None:
-        kinds |= {"gradients under way": rank.staging, "weights of a pass": rank.whole}
-        kinds |= {"8-bit weights": rank.eight_bits, "activations": rank.activations.total}
-    parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
-    text = f"{size_text(sum(kinds.values()))} = {parts}"
-    if rank is None:
-        return layout, f"planned state of a rank: {text}; --precision-align's activations are not planned"
-    if is_auto:
-        text += f"; {size_text(states)} of optimizer states beside it as far as there is room"
-    on_host = memory.host_bytes(config, pp_rank).total + rank.activations.on_host
-    text += f"; {size_text(on_host)} more in host memory" if on_host else ""
-    return layout, f"planned memory of the heaviest rank: {text}"
+def start_lines(config: RunConfig, machine: MachineFacts) -> list[str]:
+    """The rows of a plan with which a run's log begins: its layout, memory and steps."""
+    rows = [row for part in (_model, _state, _memory, _step) for row in part(config, machine)]
+    return [row.lines[0] for row in rows if row.name in ("processes", "state/rank", "memory/rank", "step")]

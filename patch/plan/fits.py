@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
+from patch.plan import memory
 from patch.plan.activations import ActivationPeak, activation_peak
-from patch.plan.memory import (
-    eight_bit_bytes,
-    needed_bytes,
-    staging_bytes,
-    state_on_device,
-    usable_device_memory,
-    whole_bytes,
-)
+from patch.plan.savings import Changes, with_changes
 
 
 class RankMemory(NamedTuple):
@@ -42,10 +39,10 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
     ranks = (
         RankMemory(
             rank,
-            state_on_device(config, rank),
-            staging_bytes(config, rank, cuda=cuda),
-            whole_bytes(config, rank),
-            eight_bit_bytes(config, rank),
+            memory.state_on_device(config, rank),
+            memory.staging_bytes(config, rank, cuda=cuda),
+            memory.whole_bytes(config, rank),
+            memory.eight_bit_bytes(config, rank),
             activation_peak(config, rank, cuda=cuda),
         )
         for rank in range(config.parallel.pipeline_model_parallel_size)
@@ -84,9 +81,102 @@ def fit_of(config: RunConfig, machine: MachineFacts) -> Fit:
     Of `--precision-align`, which keeps more activations, only the model state counts. The host of a CPU run
     holds all, that of GPUs what they offload.
     """
-    on_device, on_host = needed_bytes(config, machine)
+    on_device, on_host = memory.needed_bytes(config, machine)
     if config.model.precision_align is None:
         rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
         of_process = rank.activations.on_host + (0 if machine.cuda_devices else rank.total - rank.state)
         on_device, on_host = rank.total, on_host + of_process * config.parallel.nproc_per_node
-    return Fit(on_device, usable_device_memory(config, machine), on_host, machine.host_memory_bytes)
+    return Fit(on_device, memory.usable_device_memory(config, machine), on_host, machine.host_memory_bytes)
+
+
+class Way(NamedTuple):
+    """Changes of a run, and steps of which each needs less of the device than the one before."""
+
+    changes: Changes
+    steps: Sequence[Changes] = ((),)
+    """Further changes; the first of them with which the run fits the device is taken."""
+
+
+class Found(NamedTuple):
+    """A run that a search has looked at."""
+
+    changes: Changes
+    run: RunConfig
+    """The run with the changes; what is left to `auto` is still so."""
+    resolved: RunConfig
+    fit: Fit
+    cost: float
+
+    @property
+    def flags(self) -> str:
+        """What to add to a command, or to put in the place of what it has."""
+        return " ".join(change.flags for change in self.changes)
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Runs that fit first, of these the cheapest with the fewest changes; else the smallest."""
+        if self.fit.is_whole:
+            return 0, self.cost, len(self.changes), self.fit.host_needed
+        return 1, not self.fit.is_on_host, self.fit.device_needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What a search looks at, and what it compares."""
+
+    ways: Iterable[Way]
+    """Read one by one, so that a generator may use what the search has seen before."""
+    cost: Callable[[RunConfig], float]
+    """Cost of a run in any unit."""
+    is_bounded: bool = False
+    """No step makes a run cheaper, so that one that costs more than another of its kind is left out."""
+    resolve: Callable[[RunConfig], RunConfig | None] = lambda run: run
+    """Makes a run's automatic choices; None: a rule refuses the run."""
+    kind: Callable[[Changes, RunConfig], Hashable] = lambda changes, run: None
+    """Alternatives have the same kind: the best of each is returned."""
+
+
+def best(
+    config: RunConfig, machine: MachineFacts, space: Space, seen: list[Found] | None = None
+) -> list[Found]:
+    """Return the best run of each kind, in the order of `Found.rank`; [] if rules refuse all.
+
+    Args:
+        config: the run to change.
+        machine: one of its machines.
+        space: what is looked at.
+        seen: all runs that were looked at are appended to it.
+    """
+    found: dict[Hashable, Found] = {}
+    for way in space.ways:
+        run = with_changes(config, way.changes)
+        if (resolved := space.resolve(run)) is None:
+            continue
+        kind = space.kind(way.changes, resolved)
+        so_far = found.get(kind)
+        if space.is_bounded and so_far and so_far.fit.is_whole and space.cost(resolved) >= so_far.cost:
+            continue
+        step, fit = _first_that_fits(resolved, machine, way.steps)
+        resolved = with_changes(resolved, step)
+        cost = space.cost(resolved) if fit.is_whole else 0.0
+        one = Found((*way.changes, *step), with_changes(run, step), resolved, fit, cost)
+        if seen is not None:
+            seen.append(one)
+        if so_far is None or one.rank < so_far.rank:
+            found[kind] = one
+    return sorted(found.values(), key=lambda each: each.rank)
+
+
+def _first_that_fits(
+    config: RunConfig, machine: MachineFacts, steps: Sequence[Changes]
+) -> tuple[Changes, Fit]:
+    """The first step with which a run fits the device, else the last; and its fit."""
+
+    def fit(step: Changes) -> Fit:
+        return fit_of(with_changes(config, step), machine)
+
+    last = fit(steps[-1])
+    if len(steps) == 1 or not last.is_on_device:
+        return steps[-1], last
+    first = bisect_left(range(len(steps) - 1), True, key=lambda index: fit(steps[index]).is_on_device)
+    return steps[first], last if first == len(steps) - 1 else fit(steps[first])

@@ -17,8 +17,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.numbers import to_int
 from patch.plan.resolve import resolve_run
-from patch.plan.timing.machine import Machine
-from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
+from patch.plan.timing.machine import PRESETS, Machine, preset, read_machine, this_machine
 from patch.preflight.parse import parse_args, split_positions
 
 _TOKENS_OF_A_STEP = 2**22

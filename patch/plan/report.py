@@ -16,8 +16,7 @@ from patch.plan.fits import fit_of
 from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.planned_run import Planned
-from patch.plan.timing.machine import Machine
-from patch.plan.timing.machine_presets import machines_of
+from patch.plan.timing.machine import Machine, machines_of
 from patch.plan.timing.step_time import StepTime, step_time
 
 _SHOWN_RANKS = 16

@@ -1,7 +1,14 @@
-"""The automatic choices of a run, all of them, in the order in which they depend on each other."""
+"""The automatic choices of a run, all of them, in the order in which they depend on each other.
+
+AC=auto looks at: all kept; selective; the first layers of each stage offloaded, the others kept whole or with
+selective; the first layers recomputed; all layers recomputed, also in blocks. Of each, the fewest layers that
+fit. Costs are in forwards of a layer, by the time model (timing/layer_time.py): recomputation repeats one; an
+offloaded layer costs what its copies take longer than the forward and backward beside which they run.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from patch.checks.rules import is_legal
@@ -9,21 +16,25 @@ from patch.config import RunConfig, resolve_transformer_impl
 from patch.config.choices import ContextCommunication, Sharding, ZeroStage
 from patch.config.positions import where
 from patch.device import MachineFacts
+from patch.logger import get_logger
 from patch.numbers import size_text
-from patch.plan.activation_choice import resolve_activations
-from patch.plan.best import Found, Space, Way, best
-from patch.plan.fits import heaviest_rank
-from patch.plan.memory import (
-    disk_bytes,
-    host_bytes,
-    units_of,
-)
+from patch.plan import memory
+from patch.plan.fits import Found, Space, Way, best, heaviest_rank
+from patch.plan.parameters import layer_kinds
 from patch.plan.savings import Mix, changed, share_on_host, with_changes
 from patch.plan.timing.communication import sent_bytes
-from patch.plan.timing.layer_time import tensor_ways, with_tensor_overlap
-from patch.plan.timing.machine_presets import machines_of
+from patch.plan.timing.layer_time import layer_times, tensor_ways, with_tensor_overlap
+from patch.plan.timing.machine import Machine, machines_of
+
+_logger = get_logger(__name__)
 
 _MIB = 2**20
+SELECTIVE_COST = 0.05
+"""Share of a layer's forward, where the device's speed is not known: selective recomputation repeats no
+product, but reads and writes memory."""
+OFFLOAD_COST = 0.1
+"""Share of a layer's forward, also where its copies are hidden, which take bandwidth from compute.
+Assumed."""
 
 
 def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
@@ -31,14 +42,14 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     Returns:
         the run, and lines about what was looked at and chosen.
     """
-    config, tensor = resolve_tp_comm_overlap(config, machine)  # first: Transformer Engine's layers have none
-    config, layers = resolve_transformer_impl(config, machine)
-    config, sharding = resolve_sharding(config, machine)
-    config, communication = resolve_cp_comm_type(config)
-    config, eight_bit_weights = resolve_8_bit_weights(config, machine)
-    config, activations = resolve_activations(config, machine)
-    config, weights = resolve_weights(config, machine)
-    chosen = tensor + layers + sharding + communication + eight_bit_weights + activations + weights
+    chosen: list[str] = []
+    for choose in (
+        resolve_tp_comm_overlap, resolve_transformer_impl,  # Transformer Engine's layers do not overlap
+        resolve_sharding, lambda run, _: resolve_cp_comm_type(run), resolve_8_bit_weights,
+        resolve_activations, resolve_weights,
+    ):  # fmt: skip
+        config, lines = choose(config, machine)
+        chosen += lines
     return config, [*chosen, *_remarks(config, machine)]
 
 
@@ -46,10 +57,10 @@ def _remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """What a resolved run asks for that comes to nothing by its sizes."""
     optimizer = config.optimizer
     is_offloading = optimizer.offload_folder is not None and optimizer.optimizer_offload_policy is not None
-    if is_offloading and not disk_bytes(config, machine):
+    if is_offloading and not memory.disk_bytes(config, machine):
         share = f"{where('optimizer_offload_host_share')} {optimizer.optimizer_offload_host_share:g}"
         yield f"{where('offload_folder')}: by plan host memory takes all states ({share}), and the disk none"
-    if config.frees_weights and not any(map(any, units_of(config, None))):
+    if config.frees_weights and not any(map(any, memory.units_of(config, None))):
         below = f"{where('param_persistence_threshold')} {optimizer.param_persistence_threshold}"
         yield f"{where('data_parallel_sharding')} parameters: all are below {below}, and stay whole"
 
@@ -187,9 +198,82 @@ def resolve_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig
     shares = [(changed("optimizer", cpu_offloading_weights_fraction=n / 100),) for n in range(most + 1)]
     run = best(config, machine, Space(ways=[Way((), shares)], cost=lambda run: 0.0))[0].run
     least = run.optimizer.cpu_offloading_weights_fraction
-    there = host_bytes(run)
+    there = memory.host_bytes(run)
     line = (
         f"--cpu-offloading-weights-fraction auto: {least:g}, with {size_text(there.weights)} of a "
         f"rank's weights and {size_text(there.gradients)} of gradients in host memory"
     )
     return run, [line]
+
+
+def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Replace `auto` by the cheapest mix that fits, or by the smallest that fits the host.
+
+    Returns:
+        the run with the flags of a mix instead of auto, and lines about what was looked at.
+    """
+    if config.training.recompute_granularity != "auto":
+        return config, []
+    config = with_changes(config, (Mix().change,))
+    # A simulated device has no speed.
+    timed_on = machines_of(config, machine) if machine.cuda_devices else None
+    seen: list[Found] = []
+    space = Space(
+        ways=_ways(config, seen), cost=lambda run: _cost(run, timed_on), kind=lambda changes, _: changes
+    )
+    chosen = best(config, machine, space, seen)[0]
+    if not chosen.fit.is_whole:
+        _logger.warning(
+            "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more "
+            "PP, TP or CP, a smaller micro-batch or optimizer offload need less"
+        )
+    usable, whole = memory.usable_device_memory(config, machine), memory.device_memory(config, machine)
+    speed = "speed unknown, so recomputation goes before offload"
+    if timed_on is not None:
+        seconds = layer_times(layer_kinds(config)[1], timed_on).forward.total
+        speed = f"a layer's forward takes {1e3 * seconds:.1f} ms by plan"
+    lines = [f"{size_text(usable)} of the {size_text(whole)} of a device may be used, {speed}"]
+    lines += [_line(each, timed_on, is_chosen=each is chosen) for each in seen]
+    return chosen.run, [f"--recompute-granularity auto: {line}" for line in lines]
+
+
+def _ways(config: RunConfig, seen: list[Found]) -> Iterator[Way]:
+    """All kept, selective, and each other kind with ever more layers, until one fits."""
+    most = max(config.stage_layers)
+    counts = range(1, most + 1)
+    yield Way((Mix().change,))
+    if seen[-1].fit.is_whole:
+        return
+    yield Way((Mix("selective").change,))
+    yield Way((), [(Mix(offloaded=layers).change,) for layers in counts])
+    yield Way((), [(Mix("selective", offloaded=layers).change,) for layers in counts])
+    if most > 1:
+        yield Way((), [(Mix("full", "block", layers).change,) for layers in counts[:-1]])
+    for block in counts:
+        if math.gcd(block, *config.stage_layers) == block:
+            yield Way((Mix("full", recomputed=block).change,))
+            if seen[-1].fit.is_whole:
+                return
+
+
+def _cost(config: RunConfig, timed_on: Machine | None) -> float:
+    """Cost of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
+    mix, num_layers = Mix.of(config), max(config.stage_layers)
+    if mix.granularity == "full":
+        return float(num_layers if mix.method == "uniform" else mix.recomputed)
+    selective, offload = SELECTIVE_COST, num_layers + 1.0  # rather recompute all
+    if timed_on is not None:
+        times = layer_times(layer_kinds(config)[1], timed_on)  # of layers with experts
+        forward = times.forward.total
+        selective, offload = times.selective / forward, OFFLOAD_COST + times.offload / forward
+    return (selective * num_layers if mix.granularity == "selective" else 0.0) + mix.offloaded * offload
+
+
+def _line(found: Found, timed_on: Machine | None, *, is_chosen: bool) -> str:
+    """A line about a mix."""
+    fit, cost = found.fit, _cost(found.run, timed_on)
+    host = "" if fit.is_on_host else ", which host memory has no room for"
+    in_stage = f"({max(found.run.stage_layers)} in a stage)"
+    costs = f", costs {cost:.1f} forwards of a layer {in_stage}" if cost else ""
+    chosen = "" if not is_chosen else ", chosen" if fit.is_whole else ", chosen, although too much"
+    return f"{Mix.of(found.run).words} needs {size_text(fit.device_needed)} a rank{host}{costs}{chosen}"

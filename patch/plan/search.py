@@ -13,21 +13,11 @@ from itertools import product
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.plan.best import Found, Space, Way, best
-from patch.plan.fits import Fit
+from patch.plan import savings
+from patch.plan.fits import Fit, Found, Space, Way, best
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import (
-    SAVINGS,
-    SHORTEST_PIECE,
-    Change,
-    Changes,
-    changed,
-    share_on_host,
-    with_changes,
-    without_savings,
-)
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.step_time import StepTime, step_costs, step_time
 
@@ -97,16 +87,16 @@ def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Candi
 
 
 def _space(config: RunConfig, machine: Machine, ways: Iterable[Way]) -> Space:
-    usable = usable_device_memory(without_savings(config), machine.facts)
+    usable = usable_device_memory(savings.without_savings(config), machine.facts)
 
     def resolve(run: RunConfig) -> RunConfig | None:
         # Looked at first, because activations take long to plan.
-        all_on_host = with_changes(run, _on_host(run)[-1])
+        all_on_host = savings.with_changes(run, _on_host(run)[-1])
         is_too_large = 0 < usable < state_on_device(all_on_host)
         return None if is_too_large else resolve_if_legal(run, machine.facts)
 
     def cost(run: RunConfig) -> float:  # what the host delays is seen only when it is timed
-        return _bound(run, machine) * (1 + 0.02 * share_on_host(run))
+        return _bound(run, machine) * (1 + 0.02 * savings.share_on_host(run))
 
     return Space(ways=ways, cost=cost, is_bounded=True, resolve=resolve, kind=lambda _, run: Layout.of(run))
 
@@ -116,8 +106,8 @@ def _ways(config: RunConfig, machine: Machine, seen: list[Found]) -> Iterator[Wa
     fastest, too_large, num_seen = math.inf, set[Layout](), 0
     for layout in _layouts(config, machine):
         sizes = layout._replace(micro_batch=0)
-        plain = with_changes(config, (_layout_change(config, machine, layout),))
-        if sizes in too_large or _bound(without_savings(plain), machine) > _FAR * fastest:
+        plain = savings.with_changes(config, (_layout_change(config, machine, layout),))
+        if sizes in too_large or _bound(savings.without_savings(plain), machine) > _FAR * fastest:
             continue
         yield from _ways_of(layout, config, machine)
         costs = [each.cost for each in seen[num_seen:] if each.fit.is_whole]
@@ -129,17 +119,17 @@ def _ways(config: RunConfig, machine: Machine, seen: list[Found]) -> Iterator[Wa
 def _ways_of(layout: Layout, config: RunConfig, machine: Machine) -> Iterator[Way]:
     """A layout with every choice of one change of each saving on the device, and steps to the host."""
     change = _layout_change(config, machine, layout)
-    run = without_savings(with_changes(config, (change,)))
-    tried = [saving.searched(run) for saving in SAVINGS if not saving.goes_to_host]
-    plain = tuple(each[0] for saving in SAVINGS if (each := saving.searched(run)))
+    run = savings.without_savings(savings.with_changes(config, (change,)))
+    tried = [saving.searched(run) for saving in savings.SAVINGS if not saving.goes_to_host]
+    plain = tuple(each[0] for saving in savings.SAVINGS if (each := saving.searched(run)))
     for on_device in product(*filter(None, tried)):
         changes = (change, *plain, *on_device)
-        yield Way(changes, _on_host(with_changes(config, changes)))
+        yield Way(changes, _on_host(savings.with_changes(config, changes)))
 
 
-def _on_host(config: RunConfig) -> list[Changes]:
+def _on_host(config: RunConfig) -> list[savings.Changes]:
     """Every choice of one change of each saving that goes to the host; each leaves less on the device."""
-    tried = (saving.searched(config) for saving in SAVINGS if saving.goes_to_host)
+    tried = (saving.searched(config) for saving in savings.SAVINGS if saving.goes_to_host)
     return [*product(*filter(None, tried))]
 
 
@@ -152,7 +142,7 @@ def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
             if layers % pp:
                 continue
             for cp in _divisors(world // (tp * pp)):
-                if cp > 1 and config.sample_length // cp < SHORTEST_PIECE:
+                if cp > 1 and config.sample_length // cp < savings.SHORTEST_PIECE:
                     continue
                 replicas = world // (tp * pp * cp)
                 for vpp in (1, 2, 4) if pp > 1 else (1,):
@@ -172,11 +162,11 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _layout_change(config: RunConfig, machine: Machine, layout: Layout) -> Change:
+def _layout_change(config: RunConfig, machine: Machine, layout: Layout) -> savings.Change:
     num_layers = config.model.num_layers
     counted = _counted_layers(num_layers, layout.pp)
     of_stage = counted // (layout.pp * layout.vpp)
-    parallel = changed(
+    parallel = savings.changed(
         "parallel", tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp, cp_comm_type=None, sequence_parallel=layout.tp > 1,
         num_layers_per_virtual_pipeline_stage=of_stage if layout.vpp > 1 else None,
@@ -185,11 +175,11 @@ def _layout_change(config: RunConfig, machine: Machine, layout: Layout) -> Chang
         nproc_per_node=machine.devices_per_node,
     )  # fmt: skip
     of_experts = 1 if layout.ep > 1 else None
-    experts = changed(
+    experts = savings.changed(
         "experts", expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=of_experts
     )
-    training = changed("training", micro_batch_size=layout.micro_batch)
-    return Change("layout", parallel.values + experts.values + training.values)
+    training = savings.changed("training", micro_batch_size=layout.micro_batch)
+    return savings.Change("layout", parallel.values + experts.values + training.values)
 
 
 def _bound(config: RunConfig, machine: Machine) -> float:

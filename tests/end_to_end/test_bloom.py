@@ -89,7 +89,7 @@ def test_run_that_is_killed_goes_on_to_the_same_bits_and_transformers_has_its_lo
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     ended = call_workers(PROCESSES, bloom_command(model, sets, whole), MP_DATASET_TYPE="idxmap")
     assert ended.returncode == 0, ended.stderr
-    assert "2 x PP 2 x CP 1 x DP 2" in ended.stderr and "replicas share optimizer states" in ended.stderr
+    assert "2 x PP 2 x CP 1 x DP 2" in ended.stderr and "(data-parallel sharding: optimizer)" in ended.stderr
     unbroken = losses(whole)
     assert len(unbroken) == STEPS and unbroken[-1] < unbroken[0] - 0.2
 

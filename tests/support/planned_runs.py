@@ -1,8 +1,7 @@
 """Runs that are only planned: of any layout, on GPUs that are not there."""
 
 from patch.config import RunConfig
-from patch.plan.timing.machine import Machine
-from patch.plan.timing.machine_presets import PRESETS
+from patch.plan.timing.machine import PRESETS, Machine
 from patch.preflight.parse import parse_args
 
 H100 = PRESETS["h100"]

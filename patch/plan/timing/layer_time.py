@@ -7,7 +7,6 @@ read and write. A layer takes at least as long as the host needs to start its ke
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 from patch.config import RunConfig
@@ -18,14 +17,8 @@ from patch.families.adapters import adapters_of
 from patch.plan.activations import activation_bytes, boundary_bytes, dispatch_of
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
-from patch.plan.timing.communication import (
-    dispatch_seconds,
-    group_of,
-    neighbour_seconds,
-    ring,
-    sent_bytes,
-    summing_seconds,
-)
+from patch.plan.savings import changed, with_changes
+from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
 
 HALF_REACHED = 256
@@ -103,7 +96,7 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
                 memory=traffic[place],
                 tensor=tensor,
                 context=_context(config, machine, attention * factor, is_forward=is_forward),
-                experts=dispatch_seconds(config, machine),
+                experts=links.dispatch_seconds(config, machine),
                 launches=machine.launch_seconds * (LAUNCHES[place] + _OF_PIECE * pieces),
             )
         )
@@ -114,9 +107,7 @@ def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
 
 def with_tensor_overlap(config: RunConfig, overlaps: bool) -> RunConfig:
     """The same run with or without TP's messages in pieces of products."""
-    return dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, tp_comm_overlap=overlaps)
-    )
+    return with_changes(config, (changed("parallel", tp_comm_overlap=overlaps),))
 
 
 def tensor_ways(config: RunConfig, machine: Machine) -> dict[bool, float]:
@@ -243,7 +234,7 @@ def _tensor(
     tp_size, is_cut = parallel.tensor_model_parallel_size, parallel.sequence_parallel
     if tp_size == 1:
         return 0.0, 0
-    once = gather = summing_seconds(config, machine)
+    once = gather = links.summing_seconds(config, machine)
     if parallel.tp_comm_overlap:
         found = sorted(summed + cut) if is_cut else summed if is_forward else cut
         message = once if is_cut else 2 * once
@@ -252,7 +243,7 @@ def _tensor(
         pieces = tp_size - 1 if is_cut else 2 * tp_size
         return seconds, pieces * (len(found) + again) if machine.is_gpu else 0
     if is_cut and config.has_8_bits:  # behind a small all-reduce, of the largest numbers
-        gather = summing_seconds(config, machine, 0.5) + 2 * summing_seconds(config, machine, 0.0)
+        gather = links.summing_seconds(config, machine, 0.5) + 2 * links.summing_seconds(config, machine, 0.0)
     if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
         return len(summed) * once + len(cut) * gather, 0
     inputs, weights = products.inputs, products.weights
@@ -296,14 +287,15 @@ def _context(config: RunConfig, machine: Machine, attention: float, *, is_forwar
     cp_size, way = config.parallel.context_parallel_size, config.parallel.cp_comm_type
     if cp_size == 1:
         return 0.0
-    sent = sent_bytes(config, way or "p2p")
+    sent = links.sent_bytes(config, way or "p2p")
     if way == "a2a":
         # An all-to-all of n bytes sends as much as a gather of n bytes in all.
-        return ring(machine, group_of(config, "cp"), 1).seconds(sent / 2 * cp_size / (cp_size - 1))
+        ranks = links.group_of(config, "cp")
+        return links.ring(machine, ranks, 1).seconds(sent / 2 * cp_size / (cp_size - 1))
     # Keys and values in forward; with fp32 gradients in backward. All but the rank's own piece hides them.
     size, steps = element_bytes(config.training.precision), cp_size - 1
     share = (size if is_forward else size + _FP32) / (2 * size + _FP32)
-    message = steps * neighbour_seconds(machine, config, "cp", sent * share / steps)
+    message = steps * links.neighbour_seconds(machine, config, "cp", sent * share / steps)
     return max(0.0, message - attention * steps / cp_size)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,18 +23,11 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
-from patch.plan.parameters import by_layer, element_bytes, kept_parts, parameters_of
+from patch.plan.parameters import Unit, by_layer, element_bytes, freed_units, kept_parts, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
-from patch.plan.timing.communication import (
-    Collective,
-    GradientTravel,
-    gradient_travel,
-    neighbour_seconds,
-    summing_seconds,
-)
+from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
-from patch.plan.timing.weights import PassWaits, host_rate, pass_waits
 
 _LOGIT_BYTES = 20
 """For each logit: written, read for its largest and their sum, made a gradient, read by two products."""
@@ -62,11 +55,9 @@ class StepCosts:
     """What passes wait for weights beside that, where replicas share them."""
     message: float
     """Between neighbouring stages, one way; 0 without stages."""
-    has_hidden_messages: bool
-    """Stages compute while their messages travel (interleaved PP)."""
-    travel: GradientTravel
+    travel: links.GradientTravel
     """Collectives of buckets of gradients and weights between replicas."""
-    of_experts: GradientTravel
+    of_experts: links.GradientTravel
     """Those between ranks that have the same experts."""
     parameters: tuple[int, ...]
     """Elements that each pipeline rank trains."""
@@ -87,7 +78,7 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
     forward[-1] += loss
     stages, parallel = len(forward), config.parallel
     ranks = range(parallel.pipeline_model_parallel_size)
-    message = neighbour_seconds(machine, config, "pp", boundary_bytes(config)) if stages > 1 else 0.0
+    message = links.neighbour_seconds(machine, config, "pp", boundary_bytes(config)) if stages > 1 else 0.0
     return StepCosts(
         layers=tuple(map(Counter, layers)),
         loss=loss,
@@ -96,9 +87,8 @@ def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
         backward=tuple(backward),
         waits=pass_waits(config, machine, forward, backward),
         message=message,
-        has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
-        travel=gradient_travel(config, machine, of_experts=False),
-        of_experts=gradient_travel(config, machine, of_experts=True),
+        travel=links.gradient_travel(config, machine, of_experts=False),
+        of_experts=links.gradient_travel(config, machine, of_experts=True),
         parameters=tuple(parameters_of(config, rank) for rank in ranks),
         experts=tuple(parameters_of(config, rank, of_experts=True) for rank in ranks),
         states=kept_parts(config, None, is_shared=config.zero_stage.shares_states),
@@ -143,7 +133,7 @@ def _loss(config: RunConfig, machine: Machine) -> float:
         machine, precision, sides, element_bytes(precision)
     )
     bandwidth = machine.memory_rate
-    return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * summing_seconds(config, machine)
+    return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * links.summing_seconds(config, machine)
 
 
 def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
@@ -157,10 +147,10 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     boundary = boundary_bytes(config)
     added = 2 * size + 2 * element_bytes(config.optimizer.main_grads_dtype)
     weight = rows * config.model.hidden_size * added
-    forward = 2 * boundary / bandwidth + summing_seconds(config, machine)
+    forward = 2 * boundary / bandwidth + links.summing_seconds(config, machine)
     if config.adapter.lora_rank:
         return forward, 0.0
-    return forward, (weight + 2 * boundary) / bandwidth + summing_seconds(config, machine) / 2
+    return forward, (weight + 2 * boundary) / bandwidth + links.summing_seconds(config, machine) / 2
 
 
 class StepPart(NamedTuple):
@@ -208,8 +198,8 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
 
 
 def _timing(config: RunConfig, costs: StepCosts) -> Timing:
-    """The passes of the pipeline. Where nothing hides a message, its sender waits until it has arrived."""
-    is_hidden = costs.has_hidden_messages
+    """The passes of the pipeline. Without interleaving a sender waits until its message has arrived."""
+    is_hidden = config.virtual_pipeline_size > 1 and config.parallel.overlap_p2p_communication
     wait, last, waits = 0.0 if is_hidden else costs.message, len(costs.forward) - 1, costs.waits
     forward = [n + waits[s].forward + (wait if s < last else 0) for s, n in enumerate(costs.forward)]
     backward = [n + waits[s].backward + (wait if s else 0) for s, n in enumerate(costs.backward)]
@@ -300,7 +290,7 @@ class Travel(NamedTuple):
 
 
 def _travels(
-    config: RunConfig, costs: StepCosts, collective: Collective, of_experts: Collective
+    config: RunConfig, costs: StepCosts, collective: links.Collective, of_experts: links.Collective
 ) -> list[Travel]:
     """Travel of each pipeline rank; experts travel between other ranks."""
     size = config.optimizer.reduce_bucket_size
@@ -378,3 +368,68 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
     return max(0.0, down - backward) + max(0.0, max(update * (1 - early), up) - forward)
+
+
+class PassWaits(NamedTuple):
+    """What the passes of one stage and micro-batch wait for weights, in seconds."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    gather: float = 0.0
+    """In each of both passes weights travel so long between ranks."""
+
+
+def pass_waits(
+    config: RunConfig, machine: Machine, forward: Sequence[float], backward: Sequence[float]
+) -> tuple[PassWaits, ...]:
+    """What each stage waits for its weights.
+
+    Args:
+        config: the run.
+        machine: its devices and links.
+        forward, backward: seconds of each stage's passes without waits.
+    """
+    if not config.frees_weights:
+        return (PassWaits(),) * len(forward)
+    stages = zip(freed_units(config), zip(forward, backward, strict=True), strict=True)
+    return tuple(_waits(config, machine, units, own) for units, own in stages)
+
+
+def host_rate(config: RunConfig, machine: Machine) -> float:
+    """Bytes/s of host memory that each process of a node has."""
+    return machine.host_bandwidth * machine.reached.host_bandwidth / config.parallel.nproc_per_node
+
+
+def _waits(config: RunConfig, machine: Machine, units: Sequence[Unit], own: Sequence[float]) -> PassWaits:
+    """The waits of a stage.
+
+    Args:
+        config, machine: see `pass_waits`.
+        units: its weights, in the order of forward.
+        own: seconds of its forward and its backward.
+    """
+    instances = config.parallel.num_distributed_optimizer_instances
+    between = links.ring(machine, links.group_of(config, "dp", "cp", instances=instances), 1)
+    of_experts = links.ring(machine, links.group_of(config, "dp", of_experts=True), 1)
+    link, memory = machine.host_link_bandwidth * machine.reached.host_link, host_rate(config, machine)
+    main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
+    # Gradients on the host are added up there: two are read, one is written.
+    touches = 1 if config.num_micro_batches == 1 else 4
+
+    def gather(unit: Unit) -> float:
+        return between.seconds(unit.others) + (of_experts.seconds(unit.experts) if unit.experts else 0.0)
+
+    def down(unit: Unit, gradients: float = 0.0) -> float:
+        """Copy a rank's part from the host, beside this many bytes of gradients for each byte to it."""
+        part = unit.others / config.num_state_shares + unit.experts / config.num_expert_copies
+        part *= weights_on_host(config)
+        return part * max(1 / link, gradients / link, (1 + gradients * touches) / memory)
+
+    gathers, slower = sum(map(gather, units)), machine.reached.contention * sum(map(gather, units))
+    copies = sum(map(down, units)), sum(down(unit, main / weight) for unit in units)
+    first, last = (gather(unit) + down(unit) for unit in (units[0], units[-1]))
+    forward, backward = (
+        max(alone, max(gathers, copy) - seconds) + slower
+        for alone, copy, seconds in zip((first, last), copies, own, strict=True)
+    )
+    return PassWaits(forward, backward, gathers)

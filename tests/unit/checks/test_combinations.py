@@ -19,9 +19,8 @@ from patch.config.fields import FIELDS, coerce
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan.activation_choice import resolve_activations
 from patch.plan.describe import describe_plan
-from patch.plan.resolve import resolve_cp_comm_type, resolve_sharding
+from patch.plan.resolve import resolve_activations, resolve_cp_comm_type, resolve_sharding
 
 SECTIONS = ("model", "parallel", "training", "optimizer", "data")
 VALUES = yaml.safe_load(Path(__file__).with_name("combinations.yaml").read_text())

@@ -6,10 +6,10 @@ import pytest
 from small_runs import small_run
 
 from patch.checks.rules import is_legal
-from patch.config import RunConfig, to_yaml
+from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import heaviest_rank
+from patch.plan.resolve import resolve_activations
 from patch.plan.savings import Mix, with_changes
 from patch.preflight.parse import parse_args
 
@@ -49,20 +49,7 @@ def test_auto_is_the_cheapest_of_all_mixes_that_fit(name: str) -> None:
             assert (min(fitting), needed) in legal
         elif not fitting:
             assert needed <= min(other for _, other in legal)
-        assert is_legal(chosen, CPU)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_choice_is_part_of_the_run_and_stays(name: str) -> None:
-    asked = asking(heaviest_rank(small_run(**RUNS[name]), cuda=False).total - 1, RUNS[name])
-    chosen, lines = resolve_activations(asked, CPU)
-    assert chosen.training.recompute_granularity == "selective" and "recompute_granularity: selective" in (
-        to_yaml(chosen)
-    )
-    assert resolve_activations(chosen, CPU) == (chosen, [])
-    assert [line for line in lines if line.endswith("chosen")] == [
-        line for line in lines if line.startswith("--recompute-granularity auto: selective needs")
-    ]
+        assert is_legal(chosen, CPU) and resolve_activations(chosen, CPU) == (chosen, [])
 
 
 def of_8b(name: str, memory: int, *flags: str, host: int = 2**40) -> tuple[RunConfig, list[str]]:
@@ -80,12 +67,9 @@ def test_a_gpu_keeps_some_memory_for_what_is_not_planned() -> None:
     assert chosen.recompute == "full"
     assert "56.00 GiB of the 60.00 GiB of a device may be used, a layer's forward takes" in lines[0]
     assert of_8b(B200, 63 * 2**30)[0].recompute == "selective"
-
-
-def test_memory_that_is_too_small_for_all_mixes_gets_the_smallest() -> None:
-    chosen, lines = of_8b(B200, 10 * 2**30)
-    assert chosen.recompute == "full" or chosen.training.cpu_offloading
-    assert [line for line in lines if line.endswith("chosen, although too much")]
+    smallest, lines = of_8b(B200, 10 * 2**30)
+    assert smallest.recompute == "full" or smallest.training.cpu_offloading
+    assert any(line.endswith("chosen, although too much") for line in lines)
 
 
 def test_states_that_auto_places_make_room_for_activations() -> None:

@@ -9,7 +9,6 @@ from hf_families import family_model, family_run
 from planned_runs import H100, planned_run
 from torch.utils.flop_counter import FlopCounterMode
 
-from patch.families.adapters import AdapterConfig
 from patch.plan.cures import cures, lora_line, refuse_what_cannot_fit
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
@@ -61,20 +60,6 @@ def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path) -> No
     assert flops_per_step(run).model == counter.get_total_flops()
 
 
-def test_weights_beside_adapters_have_no_gradients_states_or_messages() -> None:
-    full, run = planned_run(dp=8), planned_run(dp=8, flags="--lora-rank 16")
-    model = total_parameters(run.model)
-    state = bytes_per_rank(run)
-    assert state == ((model + OF_8B) * 2, OF_8B * 4, OF_8B * 10 // 8)  # bf16, fp32, ZeRO-1
-    dropped = planned_run(dp=8, flags="--lora-rank 16 --lora-dropout 0.1")
-    needed = [fit_of(each, H100.facts).device_needed for each in (run, dropped, full)]
-    assert needed == sorted(needed)
-    parts = [{part.name: part.seconds for part in step_time(each, H100).parts} for each in (run, full)]
-    ratio = OF_8B / model
-    assert parts[0]["norm and update"] < 2 * ratio * parts[1]["norm and update"]
-    assert 0.6 < parts[0]["products with weights"] / parts[1]["products with weights"] < 0.9
-
-
 def test_70b_on_eight_gpus_is_planned_and_named_beside_the_cures() -> None:
     with pytest.raises(ValueError, match="this run cannot fit") as error:
         refuse_what_cannot_fit(planned_run(tp=8, size="70B"), H100.facts)
@@ -97,12 +82,3 @@ def test_8b_in_4_bits_on_a_gpu_of_24_gb_is_planned_and_named() -> None:
     assert lora_line(lora, card.facts).startswith("QLoRA of this run fits: --quantize-base nf4 (")
     assert fit_of(run, card.facts).is_whole and not lora_line(run, card.facts)
     assert step_time(lora, H100).seconds < step_time(run, H100).seconds
-
-
-def test_adapters_of_experts_are_cut_with_them() -> None:
-    flags = "--lora-rank 8 --lora-target-modules *.experts.* --expert-model-parallel-size 4"
-    run = planned_run(dp=8, size="30B-A3B", flags=flags)
-    assert run.adapter == AdapterConfig(lora_rank=8, lora_target_modules="*.experts.*")
-    of_expert = 3 * 8 * (run.model.hidden_size + run.model.expert_width)
-    assert trained_parameters(run) == 48 * 128 * of_expert
-    assert parameters_of(run, 0) == parameters_of(run, 0, of_experts=True) == 48 * 32 * of_expert

@@ -31,7 +31,7 @@ def answer(command: str, capsys) -> str:
         nodes, devices = (int(given.get(name, 0)) or None for name in ("nodes", "devices-per-node"))
         planned = plan_run(flags.split(), given["machine"], nodes, devices, here=H100.facts)
         run, machine = planned.resolved, planned.machine.facts
-        lines += ["in the log:", *start_lines(run, cuda=True)]
+        lines += ["in the log:", *start_lines(run, machine)]
         for memory in ("device", "host"):
             lines.append(f"{memory} out of memory: {advice(run, machine, on_device=memory == 'device')}")
     return "\n".join([*lines, f"exit {code}"]).replace(os.getcwd(), "HERE")

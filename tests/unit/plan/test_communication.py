@@ -6,7 +6,6 @@ import pytest
 from planned_runs import planned_run as run
 
 from patch.layout import apart
-from patch.plan.activations import boundary_bytes
 from patch.plan.timing.communication import group_of
 
 SHAPES = [
@@ -35,9 +34,3 @@ def test_groups_lie_on_nodes_as_a_list_of_all_ranks_says(order, tp, cp, dp, pp, 
     assert len(set(nodes)) == group_of(config, *axes).nodes
     if len(axes) == 1 and len(group) > 1:
         assert apart(config.axes, axes[0]) == group[1] - group[0]
-
-
-def test_sequence_parallelism_cuts_what_stages_send():
-    whole, cut = run(tp=4), run(tp=4, flags="--sequence-parallel")
-    assert boundary_bytes(whole) == 4096 * 4096 * 2 == 4 * boundary_bytes(cut)
-    assert boundary_bytes(run(cp=2)) == boundary_bytes(whole) // 2

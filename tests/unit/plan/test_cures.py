@@ -7,10 +7,9 @@ import pytest
 from planned_runs import H100, planned_run
 from small_runs import small_run
 
-from patch.config.positions import POSITIONS
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan.cures import advice, cures, refuse_what_cannot_fit, what_lacks
+from patch.plan.cures import advice, cures, refuse_what_cannot_fit, suggestions
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import plan_run
 from patch.plan.timing.step_time import step_time
@@ -46,23 +45,11 @@ def test_each_cure_fits_when_it_is_pasted_and_the_fastest_is_first(argv, devices
         fit = fit_of(cured.resolved, cured.machine.facts)
         assert fit.is_whole and fit == cure.fit
         seconds.append(step_time(cured.resolved, cured.machine).seconds)
-        assert str(cure).startswith(cure.flags) and f"{fit.device_needed / 2**30:.2f} GiB a rank" in str(cure)
-    assert seconds == [cure.seconds for cure in found] == sorted(seconds)
-
-
-def test_a_cure_by_positions_is_that_by_flags():
-    run = planned(POSITIONAL)
-    names = [position.name for position in POSITIONS]
-    cure = next(each for each in cures(run.resolved, H100.facts) if "--tensor-model" in each.flags)
-    argv, left = list(POSITIONAL), []
-    for change in cure.changes:
-        left += [] if change.places else [change.flags]
-        for place in change.places:
-            assert place in str(cure)
-            number, name, word = place.split()
-            assert names[int(number) - 1] == name
-            argv[int(number) - 1] = word
-    assert fit_of(planned([*argv, *shlex.split(" ".join(left))]).resolved, H100.facts) == cure.fit
+    assert seconds == [cure.cost for cure in found] == sorted(seconds)
+    texts = suggestions(run.resolved, run.machine.facts, run.machine)
+    for cure, text in zip(found, texts, strict=False):  # adapters come last
+        needed = f"{cure.fit.device_needed / 2**30:.2f} GiB a rank"
+        assert text.startswith(cure.flags) and needed in text
 
 
 def test_too_much_in_host_memory_is_cured_by_less():
@@ -75,36 +62,32 @@ def test_too_much_in_host_memory_is_cured_by_less():
     assert disk == "--offload-folder OFFLOAD_FOLDER"
 
 
-def test_what_fits_needs_no_advice_and_is_not_refused():
-    run = planned_run(size="1B", dp=8)
-    assert cures(run, H100.facts) == []
-    refuse_what_cannot_fit(run, H100.facts)
+SMALL_CPU, LARGE_CPU = (dataclasses.replace(CPU, host_memory_bytes=gib * 2**30) for gib in (1, 22))
 
 
-def test_what_cannot_fit_is_refused_with_its_cures():
-    with pytest.raises(
-        ConfigError,
-        match=r"a rank needs .* GiB of a GPU's 79.10 GiB\. By the plan it would fit with one of\n",
-    ) as error:
-        refuse_what_cannot_fit(planned_run(), H100.facts)
-    assert "\n    --recompute" in str(error.value) and str(error.value).endswith(
-        "\n  (--force starts it all the same)"
-    )
-    with pytest.raises(ConfigError, match="more or larger devices are needed"):
-        refuse_what_cannot_fit(planned_run(size="405B", tp=8), H100.facts)
+@pytest.mark.parametrize(
+    ("run", "machine", "said", "absent"),
+    [
+        ({}, H100.facts, ["a GPU that has 79.10 GiB. By the plan it would fit with one of\n    --"], []),
+        ({"size": "405B", "tp": 8}, H100.facts, ["more or larger devices are needed"], []),
+        ({"size": "1B"}, SMALL_CPU, ["in the host memory of 1 process, a machine has 1.00 GiB. By the plan "
+         "more host memory, more machines"], ["devices"]),
+        ({"size": "1B"}, LARGE_CPU, ["with one of\n    ", "of a machine's host memory"], ["GPU"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_with_its_cures(run, machine, said, absent):
+    with pytest.raises(ConfigError) as error:
+        refuse_what_cannot_fit(planned_run(**run), machine)
+    text = str(error.value)
+    assert all(words in text for words in (*said, "(--force starts it all the same)")), text
+    assert not any(words in text for words in absent), text
 
 
-def test_a_cpu_is_told_of_its_host_memory():
-    run, small = planned_run(size="1B"), dataclasses.replace(CPU, host_memory_bytes=2**30)
-    with pytest.raises(
-        ConfigError, match="the processes of a machine need .* of its host's 1.00 GiB"
-    ) as error:
-        refuse_what_cannot_fit(run, small)
-    assert "more host memory, more machines" in str(error.value) and "devices" not in str(error.value)
-    assert "devices" not in what_lacks(run, small)
-    enough = dataclasses.replace(CPU, host_memory_bytes=22 * 2**30)
-    (cure, *_) = cures(run, enough)
-    assert "of a machine's host memory" in str(cure) and cure.fit.host_needed <= 22 * 2**30
+def test_what_fits_or_lacks_a_simulated_device_alone_is_not_refused():
+    fitting = planned_run(size="1B", dp=8)
+    for config, machine in ((fitting, H100.facts), (small_run(simulated_device_memory=10**4), CPU)):
+        refuse_what_cannot_fit(config, machine)
+    assert cures(fitting, H100.facts) == []
 
 
 GPU = MachineFacts(cuda_devices=8, cpu_cores=2, cuda_memory_bytes=2**30, host_memory_bytes=2**31)
@@ -118,9 +101,7 @@ LARGE = {"hidden_size": 4096, "vocab_size": 50_000}
     ("changes", "machine", "on_device", "present", "absent"),
     [
         ({}, GPU, True, ["--micro-batch-size 1", "full", HOST, "processes"], [DO, "alone", "less offload"]),
-        ({"dp": 2}, GPU, True, [DO, GRADIENTS, HOST], []),
         ({"dp": 2, "data_parallel_sharding": "gradients"}, GPU, True, ["parameters"], [DO, GRADIENTS]),
-        ({"recompute_granularity": "full"}, GPU, True, [HOST], ["--recompute-granularity"]),
         (LARGE, GPU, True, ["the model's state alone takes"], []),
         ({"dp": 2, "optimizer_offload_policy": "static"}, GPU, False, [DO, "--offload-folder"], ["batch"]),
         ({"dp": 2}, CPU, False, [DO, "more machines (TP, PP)"], ["offload"]),

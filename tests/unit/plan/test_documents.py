@@ -216,39 +216,3 @@ def test_pai_offload_against_recomputation() -> None:
     """
     assert 376 * recomputed("70B", 16384) == pytest.approx(289, rel=0.05)
     assert 212.1 * recomputed("8B", 4096) / 196.5 == pytest.approx(0.88, rel=0.10)
-
-
-def pai_offload(micro_batches: int, link: float, host: float) -> float:
-    """FLOP/s of 8B, static 65 %, DP=8 on one host: its fork copies and updates without any overlap.
-
-    Args:
-        micro_batches: of one sequence, in a step; the article does not say it.
-        link: bytes/s of copies that are not pinned.
-        host: bytes/s of the memory of the whole host.
-    """
-    config = _llama("8B", 4096)
-    shard = total_parameters(config.model) // 8
-    seconds = _flops_per_token(config) * 4096 / A.pai_best
-    fraction = 1 - (1 - 0.65) * 4 / 3  # its budget counts 16 bytes of 12: 53 % are really there
-    on_host = fraction * shard * (4 / link + 28 / (host / 8) + 4 / link)
-    return A.pai_best * seconds * micro_batches / (seconds * micro_batches + on_host)
-
-
-def test_pai_static_offload_is_a_range() -> None:
-    """188.0 TFLOP/s lies in it. Lacking: the batch, the host, the link; 4 to 16 micro-batches are taken."""
-    slow, fast = pai_offload(4, link=6e9, host=200e9), pai_offload(16, link=12e9, host=300e9)
-    assert 150e12 < slow < 188e12 < fast < A.pai_best
-
-
-@pytest.mark.parametrize("tp_size", [4, 8])
-def test_pai_overlap_of_tensor_parallelism_is_a_range(tp_size: int) -> None:
-    """70B on 32 A100s: about 10 % from overlap of TP. Lacking: TP, length. Both likely sizes are within 5 %.
-
-    Eight collectives a layer of hidden states, of which overlap leaves one piece in TP.
-    """
-    config = _llama("70B", 8192, "--recompute-granularity=full")
-    model, hardware = flops_per_step(config)
-    compute = 3 * (hardware - model) / 64 / 80 / tp_size / A.pai_best
-    messages = 8 * 2 * config.model.hidden_size * 8192 * (tp_size - 1) / tp_size / A.node_link
-    gain = (compute + messages) / (compute + messages / tp_size)
-    assert gain == pytest.approx(1.10, rel=0.05)

@@ -3,10 +3,9 @@
 from small_runs import small_run
 
 from patch.device import MachineFacts
-from patch.plan.activation_choice import resolve_activations
 from patch.plan.fits import heaviest_rank
-from patch.plan.memory import bytes_per_rank, eight_bit_bytes, staging_bytes, whole_bytes
-from patch.plan.resolve import resolve_8_bit_weights
+from patch.plan.memory import eight_bit_bytes
+from patch.plan.resolve import resolve_8_bit_weights, resolve_activations
 
 UNKNOWN = MachineFacts(0, 2)
 LAYERS = {"precision": "fp8", "num_layers": 8, "global_batch_size": 8, "micro_batch_size": 1}
@@ -31,28 +30,6 @@ def test_bytes_of_a_rank_are_two_for_each_element_of_its_layers_in_8_bits() -> N
     few = {"global_batch_size": 1}
     for changes in ({"precision": "bf16"}, few, {"disable_parameter_transpose_cache": True}):
         assert eight_bit_bytes(small_run(**LAYERS | changes), 0) == 0
-
-
-def test_gathered_ones_are_one_byte_for_each_element_beside_the_shards_in_bf16() -> None:
-    sharded = {"dp": 4, "data_parallel_sharding": "optimizer", "first_last_layers_bf16": True} | LAYERS
-    for layout, layers in (({}, 6), ({"tp": 2}, 3), ({"pp": 2}, 3)):  # of the heaviest rank, in parts of TP
-        run = small_run(**sharded | layout)
-        gathered = small_run(**sharded | layout, fp8_param_gather=True)
-        elements = layers * matrices(run)
-        before, after = bytes_per_rank(run), bytes_per_rank(gathered)
-        assert before.weights - after.weights == elements
-        assert after.optimizer - before.optimizer == 2 * elements // 4
-        assert after.gradients == before.gradients
-        assert eight_bit_bytes(run, 0) - eight_bit_bytes(gathered, 0) == elements
-    units = {**sharded, "data_parallel_sharding": "parameters", "param_persistence_threshold": 5000}
-    run, gathered = (small_run(**units, fp8_param_gather=use) for use in (False, True))
-    layer = matrices(run) - 64 * 64  # the projection stays whole in bf16
-    assert bytes_per_rank(gathered) == bytes_per_rank(run)  # shards are bf16
-    assert whole_bytes(run) - whole_bytes(gathered) == layer  # beside one of the two in bf16
-    assert staging_bytes(gathered, 0, cuda=True) == staging_bytes(run, 0, cuda=True)
-    for changes in ({"dp": 1}, {"data_parallel_sharding": "none"}):
-        run, gathered = (small_run(**sharded | changes, fp8_param_gather=use) for use in (False, True))
-        assert bytes_per_rank(gathered) == bytes_per_rank(run)
 
 
 def test_they_are_kept_where_there_is_room_beside_all_activations() -> None:

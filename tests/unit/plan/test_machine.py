@@ -8,8 +8,7 @@ import yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.flops import peak_flops
-from patch.plan.timing.machine import Machine, Reached
-from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
+from patch.plan.timing.machine import PRESETS, Machine, Reached, preset, read_machine, this_machine
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -9,9 +9,9 @@ from planned_runs import planned_run as run
 from patch.device import GPU_LIBRARIES
 from patch.plan import resolve
 from patch.plan.flops import flops_per_step
-from patch.plan.timing.layer_time import layer_times, product_seconds, with_tensor_overlap
-from patch.plan.timing.machine_presets import PRESETS, this_machine
-from patch.plan.timing.step_time import offloaded_fraction, step_costs, step_time
+from patch.plan.timing.layer_time import layer_times
+from patch.plan.timing.machine import PRESETS
+from patch.plan.timing.step_time import step_costs, step_time
 
 QUIET = dataclasses.replace(planned_runs.H100.reached, contention=0.0)
 H100 = dataclasses.replace(planned_runs.H100, reached=QUIET)
@@ -74,26 +74,6 @@ def test_tp_sends_in_pieces_where_a_layer_takes_less_time(tp, flags, machine, ch
     assert layers == ("local" if chosen else "transformer_engine")
 
 
-def test_by_hand_a_message_in_pieces_costs_sums_and_smaller_products_and_hides():
-    """One rank's 4096 rows of 4096 numbers are added twice in forward, once for each sum over ranks."""
-    config = with_tensor_overlap(run(tp=2, length=8192, flags="--sequence-parallel"), True)
-    summed = 2 * 3 * 4096 * 4096 * 2 / H100.memory_rate
-    shapes = [(8192, 3072, 4096), (8192, 4096, 2048), (8192, 14336, 4096), (8192, 4096, 7168)]
-    whole, halves = (
-        sum(times * product_seconds(H100, "bf16", (m / times, n, k), 2) for m, n, k in shapes)
-        for times in (1, 2)
-    )
-    assert layer_times(config, H100).forward.tensor == pytest.approx(summed + halves - whole)
-
-
-def test_auto_offload_takes_what_the_device_has_no_room_for():
-    config = run(flags="--optimizer-offload-policy auto")
-    assert 0.85 < offloaded_fraction(config, H100) <= 1
-    assert offloaded_fraction(run(dp=8, flags="--optimizer-offload-policy auto"), PRESETS["h200"]) == 0
-    assert 0 < offloaded_fraction(config, PRESETS["h200"]) < 0.5
-    assert offloaded_fraction(run(), H100) == 0
-
-
 @pytest.mark.parametrize(
     ("name", "length", "flags", "least", "most"),
     [
@@ -109,41 +89,3 @@ def test_a_pass_of_8b_reaches_what_is_published(name, length, flags, least, most
     flops = flops_per_step(config).model / config.training.global_batch_size
     seconds = sum(costs.forward) + sum(costs.backward)
     assert least < flops / seconds / machine.peak_flops(config.training.precision) < most
-
-
-def test_a_cpu_has_no_mfu():
-    machine = this_machine(dataclasses.replace(H100.facts, cuda_devices=0), processes=1)
-    time = step_time(run(size="tiny", length=64), machine)
-    assert time.mfu is None and time.seconds > 0
-
-
-def test_passes_wait_for_the_slowest_way_of_their_weights() -> None:
-    """8B's matrices and both ends over PCIe 5.0; gradients of 4 bytes go back, which the host adds up."""
-    flags = "--optimizer-offload-policy static --cpu-offloading-weights"
-    alone = run(dp=1, length=512, flags=flags, sharding="--data-parallel-sharding parameters")
-    costs, weights = step_costs(alone, H100), 2 * (8_030_261_248 - 65 * 4096)
-    link, memory, backward = 64e9 * 0.8, 614e9 * 0.6, costs.backward[0]
-    (waits,) = costs.waits
-    assert waits.forward == pytest.approx(weights / link - costs.forward[0]) and waits.gather == 0
-    assert waits.backward == pytest.approx(max(2 * weights / link, 9 * weights / memory) - backward)
-    exposed = parts(alone)["weights of each pass, exposed"]
-    assert exposed == pytest.approx(8 * (waits.forward + waits.backward))
-
-
-def test_long_passes_hide_gathers_but_the_first() -> None:
-    shared = run(dp=8, length=8192, sharding="--data-parallel-sharding parameters")
-    (waits,) = step_costs(shared, H100).waits
-    seconds, ends = 7 / 8 / (450e9 * 0.78), 2 * 128256 * 4096
-    assert waits.gather == pytest.approx(2 * 8_030_261_248 * seconds, rel=0.03)
-    assert waits.forward == pytest.approx(ends * seconds, rel=0.03)
-    assert "weights of each pass, exposed" in parts(shared) and "weights, exposed" not in parts(shared)
-
-
-def test_states_on_a_disk_take_as_long_as_it_reads_and_writes_them() -> None:
-    flags = "--optimizer-offload-policy static --offload-folder a --optimizer-offload-host-share 0"
-    for words, num_bytes in (("", 10), ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 6)):
-        config = run(dp=1, flags=f"{flags} {words}")
-        weights, costs = 8_030_261_248, step_costs(config, H100)
-        disk, down = 2 * num_bytes * weights / (40e9 * 0.8), 6 * weights / (64e9 * 0.8)
-        exposed = disk - costs.backward[0] / 1.36 - costs.forward[0] + down - costs.backward[0]
-        assert parts(config)["states on the host, exposed"] == pytest.approx(exposed)

@@ -7,7 +7,7 @@ import pytest
 FLAGS = {
     "doctor.__main__": ("--json",),
     "inspect_checkpoint": ("--json",),
-    "plan": ("--json", "--scaling"),
+    "plan": ("--json",),
     "preview_data": ("--json",),
     "verify_alignment": ("--json",),
 }

@@ -14,8 +14,7 @@ from small_runs import small_run
 
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan.timing.machine import Machine
-from patch.plan.timing.machine_presets import read_machine
+from patch.plan.timing.machine import Machine, read_machine
 from patch.preflight.validate import validate_run
 from patch.storage.places import file_system_of
 from toolkits._program import run_program

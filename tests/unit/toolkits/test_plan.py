@@ -57,7 +57,8 @@ def test_a_measured_machine_and_this_one_can_be_planned(tmp_path, capsys):
     assert main([f"--machine={file}", "--nodes=2", *run]) == 0
     assert "NVIDIA A100" in capsys.readouterr().out
     assert main(["--", "--model-size=tiny", "--seq-length=64", "--vocab-size=512"]) == 0
-    assert "planned for 1 machine of this machine's CPU" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "planned for 1 machine of this machine's CPU" in out and "MFU" not in out  # its peak is not known
     assert main(["--search", "--", "--model-size=405B", "--global-batch-size=1"]) == 1
     assert "no layout fits the memory of 1 devices and their hosts: take" in capsys.readouterr().out
 
