@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import HFFolder
@@ -38,7 +38,9 @@ class WeightComparison(NamedTuple):
     """The tensors that are not bit-equal."""
 
 
-def compare_weights(stage: GPTModel, model: ModelConfig, folder: Path, *, is_tied: bool) -> WeightComparison:
+def compare_weights(
+    stage: LanguageModule, model: ModelConfig, folder: Path, *, is_tied: bool
+) -> WeightComparison:
     """Convert the checkpoint's weights back to Hugging Face tensors and compare them with the folder's.
 
     Args:

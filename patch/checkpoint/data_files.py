@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.stored import Piece
-from patch.compat.checkpoint_format import StorageInfo, common_files
+from patch.compat.checkpoint_format import COMMON_IS_OBJECT, StorageInfo, common_files
 from patch.device import start_thread
 from patch.memory import on_host
 from patch.storage.checksums import Checksum, SummedFile, write_summed
-from patch.storage.names import METADATA_FILE
+from patch.storage.names import COMMON_KEY, METADATA_FILE
 from patch.storage.places import AnyPath
 
 NUM_FILES = 2
@@ -131,7 +131,8 @@ def _write_file(
             value = values[index]
             if isinstance(value, io.BytesIO):
                 begin = file.tell()
-                places[index] = (number, begin, file.write(value.getbuffer()))
+                # Not getbuffer, whose memory an error may free twice (python/cpython#111049).
+                places[index] = (number, begin, file.write(value.getvalue()))
             else:
                 places[index] = (number, *write_record(file, value))
         return file.finish()
@@ -206,7 +207,7 @@ def _split(values: Sequence[Value]) -> list[list[int]]:
 
 
 def _num_bytes(value: Value) -> int:
-    return value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes
+    return value.nbytes if isinstance(value, torch.Tensor) else len(value.getvalue())
 
 
 class PieceWriter:
@@ -255,8 +256,10 @@ class PieceWriter:
         """Finish the data file and write the other files of the checkpoint; the checksums last.
 
         Args:
-            common: plain values, stored in common.pt.
+            common: plain values.
         """
+        if COMMON_IS_OBJECT:
+            self.add_object(COMMON_KEY, common)
         contents = {data_file(0, 0): self._stream.finish()}
         small_files = {METADATA_FILE: pickle.dumps(self._index), **common_files(common)}
         contents |= {name: write_summed(self._folder / name, data) for name, data in small_files.items()}

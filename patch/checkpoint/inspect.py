@@ -197,7 +197,7 @@ def type_name(tensor: StoredTensor) -> str:
 
 
 def _facts(folder: AnyPath, common: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of common.pt, the run's layout, and how many processes have written the checkpoint."""
+    """Its plain values, the run's layout, and how many processes have written the checkpoint."""
     facts = {key: value for key, value in plain_values(common).items() if key not in ("config", "args")}
     text = common.get("config")
     with suppress(ValueError, AttributeError, TypeError):  # a file may say anything
@@ -210,7 +210,7 @@ def _facts(folder: AnyPath, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_values(common: dict[str, Any]) -> dict[str, Any]:
-    """The texts and numbers of common.pt, and dicts of them; in a hostile file dicts may have no end."""
+    """The texts and numbers among them, and dicts of them; in a hostile file dicts may have no end."""
     found = {}
     for name, value in common.items():
         parts = value.items() if isinstance(value, dict) else [(name, value)]

@@ -42,7 +42,7 @@ from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.memory import is_on_disk, write_values
-from patch.storage.names import COMMON_FILE, METADATA_FILE
+from patch.storage.names import COMMON_FILE, COMMON_KEY, METADATA_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_small
@@ -193,12 +193,18 @@ def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
     """The plain values that were saved with the tensors; not a collective.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or contains more than plain values.
+        CheckpointError: they are missing, damaged, or more than plain values.
     """
-    path = iteration_folder(root, iteration) / COMMON_FILE
+    folder = iteration_folder(root, iteration)
+    path = folder / COMMON_FILE
     try:
-        common = load_plain(io.BytesIO(read_small(path, _MOST_COMMON_BYTES)), map_location="cpu")
-    except FileNotFoundError as error:
+        if path.is_file():
+            common = load_plain(io.BytesIO(read_small(path, _MOST_COMMON_BYTES)), map_location="cpu")
+        else:
+            common = TorchDistReader(folder).read_object(COMMON_KEY)
+    except CheckpointError:
+        raise
+    except KeyError as error:
         raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} contains more than plain values and was not read") from error

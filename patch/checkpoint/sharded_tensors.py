@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from patch.errors import CheckpointError, nearest
+from patch.storage.names import COMMON_KEY
 from patch.storage.places import AnyPath, file_sizes
 from patch.storage.text_files import read_json
 
@@ -156,7 +157,7 @@ def check_fit(
             missing tensor the nearest stored name.
     """
     stored = index.state_dict_metadata
-    keys = {key for key in stored if weights is None or key.startswith(weights.prefixes)}
+    keys = {key for key in stored if weights is None or key.startswith(weights.prefixes)} - {COMMON_KEY}
     _check_names(folder, keys, requested, cures)
     for shard in shards:
         if isinstance(shard, ShardedTensor):

@@ -25,7 +25,7 @@ from patch.checkpoint.sharded_tensors import check_files
 from patch.compat.checkpoint_format import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain, load_tensors, read_metadata
 from patch.errors import CheckpointError
-from patch.storage.names import COMMON_FILE, METADATA_FILE
+from patch.storage.names import COMMON_FILE, COMMON_KEY, METADATA_FILE
 from patch.storage.places import AnyPath, check_kind, open_to_read
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_small
@@ -99,7 +99,7 @@ class TorchDistReader:
                 for key, stored in index.state_dict_metadata.items()
                 if isinstance(stored, TensorStorageMetadata)
             }
-            self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
+            self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors) - {COMMON_KEY})
             self._places = {
                 (where.fqn, tuple(where.offset or ())): place for where, place in index.storage_data.items()
             }
@@ -114,12 +114,13 @@ class TorchDistReader:
         """Bytes that were read since pages left the memory."""
 
     def common(self) -> dict[str, Any]:
-        """The plain values of common.pt; objects of a program's own classes are empty stand-ins.
+        """The plain values beside the tensors; objects of a program's own classes are empty stand-ins.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: they cannot be read.
         """
-        return _load_dict(self.folder / COMMON_FILE)
+        place = None if (self.folder / COMMON_FILE).is_file() else self._places.get((COMMON_KEY, ()))
+        return _load_dict(self.folder / (place.relative_path if place else COMMON_FILE), place)
 
     def boxes(self, key: str) -> list[Box]:
         """The pieces in which a tensor is stored, in the order of the files."""
@@ -390,9 +391,12 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
 
 
-def _load_dict(path: AnyPath) -> dict[str, Any]:
+def _load_dict(path: AnyPath, place: StorageInfo | None = None) -> dict[str, Any]:
+    """The dict in a file, or in an object's place in a file, where it is the only value of a list."""
     try:
-        if isinstance(path, Path):
+        if place is not None:
+            (contents,) = load_tensors(io.BytesIO(_bytes_of(path, place)))
+        elif isinstance(path, Path):
             check_kind(path)
             contents = load_tensors(path)
         else:
@@ -429,6 +433,16 @@ def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
         items = values.items() if isinstance(values, dict) else enumerate(values)
         for name, value in items:
             yield from _nested_tensors(value, f"{prefix}.{name}", seen)
+
+
+def _bytes_of(path: AnyPath, place: StorageInfo) -> bytes:
+    """The bytes of an object's place."""
+    if place.length > _MOST_COMMON_BYTES:
+        raise ValueError(f"got an object of {place.length} bytes, expected at most {_MOST_COMMON_BYTES}")
+    if isinstance(path, RemotePath):
+        return path.read_bytes(place.offset, place.offset + place.length)
+    with open_to_read(path) as stream:
+        return create_file_view(stream, place.offset, place.length).read()
 
 
 def _load_record(path: AnyPath, place: StorageInfo, device: str | None = None) -> Any:

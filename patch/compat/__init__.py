@@ -1,17 +1,22 @@
-"""The only package that uses private names, and corrects what megatron-core 0.16.1 gets wrong; see README.md.
+"""The only package that uses private names, and corrects what megatron-core gets wrong; see README.md.
 
 Importing it changes nothing and does not import megatron-core, because `quick_start` must come before that.
 `apply` changes functions of megatron-core for the whole process, so the program that starts a process calls
 it: the worker of a run, a command line, a host program. No other package does.
 """
 
+from importlib.metadata import version
+
 from patch.compat.overhead import quick_start
 
-__all__ = ["apply", "is_applied_on_cpu", "quick_start"]
+__all__ = ["RELEASE", "apply", "is_applied_on_cpu", "quick_start"]
+
+RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
+"""The installed release of megatron-core: (0, 16)."""
 
 
 def apply(cuda: bool) -> None:
-    """Apply the corrections of megatron-core 0.16.1 in this process; a second call changes nothing.
+    """Apply the corrections of the installed megatron-core in this process; a second call changes nothing.
 
     Args:
         cuda: whether this process computes on a GPU, which needs no CPU stand-ins.

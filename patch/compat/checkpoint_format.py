@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint import CheckpointException
@@ -33,18 +34,26 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _create_file_view, _DistWrapper
 
-from patch.storage.names import COMMON_FILE, METADATA_JSON_FILE
+from patch.compat import RELEASE
+from patch.storage.names import COMMON_FILE, COMMON_KEY, METADATA_JSON_FILE
 
 StorageInfo = _StorageInfo
 create_file_view = _create_file_view
 
 
+COMMON_IS_OBJECT = RELEASE >= (0, 19)
+"""Whether the installed megatron-core writes plain values among the tensors; 0.19 reads both forms."""
+
+
 def common_files(common: dict[str, Any]) -> dict[str, bytes]:
-    """The contents of common.pt and metadata.json, by name."""
-    stream = io.BytesIO()
-    torch.save(common, stream)
+    """The contents of metadata.json and, where the release has it, common.pt, by name."""
     description = dataclasses.asdict(CheckpointingConfig("torch_dist", 1))
-    return {COMMON_FILE: stream.getvalue(), METADATA_JSON_FILE: json.dumps(description).encode()}
+    files = {METADATA_JSON_FILE: json.dumps(description).encode()}
+    if not COMMON_IS_OBJECT:
+        stream = io.BytesIO()
+        torch.save(common, stream)
+        files[COMMON_FILE] = stream.getvalue()
+    return files
 
 
 class SavePlanner:
@@ -58,7 +67,7 @@ class SavePlanner:
         self.keys_by_rank: list[list[MetadataIndex]] = []
         """On rank 0: the keys in `storage_data` of each rank's values, in their order."""
         self.small_files: dict[str, bytes] = {}
-        """On rank 0: the contents of common.pt and metadata.json, by name."""
+        """On rank 0: see `common_files`."""
         self._shards: dict[str, Any] = {}
 
     def split(self, state: dict[str, Any]) -> None:
@@ -71,6 +80,9 @@ class SavePlanner:
             CheckpointingException: on rank 0 alone: the shards of all ranks do not make up whole tensors.
         """
         self._shards, common = save_preprocess(state)
+        if COMMON_IS_OBJECT:  # rank 0 writes it
+            name, rank = COMMON_KEY.partition("/")[0], dist.get_rank()
+            self._shards[name] = ShardedObject(name, common, (1,), (0,), replica_id=rank)
         if dist.get_rank() == 0:
             self.small_files = common_files(common)
 

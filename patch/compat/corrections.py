@@ -1,44 +1,54 @@
-"""What megatron-core 0.16.1 gets wrong on every device; each entry can go by itself.
+"""What megatron-core 0.16.1 to 0.19.2 gets wrong on every device; each entry can go by itself.
 
-Tensor parallelism: tensor_parallel/mappings.py:20-33 (`_reduce`) all-reduces `input_.contiguous()` but
-returns `input_`. For a non-contiguous tensor, such as the gradient of a transposed view when the micro-batch
-is larger than one, the copy is reduced and the unreduced original is returned. Delete `_reduce` when
-megatron-core returns the tensor that it reduced.
+An entry names the releases that need it, and is applied only there. Lines are those of 0.16.1.
+
+Tensor parallelism, before 0.19: tensor_parallel/mappings.py:20-33 (`_reduce`) all-reduces
+`input_.contiguous()` but returns `input_`. For a non-contiguous tensor, such as the gradient of a
+transposed view when the micro-batch is larger than one, the copy is reduced and the unreduced original is
+returned. Delete `_reduce` with the support of 0.18.
 
 Recomputation: tensor_parallel/random.py:635-636 treats `fp8=False` as fp8 (`fp8 is not None`), and fp8 uses
 names that only Transformer Engine defines (588-596): without it recomputed norms raise a NameError. With it
 they ask for a GPU, and so fail on a machine without one. TransformerLayer creates such an object for each
 recomputed norm (transformer_layer.py:577, 672). Delete `_init` when megatron-core reads the flag's value.
 
-What is saved for that recomputation are detached copies of the inputs that ask for gradients (random.py:599).
-Autograd keeps such a leaf together with what accumulates its gradient, and that refers to the leaf: hooks of
-saved tensors can take its content away, but its memory stays (AC=offload). Saved here are the inputs
-themselves; the recomputation detaches what it gets in any case (708-713). Delete `_forward` when
-megatron-core saves the inputs.
+What is saved for that recomputation are detached copies of the inputs that ask for gradients
+(random.py:599). Autograd keeps such a leaf together with what accumulates its gradient, and that refers to
+the leaf: hooks of saved tensors can take its content away, but its memory stays (AC=offload). Saved here
+are the inputs themselves; the recomputation detaches what it gets in any case (708-713). Delete `_forward`
+when megatron-core saves the inputs.
 
 Evaluation of interleaved stages: pipeline_parallel/schedules.py:1499-1518. With
-`overlap_p2p_comm_warmup_flush` a send is waited for after the next one, and the last send of a rank never. In
-training, gradients come back only after it has arrived. An evaluation just returns, and gloo takes back a
-message whose handle is gone: the receiver waits for ever. Delete `last_sends_arrive` when upstream waits for
-the last send at the end of the schedule.
+`overlap_p2p_comm_warmup_flush` a send is waited for after the next one, and the last send of a rank never.
+In training, gradients come back only after it has arrived. An evaluation just returns, and gloo takes back
+a message whose handle is gone: the receiver waits for ever. Delete `last_sends_arrive` when upstream waits
+for the last send at the end of the schedule.
 
-Layers of a stage: transformer/pipeline_parallel_layer_layout.py:152-195. The methods take the pipeline rank,
-but the callers (transformer_block.py:90-93, transformer_layer.py:50-53) do not pass it on. Of interleaved
-stages they always count the first one, unless parallel_state knows their number: every stage of a rank would
-have the layers of its first one. Delete `StageLayout` when upstream's callers pass `pp_rank`, and the methods
-need nothing of parallel_state.
+Layers of a stage: transformer/pipeline_parallel_layer_layout.py:152-195. The methods take the pipeline
+rank, but the callers (transformer_block.py:90-93, transformer_layer.py:50-53) do not pass it on. Of
+interleaved stages they always count the first one, unless parallel_state knows their number: every stage of
+a rank would have the layers of its first one. Delete `StageLayout` when upstream's callers pass `pp_rank`,
+and the methods need nothing of parallel_state.
 
-Experts without Transformer Engine: transformer/moe/moe_utils.py:25-38 imports its functions in a `try`
-whose `except` leaves their names undefined, and the router's product reads one of them (1192, 1225). Delete
-the line in `apply` when upstream defines it.
+Experts without Transformer Engine, before 0.17: transformer/moe/moe_utils.py:25-38 imports its functions in
+a `try` whose `except` leaves their names undefined, and the router's product reads one of them (1192,
+1225). Delete the line in `apply` with the support of 0.16.
 
-Latent attention without Transformer Engine: transformer/multi_latent_attention.py:57-66 takes a stand-in of
-its extension module for Transformer Engine, and asks (185) whether a layer is of a class that is none. Delete
-the line in `apply` when upstream asks the module for its own HAVE_TE.
+Latent attention without Transformer Engine: before 0.17 transformer/multi_latent_attention.py:57-66 takes a
+stand-in of its extension module for Transformer Engine, and asks (185) whether a layer is of a class that
+is none. Since then the module's name for a whole linear layer is None there (0.19.2: 61-75), so that this
+layer is refused as unknown (528). Delete the first line in `apply` with the support of 0.16, the second
+when upstream imports the layer in any case.
 
-Warnings: dist_checkpointing/strategies/torch.py:138 uses torch's deprecated ShardedTensor, which would warn
-at every save; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed. A user cannot change
-that. Delete `_OLD_NAMES` when megatron-core uses the new names.
+Recomputation of norms and activations, since 0.17: tensor_parallel/random.py (0.19.2: 44-79) compiles a C++
+extension in the first backward, for which every machine of a run needs a compiler and ninja. Instead the
+output gets a copy of what was computed again, as in 0.16. Delete `_refill` when upstream has this extension
+in its wheel.
+
+Warnings: since 0.19 every TransformerConfig without CUDA graphs warns (transformer_config.py:2415) of a
+setting that it made itself. dist_checkpointing/strategies/torch.py:138 uses torch's deprecated
+ShardedTensor, which would warn at every save; tensor_parallel/mappings.py uses collectives that torch 2.13
+renamed. A user cannot change that. Delete `_OLD_NAMES` when megatron-core uses the new names.
 """
 
 from __future__ import annotations
@@ -51,13 +61,17 @@ from typing import Any
 import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from patch.compat import RELEASE
+
 _OLD_NAMES = ("Please use DTensor instead", r"`torch\.distributed\.\w+_tensor` is deprecated")
+_CUDA_GRAPHS = "full scope is deprecated"
 """The beginnings of the warnings."""
 _upstream_init = random.CheckpointWithoutOutput.__init__
 _upstream_forward = random.CheckpointWithoutOutputFunction.forward
@@ -65,9 +79,15 @@ _upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 def apply() -> None:
     """Correct the reduction, the recomputation, router, latent attention and the warnings in this process."""
-    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    mappings._reduce = _reduce
+    if RELEASE < (0, 17):
+        multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+        vars(moe_utils).setdefault("te_general_gemm", None)
+    else:
+        multi_latent_attention.Linear = multi_latent_attention.Linear or Linear
+        random._get_share_storage = lambda: _refill
+    if RELEASE < (0, 19):
+        mappings._reduce = _reduce
+    warnings.filterwarnings("ignore", _CUDA_GRAPHS, UserWarning)
     random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
     random.CheckpointWithoutOutput.__init__ = _init
     for message in _OLD_NAMES:
@@ -80,6 +100,14 @@ def _reduce(input_: torch.Tensor, group: torch.distributed.ProcessGroup) -> torc
     reduced = input_.contiguous()
     torch.distributed.all_reduce(reduced, group=group)
     return reduced
+
+
+@torch.no_grad()
+def _refill(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Give an output whose memory was freed the bytes of what was computed again."""
+    memory = recomputed.untyped_storage()
+    output.untyped_storage().resize_(memory.size())
+    output.untyped_storage().copy_(memory)
 
 
 def _init(self: random.CheckpointWithoutOutput, fp8: str | bool | None = False) -> None:

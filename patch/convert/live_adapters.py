@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
@@ -40,7 +40,7 @@ _logger = get_logger(__name__)
 
 
 def import_adapter(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     folder: StrPath,
     model: ModelConfig,
     adapter: AdapterConfig,
@@ -49,7 +49,7 @@ def import_adapter(
     """Fill the adapters of this rank's pipeline stages from a folder of PEFT; a collective over the job.
 
     Args:
-        stages: the pipeline stages of this rank: GPTModels with adapters.
+        stages: the pipeline stages of this rank: stages with adapters.
         folder: a folder of PEFT.
         model: the shape of the whole model.
         adapter: the adapters that the stages have; `adapter_of(folder)` reads those of the folder.
@@ -66,7 +66,7 @@ def import_adapter(
 
 
 def export_adapter(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     folder: StrPath,
     model: ModelConfig,
     adapter: AdapterConfig,
@@ -82,7 +82,7 @@ def export_adapter(
     failure `folder` stays as it was. Rank 0 writes, tensor by tensor.
 
     Args:
-        stages: the pipeline stages of this rank: GPTModels with adapters.
+        stages: the pipeline stages of this rank: stages with adapters.
         folder: the folder to write.
         model: the shape of the whole model.
         adapter: the adapters that the stages have.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
@@ -96,7 +96,7 @@ class _Owner(NamedTuple):
 
 
 def iter_hf_weights(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     model: ModelConfig,
     groups: ProcessGroupCollection,
     *,
@@ -115,7 +115,7 @@ def iter_hf_weights(
     Distributed experts travel to all ranks of their stage: then every rank of the job must iterate.
 
     Args:
-        stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP).
+        stages: the pipeline stages of this rank in order: stages without wrappers (DDP).
         model: the shape of it all. groups: `tp` and `pp`; with experts also `ep` and `expt_tp`.
         receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank does.
             "stage": TP rank 0 of each pipeline rank gets those of its own stages.
@@ -187,7 +187,7 @@ class Receipt:
 
 
 def mapped_parameters(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     model: ModelConfig,
     tp_size: int,
     experts: ExpertRanks | None = None,
@@ -198,7 +198,7 @@ def mapped_parameters(
     The padded size of the vocabulary is read from the stages.
 
     Args:
-        stages: GPTModels without wrappers.
+        stages: stages without wrappers.
         model: the shape of the whole model.
         tp_size: number of tensor-parallel ranks.
         experts: the place of this rank among those that share experts; None: every rank has all of them, cut
@@ -311,7 +311,7 @@ def _gather_shards(
 
 
 def import_hf(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     folder: StrPath,
     model: ModelConfig,
     groups: ProcessGroupCollection,
@@ -325,7 +325,7 @@ def import_hf(
     in 4 bits one at a time is dense.
 
     Args:
-        stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
+        stages: the pipeline stages of this rank: stages without wrappers, ours or upstream's own.
         folder: a Hugging Face folder, with config.json and the weights.
         model: the shape of the whole model, as `model_of(folder)` reads it.
         groups: only `tp` is used; with experts also `ep` and `expt_tp`.
@@ -351,7 +351,7 @@ def import_hf(
 
 
 def export_hf(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     folder: StrPath,
     model: ModelConfig,
     groups: ProcessGroupCollection,
@@ -367,7 +367,7 @@ def export_hf(
 
     A temporary folder replaces `folder` at the end, or never. Weights keep the parameters' dtype.
     Args:
-        stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
+        stages: the pipeline stages of this rank: stages without wrappers, ours or upstream's own.
         folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.

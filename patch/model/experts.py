@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.nn.functional import linear
 
 from patch.model.four_bit_product import FOUR_BITS
 from patch.model.grouped_experts import SIZES, GroupedExperts, activation_backward, weighted_activation
-from patch.model.mlp import Activation, through_layers
+from patch.model.mlp import Activation, LayerPart, through_layers
 from patch.model.weight_gradient import weight_gradient
 
 FURTHER_COUNTS = ("dropped", "aux_loss", "z_loss")
@@ -84,8 +83,14 @@ class Router(TopKRouter):
     """Whom upstream asks which experts are chosen; None: nobody."""
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, share: float
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        share: float,
+        is_mtp_layer: bool = False,  # megatron-core 0.17 and later tell
     ) -> None:
+        assert not is_mtp_layer, "there is no multi-token prediction here"
         super().__init__(config, pg_collection)
         self._share = share
         if config.moe_router_group_topk:
@@ -353,8 +358,8 @@ def experts_spec(
     share: float,
     is_recomputed: bool,
     is_grouped: bool,
-) -> SimpleNamespace:
-    """What upstream's layer builds its MoELayer from; no ModuleSpec, as in `mlp_spec`.
+) -> LayerPart:
+    """What a layer makes its experts from.
 
     Args:
         experts: the two linear layers of an expert.
@@ -371,4 +376,4 @@ def experts_spec(
         shared_experts=ModuleSpec(module=SharedExpert, submodules=shared, params=of_shared),
         router=partial(Router, share=share),
     )
-    return SimpleNamespace(module=ExpertsLayer, submodules=parts, params={"pg_collection": groups})
+    return LayerPart(ExpertsLayer, parts, {"pg_collection": groups})

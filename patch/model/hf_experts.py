@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
 from patch.model.experts import LikeliestGroups, Router
-from patch.model.mlp import Activation
+from patch.model.mlp import Activation, LayerPart
 
 
 class AlignedRouter(Router):
@@ -143,8 +142,8 @@ def aligned_experts_spec(
     share: float,
     is_normed: bool,
     own: Set[str],
-) -> SimpleNamespace:
-    """What upstream's build_module makes the layer from; no ModuleSpec, for the reason of `mlp_spec`.
+) -> LayerPart:
+    """What a layer makes its experts from.
 
     Args:
         parts: of the fast form.
@@ -155,4 +154,4 @@ def aligned_experts_spec(
     """
     parts.router = partial(AlignedRouter, share=share, is_normed=is_normed, own=own)
     params = {"activate": activate, "pg_collection": groups}
-    return SimpleNamespace(module=AlignedMoELayer, submodules=parts, params=params)
+    return LayerPart(AlignedMoELayer, parts, params)

@@ -45,6 +45,11 @@ class LatentAttention(TableAttention, MLASelfAttention):
         if self.config.q_lora_rank is not None:
             self.q_layernorm.eps = LATENT_EPSILON
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The parts of our specification; megatron-core 0.19's own rules refuse norms of latents."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:

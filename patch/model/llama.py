@@ -1,9 +1,10 @@
-"""The LLaMA model: upstream's GPTModel built from our layer spec, split over TP, PP and CP.
+"""The LLaMA model: megatron-core's embedding and TransformerBlock with our layers, split over TP, PP and CP.
 
     build_llama_model  ->  transformer_config, layer spec, LlamaModel; the weights are not set yet
 
-LlamaModel changes three things in GPTModel: RoPE frequencies come from the configuration, vocabulary padding
-does not enter the loss, and tied embeddings do not need CUDA. Parameter names are upstream's.
+Names of parameters and keys of checkpoints are those of megatron-core's GPTModel, which may end with 0.20.
+Other than there, RoPE frequencies come from the configuration, vocabulary padding does not enter the loss,
+and tied embeddings do not need CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -29,7 +31,8 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, ModelType
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from patch.config.backends import Backends
 from patch.config.execution import Execution
@@ -53,21 +56,14 @@ from patch.model.loss import (
     linear_cross_entropy,
     log_probabilities,
 )
-from patch.model.packed_sequences import give_own_positions
+from patch.model.packed_sequences import PackedSequences, give_own_positions
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.spec import Blueprint
 from patch.model.weight_gradient import RowsOfWeight
 
 
-class LlamaModel(GPTModel):
+class LlamaModel(LanguageModule):
     """One pipeline stage of a LLaMA model.
-
-    Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
-    or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
-    tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
-    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, or each
-    token's loss if its gradient is not known, computed without all logits at once; with `ScoredTokens` come
-    their log-probabilities out.
 
     Args:
         blueprint: what the model is built from.
@@ -88,19 +84,14 @@ class LlamaModel(GPTModel):
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (blueprint.upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
-        super().__init__(
-            config=blueprint.upstream,
-            transformer_layer_spec=blueprint.stage_spec(vp_stage),
-            vocab_size=padded_vocab_size,
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=stage == 0,
-            post_process=stage == num_stages - 1,
-            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type="rope" if traits.has_rope else "none",
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        super().__init__(config=blueprint.upstream, pg_collection=groups)
+        self.vp_stage, self.pre_process, self.post_process = vp_stage, stage == 0, stage == num_stages - 1
+        self.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
+        self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
+        self.vocab_size = padded_vocab_size
+        self._add_layers(blueprint)
         self._is_fused = blueprint.backends.is_fused
+        self._has_rope = traits.has_rope
         self.activation_offload, self.step_weights = blueprint.saved, blueprint.step_weights
         follow_offloaded(self.decoder.layers)
         if traits.has_rope:
@@ -124,26 +115,117 @@ class LlamaModel(GPTModel):
         """Rows of the real vocabulary on this TP rank; the rows after them are padding."""
         self._has_aligned_loss = bool(blueprint.aligned) and groups.tp.size() == 1
         if blueprint.aligned and self.post_process:
-            # The spec does not cover this layer: GPTModel always builds a ColumnParallelLinear.
             give_product(self.output_layer, AlignedOutput(self.num_vocab_rows))
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """GPTModel's forward. What is sent to the next stage is made contiguous, as sending requires."""
-        output = super().forward(*args, **kwargs)
-        return output if self.post_process else output.contiguous()
+    def _add_layers(self, blueprint: Blueprint) -> None:
+        """Add this stage's part of embedding, layers and output layer, under GPTModel's names."""
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=self.config,
+                vocab_size=self.vocab_size,
+                max_sequence_length=blueprint.model.max_position_embeddings,
+                position_embedding_type="rope",  # "none" would be the same: no table of positions
+                tp_group=self.tp_group,
+            )
+        self.decoder = TransformerBlock(
+            config=self.config,
+            spec=blueprint.stage_spec(self.vp_stage),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
+        )
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                self.config.hidden_size,
+                self.vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                tp_group=self.tp_group,
+            )
+        self.setup_embeddings_and_output_layer()
+        for module in self.modules():
+            if hasattr(module, "finish_init"):
+                module.finish_init(None)  # layers of Transformer Engine take a recipe for their quantization
 
-    def _postprocess(
+    def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
+        """Take the hidden states [S, B, H] of the stage before, from megatron-core's schedules."""
+        (hidden,) = input_tensor
+        self.decoder.set_input_tensor(hidden)
+
+    def forward(
         self,
-        hidden_states: torch.Tensor,
-        *args: Any,
-        labels: torch.Tensor | None,
-        loss_mask: LearnedTokens | ScoredTokens | None,
-        **kwargs: Any,
+        input_ids: torch.Tensor,
+        position_ids: None,
+        attention_mask: torch.Tensor | None,
+        *,
+        labels: torch.Tensor | None = None,
+        loss_mask: LearnedTokens | ScoredTokens | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
-        """What follows the layers: GPTModel's, or the summed loss or the scores of `loss_mask`."""
-        if self.post_process and labels is not None and loss_mask is not None:
-            return self.summed_loss(hidden_states, labels, loss_mask)
-        return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
+        """The hidden states [S, B, H] of a stage, or what the last one makes of them. S is of this CP rank.
+
+        Args:
+            input_ids: tokens [B, S].
+            position_ids: unused; RoPE counts from the first token of a sequence.
+            attention_mask: None: attention is causal.
+            labels: the tokens [B, S] that are to be predicted.
+            loss_mask: which of them are learned, or scored.
+            packed_seq_params: the sequences of rows that hold several.
+        Returns:
+            of the last stage logits [B, S, V / TP] without labels, with them losses [B, S]. With `loss_mask`
+            the sum of the learned tokens' losses, or each token's if its gradient is not known, computed
+            without all logits at once; of `ScoredTokens` their log-probabilities.
+        """
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=attention_mask,
+            rotary_pos_emb=self._rotary_table(hidden, packed_seq_params),
+            packed_seq_params=packed_seq_params,
+        )
+        if not self.post_process:
+            return hidden.contiguous()  # as sending it requires
+        if labels is not None and loss_mask is not None:
+            return self.summed_loss(hidden, labels, loss_mask)
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else None
+        logits, _ = self.output_layer(hidden, weight=weight)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
+
+    def shared_embedding_or_output_weight(self) -> Any:
+        """This stage's copy of a tied embedding, a parameter or None, for which megatron-core asks."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron-core's description of the weights, in which GPTModel's output layer has nothing else."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)
+        return state
+
+    def _rotary_table(
+        self, hidden: torch.Tensor | None, packed: PackedSequences | None
+    ) -> torch.Tensor | None:
+        """RoPE's table of a row's tokens; of packed sequences an empty one, `give_own_positions` follows."""
+        if not self._has_rope:
+            return None
+        if packed is not None:
+            return self.rotary_pos_emb(0)
+        first = hidden if self.decoder.input_tensor is None else self.decoder.input_tensor
+        assert first is not None, "the first stage embeds tokens, the others get hidden states"
+        over_tp = self.tp_group.size() if self.config.sequence_parallel else 1
+        return self.rotary_pos_emb(len(first) * over_tp * self.cp_group.size())
 
     def summed_loss(
         self, hidden: torch.Tensor, labels: torch.Tensor, learned: LearnedTokens | ScoredTokens
@@ -231,9 +313,12 @@ def unchanged_weights(stages: Sequence[LlamaModel]) -> Iterator[None]:
 def _mark_cut_weights(model: LlamaModel) -> None:
     """Mark the weights that are split over TP. The gradient norm counts the others on one TP rank only.
 
-    Upstream marks them only in its own initialisation (layers.py:244-266, 855-884, 1178-1208).
+    megatron-core 0.16 marks them only in its own initialisation (layers.py:244-266, 855-884, 1178-1208),
+    later releases always.
     """
     for name, module in model.named_modules():
+        if hasattr(getattr(module, "weight", None), "tensor_model_parallel"):
+            continue
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear)) and module.weight is not None:
             # A gated linear_fc1 stores a rank's part of gate and its part of up, for upstream's resharding.
             stride = 2 if model.config.gated_linear_unit and name.endswith("linear_fc1") else 1
@@ -299,7 +384,7 @@ WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
 """Prefixes of the names under which the weights of a GPTModel are stored."""
 
 
-def sharded_weights(stages: Sequence[GPTModel], *, adapters: bool | None = None) -> ShardedStateDict:
+def sharded_weights(stages: Sequence[LanguageModule], *, adapters: bool | None = None) -> ShardedStateDict:
     """The weights of a rank's stages as megatron-core's dist_checkpointing takes them.
 
     In a checkpoint, layers are numbered over the whole model. The outer keys only separate the stages,

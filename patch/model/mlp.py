@@ -8,13 +8,14 @@ second layer needs. With AC=sel it keeps two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
@@ -60,13 +61,29 @@ def through_layers(
     return output, bias
 
 
+@dataclass(frozen=True)
+class LayerPart:
+    """What a TransformerLayer makes its MLP or experts from.
+
+    megatron-core 0.16 and 0.17 read these attributes (`build_module`), later releases call the object. It is
+    no ModuleSpec, because 0.16 logs that it does not know the module of one and gives it no process groups
+    (transformer_layer.py:351-369).
+    """
+
+    module: type[torch.nn.Module]
+    submodules: Any
+    params: dict[str, Any]
+    """Further arguments of the module, its process groups among them."""
+
+    def __call__(self, config: TransformerConfig, **unused: Any) -> torch.nn.Module:
+        """The module. Unused are the layer's groups, its place and its name."""
+        return self.module(config=config, submodules=self.submodules, **self.params)
+
+
 def mlp_spec(
     submodules: MLPSubmodules, group: ProcessGroup, activate: Activation, *, is_recomputed: bool
-) -> SimpleNamespace:
-    """What upstream's build_module makes the MLP from.
-
-    It is no ModuleSpec: of one whose module is not MLP itself upstream's layer logs that it is unknown, and
-    gives it no group (transformer_layer.py:351-369).
+) -> LayerPart:
+    """What a layer makes its MLP from.
 
     Args:
         submodules: the two linear layers.
@@ -74,7 +91,7 @@ def mlp_spec(
         activate, is_recomputed: see RecomputableMLP.
     """
     params = {"activate": activate, "is_recomputed": is_recomputed, "tp_group": group}
-    return SimpleNamespace(module=RecomputableMLP, submodules=submodules, params=params)
+    return LayerPart(RecomputableMLP, submodules, params)
 
 
 def activation_called(name: str) -> Activation:

@@ -12,10 +12,8 @@ that needs CUDA, and each layer computes cosines and sines of its own.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from patch.config.schema import ModelConfig
 from patch.distributed.context_group import Zigzag
@@ -41,17 +39,11 @@ class RotaryTable(torch.nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self._zigzag, self._is_polar = zigzag, is_polar
 
-    def get_rotary_seq_len(self, *args: Any) -> int:
-        """Upstream's protocol: S, or 0 with packed sequences, whose tokens have other positions (`at`)."""
-        *_, packed = args
-        return 0 if packed is not None else RotaryEmbedding.get_rotary_seq_len(self, *args)
-
-    def forward(self, length: int, **unused: Any) -> torch.Tensor:
-        """Upstream's protocol: the table of rows that are one sequence each.
+    def forward(self, length: int) -> torch.Tensor:
+        """The table of rows that are one sequence each.
 
         Args:
             length: S, tokens of the whole sequence.
-            unused: what upstream's own packed format and its cutting over ranks need.
         Returns:
             [2, S / CP, 1, 1, D / 2] float32: cosines, sines.
         """

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from patch.compat.unpickle import unpickle_tensors
 from patch.config.execution import Execution
@@ -44,7 +44,7 @@ def scaling_settings(execution: Execution) -> dict[str, Any]:
     }
 
 
-def restore_scales(stages: Sequence[GPTModel], loaded: Mapping[str, Mapping[str, Any]]) -> None:
+def restore_scales(stages: Sequence[LanguageModule], loaded: Mapping[str, Mapping[str, Any]]) -> None:
     """Give the scales of a checkpoint to the layers of a model with delayed scaling; others are left alone.
 
     Args:

@@ -11,6 +11,7 @@ te_scales.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class EngineBlueprint(Blueprint):
         attention.core_attention = self._core_attention()
         if has_head_norms:
             attention.q_layernorm = attention.k_layernorm = TEHeadNorm
-        linear = layer.submodules.mlp.submodules
+        mlp = layer.submodules.mlp  # since megatron-core 0.17 a function with its arguments
+        linear = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
         keeps_copy = not self.upstream.fp8 or self.upstream.fp8_recipe == "delayed"  # then TE always does
         if self.upstream.recompute_granularity == "selective" and not keeps_copy:
             linear.linear_fc2 = _KeepingRow

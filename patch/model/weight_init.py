@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from patch.config.schema import ModelConfig
@@ -31,7 +31,7 @@ _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY = (EMBEDDING_PARAMETER, TIED_OUTPUT)
 
 
-def forget_weights(stages: Sequence[GPTModel]) -> None:
+def forget_weights(stages: Sequence[LanguageModule]) -> None:
     """Free the memory of trainable weights that have no values yet: each becomes one repeated element.
 
     They get memory again when the optimizer gives them their place in its flat buffer.
@@ -67,7 +67,7 @@ def forgetting_weights(least: int) -> Iterator[None]:
 
 @torch.no_grad()
 def initialize_weights(
-    stages: Sequence[GPTModel],
+    stages: Sequence[LanguageModule],
     model: ModelConfig,
     seed: int,
     *,

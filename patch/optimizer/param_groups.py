@@ -49,7 +49,8 @@ def default_param_groups(
     """
     is_decoupling = config.decoupled_lr is not None
     of_experts = None
-    if groups is not None and hasattr(groups, "ep") and groups.ep.size() > 1:
+    ranks_of_experts = getattr(groups, "ep", None)  # without experts there is none, or None since 0.19
+    if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
     members: dict[tuple[bool, dist.ProcessGroup | None, bool], list[torch.nn.Parameter]] = {
         (*kind, decays): []

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import overload
 
@@ -68,6 +69,9 @@ METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 METADATA_JSON_FILE = "metadata.json"
 _CHECKPOINT_FILES = (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE)
+COMMON_KEY = "common_state/shard_0_1"
+"""Since megatron-core 0.19 the plain values are an object of this name among the tensors; no COMMON_FILE."""
+_MOST_INDEX_BYTES = 1 << 32
 
 CHECKSUMS_FILE = "checksums.json"
 """Lengths and checksums of the files in a folder: in a checkpoint and in data_index/."""
@@ -124,7 +128,12 @@ def find_checkpoint_root(folder: str | AnyPath) -> AnyPath:
 
 def lacking_files(folder: AnyPath) -> list[str]:
     """The files that every checkpoint has and that this folder lacks."""
-    return [name for name in _CHECKPOINT_FILES if not (folder / name).is_file()]
+    lacking = [name for name in _CHECKPOINT_FILES if not (folder / name).is_file()]
+    if lacking == [COMMON_FILE]:
+        with suppress(OSError):  # who reads the index says why
+            if COMMON_KEY.encode() in read_small(folder / METADATA_FILE, _MOST_INDEX_BYTES):
+                return []
+    return lacking
 
 
 def is_complete(folder: AnyPath) -> bool:

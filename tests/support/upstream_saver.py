@@ -1,22 +1,28 @@
 """megatron-core's own saver of checkpoints on a machine without a GPU: what other programs write.
 
 Its planning, its files and its index stay as they are. Its writer would start processes, and its end asks for
-a GPU (strategies/filesystem_async.py:49, 230, 321; strategies/state_dict_saver.py:251).
+a GPU (strategies/filesystem_async.py:49, 230, 321; strategies/state_dict_saver.py:251). Since 0.17 it writes
+in threads, so that only its end and its queue are others here.
 """
 
 import queue
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from patch.compat import RELEASE
 from patch.compat.cpu import replace_torch
 
 
 def let_upstream_save() -> None:
     """Let `megatron.core.dist_checkpointing.save` work in this process."""
     replace_torch(filesystem_async.__name__)
+    if RELEASE >= (0, 17):
+        replace_torch(state_dict_saver.__name__)
+        filesystem_async.get_write_results_queue = lambda *unused: queue.SimpleQueue()
+        return
     filesystem_async._get_write_results_queue = queue.SimpleQueue
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write)
     torch_strategies.save_state_dict_async_finalize = _finalize

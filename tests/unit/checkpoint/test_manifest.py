@@ -19,13 +19,15 @@ from patch import compat
 from patch.checkpoint import latest_iteration, load_checkpoint, manifest, save_checkpoint, weights_folder
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.manifest import write_manifest
+from patch.compat.checkpoint_format import COMMON_IS_OBJECT
 from patch.errors import CheckpointError
 from patch.storage.checksums import Checksum
 
 DATA_FILES = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
 SAME_IN_BOTH = (".metadata", "metadata.json")
 """Files that have the same bytes in both checkpoints."""
-FILES = (*DATA_FILES, *SAME_IN_BOTH, "checksums.json", "common.pt")
+COMMON = () if COMMON_IS_OBJECT else ("common.pt",)
+FILES = (*DATA_FILES, *SAME_IN_BOTH, "checksums.json", *COMMON)
 
 
 def state(rank: int, world_size: int, seed: int) -> dict:
@@ -209,7 +211,7 @@ def verify_together(rank: int, world_size: int, root: Path) -> tuple[list[str], 
 def test_ranks_share_the_reading_and_agree(root):
     (first, *ours), (second, *theirs) = run_distributed(verify_together, 2, root)
     assert ours == theirs == [1, True]
-    names = (*DATA_FILES, *SAME_IN_BOTH, "common.pt")
+    names = (*DATA_FILES, *SAME_IN_BOTH, *COMMON)
     whole = [name for name in [*first, *second] if name.startswith("iter_0000001")]
     assert sorted(whole) == sorted(f"iter_0000001/{name}" for name in names)
     assert all(any(name.startswith("iter_0000001") for name in read) for read in (first, second))

@@ -58,7 +58,7 @@ def test_last_every_and_best_stay(one_process, tmp_path, retention, best, expect
 def test_later_and_damaged_ones_stay_and_do_not_count(one_process, tmp_path):
     """A run went back to 2 because 4 lost a file; 1 was cut. What is whole may be needed."""
     save(tmp_path, 1, 2, 4, 3)
-    (tmp_path / "iter_0000004" / "common.pt").unlink()
+    (tmp_path / "iter_0000004" / "metadata.json").unlink()
     data = tmp_path / "iter_0000001" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     assert set_aside_superseded(tmp_path, Retention(last=2), 3, None) == []
@@ -90,7 +90,7 @@ def test_weights_alone_and_what_a_rollback_left_do_not_count(one_process, tmp_pa
     assert iterations(tmp_path) == [4, 5]
 
 
-@pytest.mark.parametrize("name", ["checksums.json", "common.pt", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["checksums.json", "metadata.json", "__0_0.distcp"])
 def test_nothing_goes_while_the_newest_is_not_whole(one_process, tmp_path, caplog, name):
     save(tmp_path, 1, 2)
     (tmp_path / "iter_0000002" / name).unlink()

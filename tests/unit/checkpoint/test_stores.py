@@ -91,7 +91,7 @@ def test_damage_is_found_and_other_checkpoints_are_taken(root, logged) -> None:
     with pytest.raises(CheckpointError, match="the newest checkpoint is not what was saved"):
         weights_folder(root)
     assert weights_folder(root / "iter_0000001") == root / "iter_0000001"
-    (root / "iter_0000001" / "common.pt").unlink()
+    (root / "iter_0000001" / "metadata.json").unlink()
     with pytest.raises(NoWholeCheckpointError, match="no checkpoint below"):
         latest_iteration(root)
 

@@ -20,8 +20,11 @@ from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 
 from patch.checkpoint import save_checkpoint
+from patch.compat.checkpoint_format import COMMON_IS_OBJECT
+from patch.storage.names import COMMON_KEY
 from toolkits.inspect_checkpoint import main
 
+OF_COMMON = [] if COMMON_IS_OBJECT else ["common.pt"]
 W, STATE, STEPS = "decoder.w", "optimizer.exp_avg.decoder.w", "embedding.steps"
 
 
@@ -66,9 +69,11 @@ def test_names_shapes_types_and_bytes_are_those_that_torch_reads(one_process, tm
         (found,) = report["checkpoints"]
         assert code == 0 and found["folder"] == str(folder) and found["facts"]["iteration"] == 7
         theirs = FileSystemReader(folder).read_metadata().state_dict_metadata
-        assert {
-            each["name"]: (each["shape"], each["dtype"]) for each in found["tensors"]
-        } == {name: (list(t.size), str(t.properties.dtype)[6:]) for name, t in theirs.items()}  # fmt: skip
+        assert {each["name"]: (each["shape"], each["dtype"]) for each in found["tensors"]} == {
+            name: (list(t.size), str(t.properties.dtype)[6:])
+            for name, t in theirs.items()
+            if name != COMMON_KEY
+        }
         groups = {each["name"]: each["group"] for each in found["tensors"]}
         assert groups == {W: "weights", STEPS: "weights", STATE: "optimizer states"}
         sizes = {each["name"]: each["num_bytes"] for each in found["tensors"]}
@@ -123,9 +128,7 @@ def test_other_types_nan_and_signed_zero(one_process, tmp_path):
     assert by_name[STATE]["num_different"] == 2 and by_name[STATE]["largest"] is None
 
 
-@pytest.mark.parametrize(
-    "name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json", "checksums.json"]
-)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", *OF_COMMON, "metadata.json", "checksums.json"])
 def test_damaged_file_is_named(one_process, tmp_path, capsys, name):
     """Whatever may happen to a file: tests/unit/checkpoint/test_manifest.py."""
     path = save(tmp_path / "run", values()) / name
@@ -136,7 +139,9 @@ def test_damaged_file_is_named(one_process, tmp_path, capsys, name):
     assert f"DAMAGED {path}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lost", [["checksums.json", ".metadata"], ["checksums.json", "common.pt"]])
+@pytest.mark.parametrize(
+    "lost", [["checksums.json", ".metadata"], ["checksums.json", *(OF_COMMON or ["metadata.json"])]]
+)
 @pytest.mark.parametrize("name", ["iter_0000007", "release"])
 def test_checkpoint_that_no_load_would_take_is_listed_with_what_is_wrong(one_process, tmp_path, name, lost):
     folder = save(tmp_path / "run", values())
@@ -269,7 +274,7 @@ def test_run_says_where_it_came_from(tmp_path):
 def test_neighbours_and_links(one_process, tmp_path):
     folder = save(tmp_path / "run", values())
     shutil.copytree(folder, folder.with_name("iter_0000009"))
-    (folder.with_name("iter_0000009") / "common.pt").unlink()
+    (folder.with_name("iter_0000009") / "metadata.json").unlink()
     folder.with_name("best").symlink_to(folder.name)
     _, report = inspect(tmp_path, tmp_path / "run" / "checkpoint" / "best")
     notes = {each["name"]: each["note"] for each in report["checkpoints"][0]["neighbours"]}
