@@ -7,6 +7,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from patch.config.fields import FIELDS, scalar_of
@@ -99,10 +100,16 @@ def _line(planned: Planned, layout: Candidate) -> str:
     environ = planned.environ
     variables = [f"{name}={shlex.quote(environ[name])} " for name in VARIABLES if name in environ]
     argv = launch_argv(layout.run, environ, planned.machine.facts)
-    line = "".join(variables) + shlex.join(["bash", "examples/llama3_1/run_mcore_llama.sh", *argv])
+    line = "".join(variables) + shlex.join(["bash", _launcher(), *argv])
     for name in NAMED_LATER:
         line = line.replace(os.path.abspath(name), name)
     return line
+
+
+def _launcher() -> str:
+    """The script of the examples, as it is found from the current folder."""
+    script = Path(__file__).resolve().parents[1] / "examples" / "llama3_1" / "run_mcore_llama.sh"
+    return str(script.relative_to(here) if script.is_relative_to(here := Path.cwd().resolve()) else script)
 
 
 def launch_argv(config: RunConfig, environ: Mapping[str, str], machine: MachineFacts) -> list[str]:

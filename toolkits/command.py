@@ -5,12 +5,16 @@ llama-patch train dsw auto 1 16 ... | llama-patch plan --machine h100 -- --model
 
 from __future__ import annotations
 
+import platform
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
+import patch
 from patch.errors import nearest
 
 COMMANDS = {
+    "quickstart": ("toolkits.quickstart.__main__", "fine-tune a small LLaMA on JSON, and question it"),
     "train": (
         "toolkits.train.__main__",
         "train a model: 25 positions and flags, as run_mcore_llama.sh, or flags",
@@ -40,8 +44,14 @@ def main() -> int:
     if name in COMMANDS:
         return int(import_module(COMMANDS[name][0]).main(rest))
     lines = [f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items()]
+    if name == "--version":
+        releases = [f"{package} {version(package)}" for package in ("megatron-core", "torch", "transformers")]
+        releases.append(f"Python {platform.python_version()}")
+        print(f"llama-patch {patch.__version__} ({', '.join(releases)})")
+        return 0
     if name in ("-h", "--help"):
-        print("\n".join(["usage: llama-patch COMMAND ...; llama-patch COMMAND --help", *lines]))
+        usage = "usage: llama-patch COMMAND ...; llama-patch COMMAND --help; llama-patch --version"
+        print("\n".join([usage, *lines]))
         return 0
     if name in _REMOVED:
         print(f"ERROR llama-patch: {name} was removed; {_REMOVED[name]}", file=sys.stderr)

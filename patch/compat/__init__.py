@@ -5,14 +5,10 @@ Importing it changes nothing and does not import megatron-core, because `quick_s
 it: the worker of a run, a command line, a host program. No other package does.
 """
 
-from importlib.metadata import version
-
 from patch.compat.overhead import quick_start
+from patch.compat.release import RELEASE
 
 __all__ = ["RELEASE", "apply", "is_applied_on_cpu", "quick_start"]
-
-RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
-"""The installed release of megatron-core: (0, 16)."""
 
 
 def apply(cuda: bool) -> None:

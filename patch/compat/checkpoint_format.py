@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _create_file_view, _DistWrapper
 
-from patch.compat import RELEASE
+from patch.compat.release import RELEASE
 from patch.storage.names import COMMON_FILE, COMMON_KEY, METADATA_JSON_FILE
 
 StorageInfo = _StorageInfo

@@ -68,7 +68,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from patch.compat import RELEASE
+from patch.compat.release import RELEASE
 
 _OLD_NAMES = ("Please use DTensor instead", r"`torch\.distributed\.\w+_tensor` is deprecated")
 _CUDA_GRAPHS = "full scope is deprecated"

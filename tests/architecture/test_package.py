@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import patch
 from toolkits.quickstart.workspace import prepare
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -79,11 +80,16 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_a_wheel_holds_the_two_packages_their_types_and_the_kernels_source(wheel):
+INSIDE = "llama_megatron_patch"
+
+
+def test_a_wheel_holds_one_package_with_all_that_programs_need(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"patch", "toolkits"}
-    assert {"patch/py.typed", "patch/optimizer/kernels/adam.cpp", "patch/optimizer/__init__.py"} <= set(names)
-    assert not [name for name in names if name.startswith("toolkits/benchmarks")]  # of a clone
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {INSIDE}
+    needed = "patch/py.typed patch/optimizer/kernels/adam.cpp patch/config/foreign_flags.txt"
+    needed += " toolkits/command.py patch/families/config_keys.yaml examples/llama3_1/run_mcore_llama.sh"
+    assert {f"{INSIDE}/{name}" for name in needed.split()} <= set(names)
+    assert not [name for name in names if name.startswith(f"{INSIDE}/toolkits/benchmarks")]  # of a clone
 
 
 def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
@@ -92,7 +98,10 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
     subprocess.run([*PIP, "install", *QUIET, "--target", installed, wheel], check=True, timeout=120)
     kernels = Path("patch/optimizer/kernels/build")  # compiling them again would take seconds
     if (root / kernels).is_dir():
-        shutil.copytree(root / kernels, installed / kernels)
+        shutil.copytree(root / kernels, installed / INSIDE / kernels)
+    (installed / "patch.py").write_text("fromstring = 'of another program'")  # as PyPI's have it
+    (installed / "toolkits").mkdir()
+    (installed / "toolkits" / "__init__.py").write_text("own = 'of another program'")
     (tmp_path / "random.py").write_text("raise RuntimeError('not the standard library')")
     users = {name: text for name, text in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     environ = {**users, "PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -103,12 +112,23 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
         return subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     commands = [line.split()[0] for line in call("--help").stdout.splitlines()[1:]]
-    tools = "merge plan prove doctor preview preprocess inspect evaluate align"
-    assert commands == ["train", "convert", *tools.split()]
+    tools = "train convert merge plan prove doctor preview preprocess inspect evaluate align"
+    assert commands == ["quickstart", *tools.split()]
+    assert call("--version").stdout.startswith(f"llama-patch {patch.__version__} (megatron-core ")
     wrong = call("plna")
     assert wrong.returncode == 2 and "did you mean plan?" in wrong.stderr
     planned = call("plan", "--machine", "h100", "--", "--model-size", "1B")
     assert planned.returncode == 0 and "8 x NVIDIA H100" in planned.stdout, planned.stderr
+    searched = call("plan", "--machine", "h100", "--search", "--best=1", "--", "--model-size", "1B")
+    script = tmp_path / re.search(r"bash (\S+run_mcore_llama.sh) ", searched.stdout)[1]
+    assert script.is_file() and script.is_relative_to(installed / INSIDE)
+    for program, expected in (
+        ("import patch, toolkits; print(patch.fromstring, toolkits.own)", "of another program " * 2),
+        ("import llama_megatron_patch, patch; print(patch.__file__)", str(installed / INSIDE / "patch")),
+    ):
+        command = [sys.executable, "-c", program]
+        said = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, timeout=60)
+        assert said.stdout.startswith(expected.strip()), said
     space, _ = prepare(tmp_path / "office", num_held_out=4, num_train=16)
     before = "dsw auto 2 4 1e-3 1e-4 64 48 fp32 1 1 1 false true true true none false 2".split()
     paths = [space.train_data, "none", space.model, "2", "1", space.run]

@@ -15,7 +15,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 POSITIONAL_ARGUMENTS = 8
 SMALL_LINES = 45
-BUDGET = {"product": 38_000, "tests": 32_000}
+BUDGET = {"product": 38_300, "tests": 32_400}
 """Lines of code are those without docstrings, comments and blanks."""
 SMALL_MODULES_PERCENT, FILES_IN_A_ROOM = 15, 45
 DATA = (".txt", ".yaml", ".jinja")

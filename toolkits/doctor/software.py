@@ -7,11 +7,13 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from torch.utils.collect_env import get_env_info
 
 from patch.device import GPU_LIBRARIES, MachineFacts
@@ -49,19 +51,19 @@ _MISSED = {
 
 
 def check_versions(settings: Settings) -> Iterator[Finding]:
-    """Python, torch and what a run needs, beside the versions that are tested."""
+    """Python, torch and what a run needs, beside the versions that are tested, or allowed by the metadata."""
     yield Finding("python", "ok", platform.python_version())
-    pins = pinned_versions(REPOSITORY / "requirements.txt")
+    pins, allowed = pinned_versions(REPOSITORY / "requirements.txt"), allowed_versions()
     for name in (*_NEEDED, *_OPTIONAL):
-        found, tested = _version(name), pins.get(name, "")
-        cure = f"pip install '{name}=={tested}'" if tested else f"pip install {name}"
+        found, tested = _version(name), pins.get(name) or allowed.get(name, SpecifierSet())
+        cure = f"pip install '{name}{tested}'"
         if found is None:
             if name in _NEEDED:
                 yield Finding(name, "broken", "not installed", cure)
             continue
-        is_other = bool(tested) and found.split("+")[0] != tested
-        what = f"{found}, tests run with {tested}" if is_other else found
-        yield graded(name, what, is_other, cure, version=found, tested=tested)
+        is_other = found.split("+")[0] not in tested
+        what = f"{found}, expected {tested}" if is_other else found
+        yield graded(name, what, is_other, cure, version=found, tested=str(tested))
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     yield Finding("torch's build", "ok", build, data=get_env_info()._asdict())
 
@@ -103,10 +105,24 @@ def missing_libraries(machine: MachineFacts) -> Iterator[Finding]:
             yield Finding(name, status, f"not installed: {cost}", cure)
 
 
-def pinned_versions(file: Path) -> dict[str, str]:
-    """The pinned versions of a requirements file; none if it is not there (an installed package)."""
+def pinned_versions(file: Path) -> dict[str, SpecifierSet]:
+    """The versions of a requirements file for this Python; none if it is not there (an installed package)."""
     lines = file.read_text().splitlines() if file.is_file() else []
-    return dict(line.split("#")[0].strip().split("==", 1) for line in lines if "==" in line.split("#")[0])
+    return _specifiers(text for line in lines if (text := line.split("#")[0].strip()))
+
+
+def allowed_versions() -> dict[str, SpecifierSet]:
+    """The versions with which the installed package may run; none where it is not installed."""
+    try:
+        return _specifiers(requires("llama-megatron-patch") or ())
+    except PackageNotFoundError:
+        return {}
+
+
+def _specifiers(lines: Iterable[str]) -> dict[str, SpecifierSet]:
+    found = map(Requirement, lines)
+    own = [each for each in found if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return {each.name: each.specifier for each in own}
 
 
 def _version(name: str) -> str | None:

@@ -1,0 +1,6 @@
+"""Which megatron-core is installed."""
+
+from importlib.metadata import version
+
+RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
+"""(0, 16) for 0.16.1."""
