@@ -204,11 +204,17 @@ def load_tensors(source: Path | io.BytesIO) -> Any:
         return torch.load(source, "cpu", pickle_module=reader, weights_only=False, mmap=is_file)
 
 
+_STORAGES = (
+    ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # which 0.19 puts in its place
+)
+
+
 class _BytesUnpickler(_InertUnpickler):
     """_InertUnpickler of a plain pickle, where a tensor's storage is a torch.save file of its own."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _STORAGES:
             return lambda contents: load_plain(io.BytesIO(contents))
         return super().find_class(module, name)
 

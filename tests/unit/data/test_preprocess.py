@@ -43,7 +43,7 @@ def upstream_bytes(
     A document that ends with the end token gets no second one.
     """
     tokenizer = MegatronTokenizer.from_pretrained(
-        str(tokenizer_folder), metadata_path={"library": "huggingface"}
+        str(tokenizer_folder), metadata_path={"library": "huggingface"}, include_special_tokens=False
     )
     builder = IndexedDatasetBuilder(f"{folder}/upstream.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
     for row in rows:

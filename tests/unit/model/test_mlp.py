@@ -31,7 +31,8 @@ def run_two(rank: int, world_size: int) -> None:
             gated_linear_unit=is_gated, activation_func=relu_squared, tensor_model_parallel_size=2,
             use_cpu_initialization=True, gradient_accumulation_fusion=False, tp_comm_overlap=in_pieces,
         )  # fmt: skip
-        theirs = MLP(config, MLPSubmodules(ColumnParallelLinear, None, RowParallelLinear), tp_group=group)
+        plain = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        theirs = MLP(config, plain, tp_group=group)
         column, row = (ModuleSpec(module=kind, params={"in_pieces": in_pieces}) for kind in (Column, Row))
         activate = activation_of(Traits(gated_linear_unit=is_gated), relu_squared, is_fused=False)
         parts = MLPSubmodules(linear_fc1=column, linear_fc2=row)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from megatron.core import parallel_state
-from megatron.core.optimizer import _get_param_groups
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as UpstreamConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from optimizer_runs import LR, OddModel, build_optimizer, make_steps, on_host
@@ -45,11 +45,12 @@ def ours(stages: Sequence[torch.nn.Module], rates: dict[str, Any], groups: Any =
 
 
 def upstreams(stages: Sequence[torch.nn.Module], rates: dict[str, Any]) -> Members:
+    config = UpstreamConfig(**RATES, **rates)
     return {
         (group["wd_mult"] * RATES["weight_decay"], *(group[name] for name in UPSTREAMS)): {
             id(parameter) for parameter in group["params"]
         }
-        for group in _get_param_groups(stages, UpstreamConfig(**RATES, **rates), None)
+        for group in _get_param_groups(stages, config, get_standard_config_overrides(config))
         if group["params"]
     }
 

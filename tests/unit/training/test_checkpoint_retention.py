@@ -19,7 +19,7 @@ from training_runs import build_seeded_run
 from patch.checkpoint import save_checkpoint
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
-from patch.storage.names import METRICS_FILE, all_iterations, iteration_name
+from patch.storage.names import COMMON_KEY, METRICS_FILE, all_iterations, iteration_name
 from patch.training import checkpoint_retention
 from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
 from patch.training.metrics import MetricsLog
@@ -98,6 +98,7 @@ def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> N
     assert os.readlink(root / "best") == iteration_name(best)
     weights, full = (
         {key.split(".")[0] for key in FileSystemReader(folder).read_metadata().state_dict_metadata}
+        - {COMMON_KEY}
         for folder in (root / iteration_name(5), root / iteration_name(4))
     )
     assert weights == {"decoder", "embedding", "output_layer"} and full - weights == {"optimizer", "random"}

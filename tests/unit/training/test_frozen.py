@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from small_runs import ZERO_3, small_run
 from training_runs import build_seeded_run, save
@@ -27,7 +27,7 @@ STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.
 
 
 def is_whole(module: torch.nn.Module) -> bool:
-    return isinstance(module, GPTModel)
+    return isinstance(module, LanguageModule)
 
 
 def is_first(module: torch.nn.Module) -> bool:
@@ -37,7 +37,7 @@ def is_first(module: torch.nn.Module) -> bool:
 
 def is_last(module: torch.nn.Module) -> bool:
     """All of the last stage: two layers, the last norm and the output layer."""
-    if isinstance(module, GPTModel):
+    if isinstance(module, LanguageModule):
         for end in (module.decoder.final_layernorm, getattr(module, "output_layer", None)):
             if end is not None:
                 end.requires_grad_(False)
