@@ -4,9 +4,12 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Bytecode is kept, but only of what is imported: that of all files is 330 MB.
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile
-WORKERS ?= 4
+WORKERS ?= 3
 # Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+    --no-loadscope-reorder --max-worker-restart=0
+# Files whose tests take long come first, so that no process is left alone with one.
+TESTS = tests/end_to_end tests/golden tests/unit/training tests/unit/optimizer tests/unit/model tests
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
 .PHONY: help quickstart test test-all checks upstream-faults bench gpu-check gpu-bench
@@ -38,10 +41,10 @@ quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it 
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
 
 test: .venv/tests-installed  ## the tests of a change, but those that are long and those of `checks`: minutes on two cores
-	$(PYTEST) -m "not long" --ignore tests/architecture
+	$(PYTEST) -m "not long" --ignore tests/architecture $(TESTS)
 
 test-all: .venv/tests-installed  ## all tests of this machine, as CI; GPU tests skip themselves without one
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 
 checks: .venv/tests-installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .

@@ -3,6 +3,7 @@
 import resource
 from pathlib import Path
 
+import pytest
 from end_to_end.conftest import Office
 from end_to_end.shell import call, call_workers, command
 
@@ -12,6 +13,7 @@ VOCABULARY = 4_000_000
 """At the 405B model's width 131 GB in bf16, asked for at once and before any page is touched."""
 
 
+@pytest.mark.long
 def test_out_of_memory_ends_with_5_and_names_what_to_lower(office: Office, tmp_path: Path) -> None:
     large = {"MODEL_SIZE": "405B", "PR": "bf16", "PRETRAIN_CHECKPOINT_PATH": "none"}
     arguments = command(**{**office.positions(tmp_path / "out"), **large})

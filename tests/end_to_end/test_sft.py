@@ -152,6 +152,7 @@ def stop_one_of_two(processes: list[subprocess.Popen], output: Path) -> None:
     assert 3 <= latest_checkpoint(output) < NUM_STEPS
 
 
+@pytest.mark.long
 def test_one_slurm_task_for_each_process_trains_as_our_launcher_does(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_one_slurm_task_for_each_process_trains_as_our_launcher_does(
     assert found == losses(unbroken)[: len(found)]
 
 
+@pytest.mark.long
 def test_resume_after_sigterm_to_one_of_two_machines_repeats_the_run_with_states_in_host_memory_too(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -211,6 +213,7 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
     assert (tmp_path / "out" / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.long
 def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Office, tmp_path: Path) -> None:
     """In packs of 96 tokens: two to four of the office's questions each."""
     output = tmp_path / "out"

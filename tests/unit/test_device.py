@@ -53,6 +53,7 @@ for status, nodes, *visible in json.loads(sys.argv[1]):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+@pytest.mark.long
 def test_gpus_are_refused_where_the_driver_gives_them_and_torch_cannot_use_them(tmp_path: Path) -> None:
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
     subprocess.run(command, input=DRIVER, text=True, check=True)

@@ -53,6 +53,7 @@ def verdicts(folder: Path, *names: str, limit: float = 30.0, code: str = "commit
     return {outcome.file: outcome.verdict for outcome in outcomes}
 
 
+@pytest.mark.long
 def test_failures_and_time_are_told_and_a_second_call_goes_on(
     folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -76,6 +77,7 @@ def test_what_a_file_has_started_ends_with_it(folder: Path, name: str) -> None:
     await_end([int((folder / name).with_suffix(".pid").read_text())])
 
 
+@pytest.mark.long
 def test_a_kill_leaves_no_tests_behind_and_what_was_found_before_it(folder: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from gpu import run; folder = Path(sys.argv[1]);"
@@ -108,6 +110,7 @@ def test_nothing_that_ran_is_a_failure(folder: Path, capsys: pytest.CaptureFixtu
     assert "| a | 2 ms | test_good.py |" in text and "| test_skipped.py | skipped |" in text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_machine_without_a_gpu_fails_and_says_so() -> None:
     command = [sys.executable, str(Path(run.__file__))]

@@ -35,6 +35,7 @@ COMPILER = set() if find_spec("transformer_engine") else {"torch._dynamo", "torc
 """Transformer Engine, which upstream imports where it is, imports TorchDynamo itself (pytorch/jit.py:51)."""
 
 
+@pytest.mark.long
 def test_a_worker_imports_no_compiler_and_leaves_its_imports_to_no_collection(tmp_path: Path) -> None:
     """Also not with its tokenizer."""
     llama3_tokenizer.tiny_tokenizer().save_pretrained(tmp_path)

@@ -197,6 +197,7 @@ def ranks(root: Path, tiny_tokenizer: Any) -> list[list[str]]:
     return run_distributed(_live, 4, root, tiny_tokenizer())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_live_adapters_are_the_folders_at_every_layout(root: Path, ranks: Any, layout: str) -> None:
     name, adapter = LAYOUTS[layout][0], CASES[LAYOUTS[layout][0]]
@@ -212,6 +213,7 @@ def test_live_adapters_are_the_folders_at_every_layout(root: Path, ranks: Any, l
 
 
 @pytest.mark.parametrize("layout", ["TP and PP", "EP over TP and DP"])
+@pytest.mark.long
 def test_written_adapter_gives_pefts_model_the_logits_of_the_merge(
     root: Path, ranks: Any, layout: str
 ) -> None:
@@ -223,6 +225,7 @@ def test_written_adapter_gives_pefts_model_the_logits_of_the_merge(
     assert (found - merged).abs().max() < 1e-5 < 1e-2 < (found - without).abs().max()
 
 
+@pytest.mark.long
 def test_failures_are_of_every_rank(root: Path, ranks: Any) -> None:
     first, *others = ranks
     assert "nowhere" in first[0] and "deepseek-v2-lite exists and is no PEFT adapter" in first[1]

@@ -16,6 +16,7 @@ from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf
 from patch.preflight.weight_files import WeightHeaders, check_headers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_what_transformers_5_has_in_memory_is_read(tmp_path, name, kind):

@@ -162,6 +162,7 @@ def _outline(names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_every_rank_gets_every_tensor_in_order(root: Path, ranks: list[dict], case: str) -> None:
     expected = _in_order(root / case)
     names = ranks[0][case, "all"][0]

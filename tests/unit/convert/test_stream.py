@@ -44,6 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
 def test_way_back_is_the_source_byte_for_byte(root, name):
     assert contents(root / f"{name}-back") == contents(root / name)

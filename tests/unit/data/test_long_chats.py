@@ -79,6 +79,7 @@ def pieces(renderer: ChatRenderer, messages: list[dict[str, str]]) -> list[Span]
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_pieces_are_those_of_every_prefix(name: str) -> None:
     tokenizer = tiny_tokenizer(template=TEMPLATES[name], special=SPECIAL)

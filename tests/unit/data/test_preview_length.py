@@ -94,6 +94,7 @@ def test_length_of_a_small_set_follows_from_its_rows(
         assert train(config) == 5
 
 
+@pytest.mark.long
 def test_a_large_set_is_known_once_it_is_tokenized_and_until_it_changes(run, tmp_path: Path) -> None:
     rows = write(tmp_path, [{**row, "note": "x" * 2**19} for row in ROWS])
     small = write(tmp_path, ROWS[:1], "small.jsonl")

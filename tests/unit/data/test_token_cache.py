@@ -95,6 +95,7 @@ def test_entry_serves_equal_rows_in_another_file(rows: Path, tmp_path: Path, mon
     assert len(entries(cache)) == 1
 
 
+@pytest.mark.long
 def test_whatever_decides_the_tokens_makes_another_entry(rows: Path, tmp_path: Path, monkeypatch) -> None:
     """Against the same without a cache: a value that the key lacks would give the tokens of another."""
     cache = tmp_path / "cache"

@@ -32,6 +32,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.long
 def test_real_llama3_tokenizer_and_the_built_in_template_are_metas_own(llama3_folder: Path) -> None:
     """The second implementation is Meta's package: its tokenizer, and its format of a dialog."""
     chat_format = pytest.importorskip("llama_models.llama3.chat_format")

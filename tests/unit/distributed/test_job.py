@@ -76,6 +76,7 @@ def join_at(rank: int, world_size: int, places: list[tuple[int, int]]) -> tuple[
     return str(caught.value), caught.value.exit_code, seconds
 
 
+@pytest.mark.long
 def test_a_port_without_the_job_ends_the_join_in_time_and_is_named() -> None:
     """A program that accepts connections and never answers; node 0's own port taken; one that refuses."""
     with socket.socket() as silent, socket.socket() as refusing:

@@ -104,6 +104,7 @@ def test_a_worker_of_the_users_own_torchrun_asks_for_them_before_torch_is_import
         assert found.stdout.strip() == expected, found.stderr
 
 
+@pytest.mark.long
 def test_each_process_has_a_log_of_its_own_for_each_start_beside_what_the_launcher_shows(
     tmp_path: Path, short_waits: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,12 +137,14 @@ ABORT = "os.kill(os.getpid(), signal.SIGABRT)"
     ("ends", "expected", "said"),
     [
         (("", CRASH), 1, "exit code 1"),
-        ((CRASH, "sys.exit(4)"), 4, "exit code 4"),
+        pytest.param((CRASH, "sys.exit(4)"), 4, "exit code 4", marks=pytest.mark.long),
         ((LOST, "sys.exit(3)"), 3, "exit code 3"),
-        ((LOST, LOST), 5, "another rank ended"),
-        (("sys.exit(143)", "sys.exit(143)"), 143, "exit code 143"),
+        pytest.param((LOST, LOST), 5, "another rank ended", marks=pytest.mark.long),
+        pytest.param(("sys.exit(143)", "sys.exit(143)"), 143, "exit code 143", marks=pytest.mark.long),
         ((WAITING, "os.kill(os.getpid(), signal.SIGKILL)"), 5, "SIGKILL; the usual reason is that"),
-        ((WAITING, ABORT), 5, "SIGABRT; the usual reason is an error of a library"),
+        pytest.param(
+            (WAITING, ABORT), 5, "SIGABRT; the usual reason is an error of a library", marks=pytest.mark.long
+        ),
         ((WAITING, f"worker_process.note_nccl(); {ABORT}"), 5, "--distributed-timeout-minutes"),
     ],
 )
@@ -161,6 +164,7 @@ def wait_for_ever():
 """
 
 
+@pytest.mark.long
 def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_where_it_stood(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +176,7 @@ def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_w
     assert "in wait_for_ever" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
     tmp_path: Path, short_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +189,7 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.long
 def test_worker_that_is_done_and_crashes_does_not_end_one_that_still_works(
     tmp_path: Path, short_waits: None
 ) -> None:
@@ -201,6 +207,7 @@ sys.exit(announce_end(Reply(0)))
     assert (tmp_path / "deleted").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [75, 143])
 def test_stopped_run_that_finds_no_room_for_its_reply_ends_with_its_code_all_the_same(
     tmp_path: Path, short_waits: None, code: int
@@ -224,9 +231,9 @@ COUNT = "\nopen(f'{folder}/starts{rank}', 'a').write(os.environ['PATCH_ROUND'])\
     ("end", "code", "starts"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", 5, "12"),
-        ("raise RuntimeError('CUDA error')", 1, "123"),
-        (f"sys.exit({LOST_RANK_CODE})", 5, "12"),
-        ("worker_process.announce_end(Reply(5, 'not finite'))", 5, "1"),
+        pytest.param("raise RuntimeError('CUDA error')", 1, "123", marks=pytest.mark.long),
+        pytest.param(f"sys.exit({LOST_RANK_CODE})", 5, "12", marks=pytest.mark.long),
+        pytest.param("worker_process.announce_end(Reply(5, 'not finite'))", 5, "1", marks=pytest.mark.long),
         ("worker_process.announce_end(Reply(3, 'bad row'))", 3, "1"),
         ("worker_process.announce_end(Reply(143))", 143, "1"),
     ],
@@ -307,6 +314,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> 
     assert found == [str(first.pid), str(spares[0].pid)], "the order of the indices"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "num_spares", "num_machines", "num_training"),
     [([1, 3], 0, 2, 1), ([2], 1, 3, 2)], ids=["no layout", "spare"],

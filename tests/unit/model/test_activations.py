@@ -19,6 +19,8 @@ from patch.training.evaluation import evaluate
 from patch.training.setup import Run
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 OFFLOAD = {"cpu_offloading": True}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block"}
 SETTINGS: dict[str, dict[str, Any]] = {

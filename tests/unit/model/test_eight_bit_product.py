@@ -221,5 +221,6 @@ def run_two(rank: int, world_size: int) -> list[list[int]]:
     return [_layers_in_8_bits(pp=2), _layers_in_8_bits(pp=2, stage=2)]
 
 
+@pytest.mark.long
 def test_kept_weights_and_noted_numbers_change_no_bit_and_some_layers_stay_in_bf16() -> None:
     assert run_distributed(run_two, 2) == [[[2, 3, 4], [2, 5, 6]], [[5, 6], [3, 4]]]

@@ -84,8 +84,9 @@ def losses(rank: int, world_size: int, changes: dict[str, Any]) -> list[list[flo
 
 FUSED = {"gradient_accumulation_fusion": True}
 RUNS = [
-    {}, FUSED, FUSED | {"dp": 2, "expert_model_parallel_size": 2},
-    FUSED | {"dp": 2, "data_parallel_sharding": "gradients"},
+    {}, pytest.param(FUSED, marks=pytest.mark.long),
+    pytest.param(FUSED | {"dp": 2, "expert_model_parallel_size": 2}, marks=pytest.mark.long),
+    pytest.param(FUSED | {"dp": 2, "data_parallel_sharding": "gradients"}, marks=pytest.mark.long),
 ]  # fmt: skip
 
 

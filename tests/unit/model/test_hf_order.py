@@ -253,6 +253,7 @@ def pair(root: Path) -> list[dict[tuple, Any]]:
     return run_distributed(run_two_processes, 2, root)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", STAGED, ids="-".join)
 def test_two_stages_equal_transformers(pair: list, case: tuple) -> None:
     first, last = (found[case] for found in pair)
@@ -265,6 +266,7 @@ def test_two_stages_equal_transformers(pair: list, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("case", CUT)
+@pytest.mark.long
 def test_tensor_parallel_is_near_transformers(pair: list, case: tuple) -> None:
     for found in pair:
         cosine, error, relative = found[case]

@@ -160,6 +160,7 @@ def results() -> list[dict[Any, Any]]:
     return run_distributed(run_all, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_one_chunk_has_upstreams_bits(results: list, case: str, precision: str) -> None:

@@ -221,6 +221,7 @@ def layers(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     return run_distributed(run_layers, request.param)
 
 
+@pytest.mark.long
 def test_layers_have_the_bits_of_plain_products_and_write_to_the_main_gradients(layers: list) -> None:
     """With SP, and at TP=2 in any case: the order of gloo's all-reduce at TP=4 is its own."""
     for rank, case in product(layers, CASES):
@@ -234,6 +235,7 @@ def test_layers_have_the_bits_of_plain_products_and_write_to_the_main_gradients(
     assert all(rank["frozen"] for rank in layers)
 
 
+@pytest.mark.long
 def test_8_bit_products_have_the_messages_of_plain_ones_and_sp_gathers_8_bits(layers: list) -> None:
     """16 tokens of a rank, 48 numbers each: in forward, and again in backward; the scale is of all ranks'."""
     gather = f"_allgather_base_ {16 * 48}"

@@ -112,6 +112,7 @@ def runs(ranks: list) -> dict[str, Weights]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["tp", "tp-sp", "pp", "vpp", "tp-pp", "bloom-tp-pp", "experts ep", "experts tp", "experts pp"]
 )

@@ -187,6 +187,7 @@ def failures() -> list[dict[tuple[str, ZeroStage], str]]:
     return run_distributed(run_all, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_autograd(failures: list, name: str) -> None:
     found = [error for rank in failures for (case, _), error in rank.items() if case == name]

@@ -47,7 +47,7 @@ from patch.optimizer.grad_buffer import NUM_STAGING, GradBuffer
 
 NUM_STEPS = 10
 ACCUMULATIONS = (1, 4)
-DP_SIZES = (1, 2, 3, 4)
+DP_SIZES = (2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3, 4)))
 ALL_REDUCE_BOUND = 1e-5
 
 

@@ -20,6 +20,8 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
 
+pytestmark = pytest.mark.long
+
 WORLD_SIZE = 4
 NUM_STEPS, NUM_MICRO_BATCHES = 6, 2
 CLIP_GRAD = 0.05

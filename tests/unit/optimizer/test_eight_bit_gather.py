@@ -97,6 +97,7 @@ def trained(order: Order, level: ZeroStage) -> tuple[list[float], list[np.ndarra
     return norms + [loss.item() for loss in losses], gathered + scales
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("level", [ZeroStage.OPTIMIZER, ZeroStage.PARAMETERS])
 def test_no_order_of_execution_changes_a_bit(level: ZeroStage) -> None:

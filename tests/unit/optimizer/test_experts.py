@@ -174,6 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list, list]:
     return alone, norms, resumed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(len(CASES)), ids=map(str, CASES))
 def test_experts_train_as_on_one_process_and_their_states_go_there_and_back(runs: tuple, index: int) -> None:
     (_, *alone), norms, (loaded, norm, weights) = runs[0], runs[1][index], runs[2][index]

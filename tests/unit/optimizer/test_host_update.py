@@ -31,6 +31,8 @@ from patch.config.choices import ZeroStage
 from patch.memory import UNLIMITED, DiskMemory, SimulatedDevice
 from patch.optimizer.offload import Offload
 
+pytestmark = pytest.mark.long
+
 NUM_STEPS = 20
 CLIPPED, SOMETIMES, FREE = 0.01, 0.5, 0.0
 """Without clipping all that was speculated is committed, with it all is updated after backward."""

@@ -132,6 +132,7 @@ def run_all(rank: int, world_size: int) -> None:
         train(rank, zero_stage, num_micro_batches, bucket_size)
 
 
+@pytest.mark.long
 def test_sums_are_those_of_one_process_at_every_stage() -> None:
     run_distributed(run_all, 2)
 

@@ -356,6 +356,7 @@ def failures() -> list[dict[tuple[str, ZeroStage], str]]:
     return run_distributed(run_checks, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_equals_autograd_or_is_an_error_on_all_ranks(failures: list, check: str) -> None:
     for zero_stage in ZERO_STAGES:

@@ -34,6 +34,8 @@ from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
 
+pytestmark = pytest.mark.long
+
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
 CLIPPED, FREE = 0.3, 0.0

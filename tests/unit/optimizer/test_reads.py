@@ -288,11 +288,13 @@ def sharded() -> list[dict[str, str]]:
     return run_distributed(run_checks, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_weights_of_a_slow_host(alone: dict[str, str], check: str) -> None:
     assert not alone[check]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", SHARDED_CHECKS)
 def test_weights_of_a_late_rank(sharded: list[dict[str, str]], check: str) -> None:
     assert [rank[check] for rank in sharded] == ["", ""]

@@ -180,6 +180,7 @@ def run_chains(rank: int, world_size: int, folder: str) -> None:
         run_chain(chain, Path(folder) / name, rank)
 
 
+@pytest.mark.long
 def test_states_are_bitwise_the_same_after_every_layout_and_for_plain_torch(tmp_path: Path) -> None:
     run_distributed(run_chains, 4, str(tmp_path), timeout_s=200)
 

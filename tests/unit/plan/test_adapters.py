@@ -25,6 +25,7 @@ OF_8B = 41_943_040
     ("size", "targets", "shape"),
     [("8B", "all-linear", (4096, 14336, 32, 32)), ("70B", "q_proj,v_proj", (8192, 28672, 64, 80))],
 )
+@pytest.mark.long
 def test_parameters_are_those_that_peft_counts(size: str, targets: str, shape: tuple[int, ...]) -> None:
     peft = pytest.importorskip("peft", reason=REASON)
     from transformers import AutoModelForCausalLM, LlamaConfig

@@ -37,6 +37,7 @@ def answer(command: str, capsys) -> str:
     return "\n".join([*lines, f"exit {code}"]).replace(os.getcwd(), "HERE")
 
 
+@pytest.mark.long
 def test_every_answer_is_the_one_on_file(capsys) -> None:
     check_answers(FILE, lambda command: answer(command, capsys))
 

@@ -25,6 +25,7 @@ def planned(argv, devices=8):
     return plan_run(argv, "h100", devices=devices, here=H100.facts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "devices"),
     [

@@ -60,6 +60,7 @@ def _built_parameters(config: RunConfig) -> int:
     return sum(p.numel() for stage in stages for p in stage.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", PRESETS)
 def test_parameters_are_those_of_transformers_and_of_the_model_that_trains(one_process, size):
     config = _run(size)

@@ -100,6 +100,7 @@ def with_plan(text: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.long
 def test_figures_of_ready_lines_are_the_plans(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     planned, number = with_plan(text)

@@ -41,6 +41,7 @@ def test_8b_on_eight_gpus_is_data_parallel():
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", ["8B", "70B"])
 def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
     """8B: TP of at most 2. 70B: weights over 4 to 32 GPUs, TP inside a node (Megatron-LM's), or ZeRO-3."""
@@ -59,6 +60,7 @@ def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
         assert argv[:2] == ["dlc", size] and len(argv) >= 25
 
 
+@pytest.mark.long
 def test_layers_that_do_not_divide_are_shared_with_embedding_and_loss():
     """64 samples divide over 24 GPUs only if three stages share 1B's 16 layers."""
     layouts = found("1B", nodes=3, batch=64)

@@ -18,6 +18,8 @@ from toolkits.benchmarks.__main__ import main
 from toolkits.benchmarks.attention import Heads
 from toolkits.benchmarks.gpu_step import Recipe, Steps, step_run
 
+pytestmark = pytest.mark.long
+
 H100 = MachineFacts(
     cuda_devices=1, cpu_cores=16, cuda_memory_bytes=81559 << 20, compute_capability=(9, 0),
     cuda_name="NVIDIA H100 80GB HBM3", libraries=frozenset({"transformer_engine"}),

@@ -21,6 +21,8 @@ from toolkits.benchmarks._report import COMMUNICATION, COMPUTE, NotRunError, Rou
 from toolkits.benchmarks._rig import connected, enter
 from toolkits.benchmarks.adam_cpu import Tensors, contenders
 
+pytestmark = pytest.mark.long
+
 WAIT_S = 0.03
 
 _RECEIVE = """

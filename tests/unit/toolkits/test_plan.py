@@ -36,6 +36,7 @@ def test_the_report_adds_up(tmp_path):
     assert time["mfu"] == pytest.approx(flops / time["step_seconds"] / 16 / 989.5e12)
 
 
+@pytest.mark.long
 def test_the_rows_and_lines_of_a_search_are_its_layouts(tmp_path, capsys):
     file = tmp_path / "found.json"
     options = ["--machine=h100", "--search", "--best=2", f"--json={file}"]

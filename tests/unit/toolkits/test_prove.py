@@ -60,6 +60,7 @@ def test_command_proves_also_a_resume(capsys: pytest.CaptureFixture) -> None:
     assert "resumed from one process:" in said and "PASS: matches the single-process run" in said
 
 
+@pytest.mark.long
 def test_proof_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "toolkits.prove", "--", *RUN.split(), "--nproc-per-node=2"]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:

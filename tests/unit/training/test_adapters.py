@@ -189,6 +189,7 @@ def dropout_of_experts() -> dict[str, tuple[list[np.ndarray], bool]]:
     return found
 
 
+@pytest.mark.long
 def test_dropout_is_alike_where_inputs_are_comes_again_in_recomputation_and_ends_in_evaluation() -> None:
     first, second = run_distributed(run_dropout, 2)
     experts, others = first.pop("experts"), second.pop("experts")

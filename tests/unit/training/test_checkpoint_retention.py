@@ -84,6 +84,7 @@ def train_and_return(rank: int, world_size: int, config: RunConfig) -> tuple[str
     return str(refused.value), progress.iteration, equal
 
 
+@pytest.mark.long
 def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> None:
     config = small_run(
         train_iters=5, save_interval=1, eval_interval=1, save_retain_last=1, save_retain_every=3,

@@ -84,6 +84,7 @@ def compared(layouts: dict[str, dict[str, Any]], kind: str, **changes: Any) -> F
     return alone
 
 
+@pytest.mark.long
 def test_losses_and_loads_do_not_depend_on_how_a_batch_is_divided() -> None:
     layouts = {
         "": {},
@@ -101,7 +102,9 @@ def test_losses_and_loads_do_not_depend_on_how_a_batch_is_divided() -> None:
         assert loads[f"z_loss/{number}"] == pytest.approx(math.log(4) ** 2, rel=0.3)
 
 
-@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 3}], ids=["all train", "adapters"])
+@pytest.mark.parametrize(
+    "adapters", [{}, pytest.param({"lora_rank": 3}, marks=pytest.mark.long)], ids=["all train", "adapters"]
+)
 def test_experts_and_ranks_without_tokens_train_as_one_process(adapters: dict[str, Any]) -> None:
     compared(HARD_LAYOUTS, "hard", **HARD, **adapters)
 

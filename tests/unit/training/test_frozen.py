@@ -20,6 +20,8 @@ from patch.training.evaluation import evaluate
 from patch.training.run_state import Progress, resume
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 # Measured: 5e-7, the last bit of losses near 5.6.
 LOSS_BOUND = 2e-6
 NUM_STEPS = 3

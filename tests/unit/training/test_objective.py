@@ -110,6 +110,7 @@ def log_probability(model: Any, index: int) -> torch.Tensor:
     return -F.cross_entropy(model(ids[None, :-1].long()).logits[0], labels, reduction="sum")
 
 
+@pytest.mark.long
 def test_factors_of_sequences_follow_from_their_losses_in_any_layout(tmp_path: Path) -> None:
     model, seen = hf_llama(small_run(), tmp_path), list[torch.Tensor]()
     with torch.no_grad():

@@ -18,6 +18,8 @@ from patch.training.evaluation import evaluate
 from patch.training.setup import Run
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 80, "kv_channels": 8, "max_padding_length": 16,

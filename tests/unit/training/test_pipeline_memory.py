@@ -20,6 +20,8 @@ from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
 from toolkits.benchmarks._measure import peak_bytes
 
+pytestmark = pytest.mark.long
+
 EIGHT = {"num_layers": 8}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 4, "moe_ffn_hidden_size": 96}
 """Each expert has all tokens, so that ranks keep equally many."""

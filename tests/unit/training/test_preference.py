@@ -283,6 +283,7 @@ def resumed_elsewhere(rank: int, world_size: int, folder: Path) -> dict[str, Any
     return found
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_layout_with_the_reference_of_its_beginning(folder: Path) -> None:
     for found in run_distributed(resumed_elsewhere, 2, folder):
         for name, (one, other, computed) in found.items():
@@ -291,6 +292,7 @@ def test_a_run_goes_on_in_another_layout_with_the_reference_of_its_beginning(fol
             assert computed == ("references" in name), name
 
 
+@pytest.mark.long
 def test_reference_is_computed_once_and_outlives_a_resume(folder: Path) -> None:
     (found,) = run_distributed(packed_and_resumed, 1, folder)
     first = found["alone"][0]

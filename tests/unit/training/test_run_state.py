@@ -67,6 +67,7 @@ def layouts_of_orders() -> list[dict[str, int | str]]:
     return found
 
 
+@pytest.mark.long
 def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators(alone: dict) -> None:
     found = alone["orders"]
     assert [layout.get("order") for layout in found] == [None, "pp-tp", None]

@@ -82,6 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]
     return root, run_distributed(train, 2, configs)
 
 
+@pytest.mark.long
 def test_background_changes_no_byte_and_metrics_tell_what_was_waited_for(runs) -> None:
     root, ways = runs[0], ("background", "waiting")
     for iteration in (2, 4, 6):
@@ -104,6 +105,7 @@ def test_background_changes_no_byte_and_metrics_tell_what_was_waited_for(runs) -
         assert written[0] == 0 and sum(written) > 0
 
 
+@pytest.mark.long
 def test_folder_of_peft_has_the_adapters_of_its_checkpoint(runs) -> None:
     for iteration in (2, 4, 6):
         folder = runs[0] / "adapters"

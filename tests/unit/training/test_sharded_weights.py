@@ -129,6 +129,7 @@ def alone(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_one_process_trains_a_model_of_three_times_its_device_with_the_same_bits() -> None:
     """Oracles: the run whose weights stay on the device, for bits and for what is no weight or gradient; by
     hand, for the rest: norms and their gradients, staging buffers of two layers and of norms, two layers."""
