@@ -1,18 +1,19 @@
 # Every target works alone on a fresh machine with Python 3.11 or newer: it makes .venv and installs what is missing,
 # in two stages: what a run needs (requirements.txt), then what tests and checks need (the extra `test`).
 PYTHON ?= python3
+VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Bytecode is kept, but only of what is imported: that of all files is 330 MB.
-PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile
 WORKERS ?= 3
 # Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
     --no-loadscope-reorder --max-worker-restart=0
 # Files whose tests take long come first, so that no process is left alone with one.
 TESTS = tests/end_to_end tests/golden tests/unit/training tests/unit/optimizer tests/unit/model tests
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
-.PHONY: help quickstart test test-all checks upstream-faults bench gpu-check gpu-bench
+.PHONY: help quickstart test test-all test-newest checks upstream-faults bench gpu-check gpu-bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -20,46 +21,52 @@ help:  ## this list
 # torch goes first and alone: with a CPU build in reach of pip (TORCH='torch==2.13.0+cpu', PIP_FIND_LINKS, an index
 # of CPU wheels) the packages after it find it there and do not pull the CUDA build. The
 # project itself, for the command llama-patch, is only linked to: the code of this folder runs.
-.venv/installed: requirements.txt
-	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@echo "installing into .venv (minutes): 1 of 4, $(TORCH)"
+$(VENV)/installed: requirements.txt
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (minutes): 1 of 4, $(TORCH)"
 	@$(PIP) "$(TORCH)"
-	@echo "installing into .venv (minutes): 2 of 4, requirements.txt"
+	@echo "installing into $(VENV) (minutes): 2 of 4, requirements.txt"
 	@$(PIP) -r requirements.txt
-	@echo "installing into .venv: 3 of 4, this project"
+	@echo "installing into $(VENV): 3 of 4, this project"
 	@$(PIP) --no-deps --no-build-isolation --editable .
-	@echo "installing into .venv: 4 of 4, the C++ kernel of the optimizer"
-	@.venv/bin/python patch/optimizer/kernels/build.py
+	@echo "installing into $(VENV): 4 of 4, the C++ kernel of the optimizer"
+	@$(VENV)/bin/python patch/optimizer/kernels/build.py
 	@touch $@
 
-.venv/tests-installed: .venv/installed pyproject.toml
-	@echo "installing into .venv (minutes): what tests and checks need"
+$(VENV)/tests-installed: $(VENV)/installed pyproject.toml
+	@echo "installing into $(VENV) (minutes): what tests and checks need"
 	@$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits
-	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
+quickstart: $(VENV)/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
 
-test: .venv/tests-installed  ## the tests of a change, but those that are long and those of `checks`: minutes on two cores
+test: $(VENV)/tests-installed  ## the tests of a change, but those that are long and those of `checks`: minutes on two cores
 	$(PYTEST) -m "not long" --ignore tests/architecture $(TESTS)
 
-test-all: .venv/tests-installed  ## all tests of this machine, as CI; GPU tests skip themselves without one
+test-all: $(VENV)/tests-installed  ## all tests of this machine, as CI; GPU tests skip themselves without one
 	$(PYTEST) $(TESTS)
 
-checks: .venv/tests-installed  ## style, types, and the rules of the house
-	.venv/bin/ruff check .
-	.venv/bin/mypy
-	.venv/bin/python -m pytest tests/architecture
+# What depends on megatron-core, for an environment with another release: VENV=.venv-newest PYTHON=python3.12.
+test-newest: $(VENV)/tests-installed
+	$(PYTEST) -m "not long" tests/unit/compat tests/unit/checkpoint tests/unit/model tests/unit/training tests/unit/convert \
+	    tests/golden tests/end_to_end/test_sft.py tests/end_to_end/test_pretrain.py
+	COVERED_EVERY=10 $(PYTEST) -n 0 tests/unit/training/test_covered_layouts.py -k trains_as_one_process
 
-upstream-faults: .venv/tests-installed  ## what megatron-core computes wrongly, and what is right here: a table (a minute or two)
-	.venv/bin/python -m pytest -q -s -n 0 tests/unit/compat/test_faults.py
+checks: $(VENV)/tests-installed  ## style, types, and the rules of the house
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest tests/architecture
 
-bench: .venv/installed  ## every benchmark in toolkits/benchmarks
-	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks $$name; done
+upstream-faults: $(VENV)/tests-installed  ## what megatron-core computes wrongly, and what is right here: a table (a minute or two)
+	$(VENV)/bin/python -m pytest -q -s -n 0 tests/unit/compat/test_faults.py
+
+bench: $(VENV)/installed  ## every benchmark in toolkits/benchmarks
+	set -e; for name in $(BENCHMARKS); do $(VENV)/bin/python -m toolkits.benchmarks $$name; done
 
 # GPU_PYTHON=python3: that interpreter and its packages; installs nothing and makes no .venv.
-gpu-check: $(if $(GPU_PYTHON),,.venv/installed)  ## the tests that need a GPU (up to 8 minutes)
-	$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/run.py $(if $(LOGS),--logs $(LOGS))
+gpu-check: $(if $(GPU_PYTHON),,$(VENV)/installed)  ## the tests that need a GPU (up to 8 minutes)
+	$(or $(GPU_PYTHON),$(VENV)/bin/python) tests/gpu/run.py $(if $(LOGS),--logs $(LOGS))
 
-gpu-bench: $(if $(GPU_PYTHON),,.venv/installed)  ## the tables of a GPU, quickly; a section for RESULTS.md (up to 10 minutes)
-	$(or $(GPU_PYTHON),.venv/bin/python) -m toolkits.benchmarks._gpu_tables $(if $(LOGS),--folder $(LOGS)) $(if $(PARTS),--parts $(PARTS))
+gpu-bench: $(if $(GPU_PYTHON),,$(VENV)/installed)  ## the tables of a GPU, quickly; a section for RESULTS.md (up to 10 minutes)
+	$(or $(GPU_PYTHON),$(VENV)/bin/python) -m toolkits.benchmarks._gpu_tables $(if $(LOGS),--folder $(LOGS)) $(if $(PARTS),--parts $(PARTS))

@@ -202,13 +202,13 @@ class UpstreamTrainer(LlamaTrainer):
 
     Args:
         of_model: see LlamaTrainer.
-        overlap: fields of DistributedDataParallelConfig that overlap messages with compute.
+        overlap: fields of DistributedDataParallelConfig, such as those that overlap messages with compute.
         offload: share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped).
         more: see LlamaTrainer.
     """
 
     def __init__(
-        self, *of_model: Any, overlap: Mapping[str, bool], offload: float = 0.0, **more: Any
+        self, *of_model: Any, overlap: Mapping[str, Any], offload: float = 0.0, **more: Any
     ) -> None:
         super().__init__(*of_model, **more)
         config, (model,) = self.config, self.stages
@@ -216,10 +216,9 @@ class UpstreamTrainer(LlamaTrainer):
             prepare_cpu()
         model.config.calculate_per_token_loss = False  # upstream's default
         param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER
-        settings = distributed.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True,
-            bucket_size=config.optimizer.reduce_bucket_size, **overlap,
-        )  # fmt: skip
+        bucket_size = config.optimizer.reduce_bucket_size
+        fields: dict[str, Any] = {"grad_reduce_in_fp32": True, "bucket_size": bucket_size, **overlap}
+        settings = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True, **fields)
         self.model = distributed.DistributedDataParallel(model.config, settings, model)
         self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
         self._optimizer = get_megatron_optimizer(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.compat import RELEASE
 from patch.config.choices import ZeroStage
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
@@ -43,12 +44,16 @@ the first weight, so no compute can overlap with its communication."""
 ALL_TO_ALL = "upstream: both, all-to-all"
 OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}
 _BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-UPSTREAM: dict[str, dict[str, bool]] = {
+UPSTREAM: dict[str, dict[str, Any]] = {
     "upstream: no overlap": {},
     "upstream: gradients": {"overlap_grad_reduce": True},
     "upstream: gradients + weights": _BOTH,
     ALL_TO_ALL: {**_BOTH, "reduce_scatter_with_fp32_accumulation": True},
 }
+if RELEASE >= (0, 19):
+    # Half the bytes, with other numbers than the others'.
+    _IN_BF16 = {"grad_reduce_in_fp32": False, "param_name_patterns_for_fp32_local_accumulation": ("all",)}
+    UPSTREAM["upstream: both, bf16 messages"] = {**_BOTH, **_IN_BF16}
 _LEFT_OUT = ("ours: none", "upstream: no overlap", "upstream: gradients")
 """Contenders that are not the best at any accumulation: one round of 16 micro-batches takes minutes."""
 _BUCKETS = 20
