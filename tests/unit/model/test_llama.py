@@ -1,18 +1,20 @@
-"""The model's loss over a padded vocabulary, and whose gradients are parts of a sum over TP."""
+"""The model's loss over a padded vocabulary, whose gradients are parts of a sum over TP, and GPTModel."""
 
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_runner import new_job, run_distributed
+from megatron.core.models.gpt.gpt_model import GPTModel
 from small_runs import small_run
 from training_runs import build_stages
 
 from patch.config.schema import RunConfig
-from patch.model import SOURCES, LlamaModel, initialize_weights
+from patch.model import SOURCES, LlamaModel, initialize_weights, llama
 from patch.model.llama import look_up
 
 FORMS = {"fast": frozenset(), "aligned": frozenset(SOURCES)}
@@ -139,7 +141,40 @@ def _check_lookup(is_sp: bool) -> None:
     new_job()
 
 
+class UpstreamTable(torch.nn.Module):
+    """Our RoPE's table as GPTModel asks for its own."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        super().__init__()
+        self._table = model.rotary_pos_emb
+
+    def get_rotary_seq_len(self, context: None, decoder: Any, hidden: torch.Tensor, *unused: Any) -> int:
+        return len(hidden) * dist.get_world_size()  # with SP
+
+    def forward(self, length: int, **unused: Any) -> torch.Tensor:
+        return self._table(length)
+
+
+def _check_upstreams_model() -> None:
+    """GPTModel of our specification, with our table, has our names and the bits of our logits."""
+    config = small_run(tp=2, sequence_parallel=True, **QWEN)
+    with mock.patch.object(llama, "LlamaModel", wraps=LlamaModel) as build:
+        model, groups = _model(config, "fast")
+    blueprint, vp_stage = build.call_args.args
+    theirs = GPTModel(
+        blueprint.upstream, blueprint.stage_spec(vp_stage), model.vocab_size, 64,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type="rope", pg_collection=groups,
+    )  # fmt: skip
+    theirs.load_state_dict(model.state_dict())
+    theirs.rotary_pos_emb = UpstreamTable(model)
+    tokens = torch.arange(32).view(2, 16)
+    assert torch.equal(theirs(tokens, None, None), model(tokens, None, None))
+    new_job()
+
+
 def run_all(rank: int, world_size: int) -> None:
+    _check_upstreams_model()
     for tp, name, form in PADDED:
         config = small_run(tp=tp, dp=2 // tp, num_layers=1, **VOCABULARIES[name])
         model, groups = _model(config, form)
@@ -154,5 +189,5 @@ def run_all(rank: int, world_size: int) -> None:
         _check_lookup(is_sp)
 
 
-def test_padding_never_enters_the_loss_and_marked_gradients_are_parts_of_a_sum_and_lookups_agree() -> None:
+def test_padding_marked_gradients_and_lookups_are_right_and_upstreams_model_takes_our_specification() -> None:
     run_distributed(run_all, 2)
