@@ -8,7 +8,7 @@ import pytest
 
 TOP_LEVEL = set(
     ".ci .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md README_zh.md docs examples patch "
-    "pyproject.toml requirements-gpu.txt requirements.txt tests toolkits".split()
+    "pyproject.toml requirements-gpu.txt requirements.txt setup.py tests toolkits".split()
 )
 README_LINES = 60
 
