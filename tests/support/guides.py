@@ -146,8 +146,8 @@ def _known_flags() -> set[str]:
     return found | {flag.replace("--", "--no-", 1) for flag in found}
 
 
-_OTHERS = ("--signal", "--no-kill", "--no-build-isolation", "--use-tp-pp-dp-mapping", "--requeue",
-    "--ntasks-per-node", "--tensor-parallel-size")  # fmt: skip
+_OTHERS = ("--signal", "--no-kill", "--no-build-isolation", "--no-deps", "--use-tp-pp-dp-mapping",
+    "--requeue", "--ntasks-per-node", "--tensor-parallel-size")  # fmt: skip
 """Flags of SLURM, pip and Megatron-LM that texts mention."""
 
 
