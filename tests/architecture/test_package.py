@@ -81,6 +81,12 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 INSIDE = "llama_megatron_patch"
+MESSAGES = """import llama_megatron_patch
+from patch.device import MachineFacts
+from toolkits.doctor import check, messages
+settings = check.Settings(MachineFacts(cuda_devices=0, cpu_cores=2), 2)
+print(*[finding.name for finding in messages.measure_messages(settings)])
+"""
 
 
 def test_a_wheel_holds_one_package_with_all_that_programs_need(wheel):
@@ -125,6 +131,7 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
     for program, expected in (
         ("import patch, toolkits; print(patch.fromstring, toolkits.own)", "of another program " * 2),
         ("import llama_megatron_patch, patch; print(patch.__file__)", str(installed / INSIDE / "patch")),
+        (MESSAGES, "reduce-scatter all-gather latency"),
     ):
         command = [sys.executable, "-c", program]
         said = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, timeout=60)

@@ -1,6 +1,6 @@
 """Messages between processes of this machine: the collectives of ZeRO, in bytes a second.
 
-`python -m toolkits.doctor.messages RANKS` starts the processes and prints what rank 0 has measured, as JSON.
+`python toolkits/doctor/messages.py RANKS` starts the processes and prints what rank 0 has measured, as JSON.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.benchmark import Timer as Stopwatch  # not a thread
 
-from patch.device import DeviceContext
-from patch.distributed.async_collectives import (
+if __name__ == "__main__":  # it has no other way to the packages
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from patch.device import DeviceContext  # noqa: E402
+from patch.distributed.async_collectives import (  # noqa: E402
     Pending,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from toolkits._program import run_program
-from toolkits.doctor.check import Finding, Settings
+from toolkits._program import run_program  # noqa: E402
+from toolkits.doctor.check import Finding, Settings  # noqa: E402
 
 _LIMIT_S = 60.0
 _GLOO_NUMEL, _NCCL_NUMEL = 4 << 20, 64 << 20
@@ -40,7 +44,7 @@ def measure_messages(settings: Settings) -> Iterator[Finding]:
     if ranks < 2:
         yield Finding("messages", "ok", "not measured with one process: --nproc 2")
         return
-    ended = run_program([sys.executable, "-W", "ignore", "-m", __name__, str(ranks)], _LIMIT_S)
+    ended = run_program([sys.executable, "-P", "-W", "ignore", __file__, str(ranks)], _LIMIT_S)
     if ended.code != 0:
         cure = "GPUs: NCCL_DEBUG=INFO shows why; CPUs: look at the interfaces and firewalls of this machine"
         yield Finding("messages", "broken", f"processes cannot talk: {ended.reason[:200]}", cure)
