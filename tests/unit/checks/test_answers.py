@@ -20,6 +20,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from answers_on_file import check_answers
 from command_line import CPU, begin
 
@@ -112,6 +113,7 @@ def _answer(command, line: str, good: RunConfig) -> str:
     return answer.replace(str(command.folder), "FOLDER").replace(os.getcwd(), "HERE")
 
 
+@pytest.mark.long
 def test_every_answer_is_the_one_on_file(command):
     _make_files(command.folder)
     good = command.parse(FL="false").config

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from patch.checks.layout import fewer_machines_suffice
@@ -76,6 +77,7 @@ def plan(config: RunConfig, machine: MachineFacts) -> str:
     return describe_plan(config, machine)
 
 
+@pytest.mark.long
 def test_every_combination_is_planned_or_refused_in_clear_words(command) -> None:
     shape = ("--num-layers=4", "--num-attention-heads=12", "--num-query-groups=6", "--ffn-hidden-size=192")
     good = command.parse(*shape, PAD_LEN="48").config

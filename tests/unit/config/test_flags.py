@@ -133,6 +133,7 @@ def test_shape_by_flags_alone_derives_the_rest(command):
         parse_args([("66" if text == "64" else text) for text in argv], {}, command.machine)
 
 
+@pytest.mark.long
 def test_table_of_other_programs_leads_to_flags_that_exist():
     flags = {flag for field in FIELDS.values() for flag in spellings(field)} | {"--config"}
     rows = [row for rows in foreign_flags().values() for row in rows]

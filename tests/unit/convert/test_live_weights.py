@@ -172,6 +172,7 @@ def test_every_rank_gets_every_tensor_in_order(root: Path, ranks: list[dict], ca
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_receivers_get_every_tensor_or_those_of_their_stage(ranks: list[dict], case: str) -> None:
     everything = ranks[0][case, "all"]
     assert [found[case, "first"] for found in ranks] == [everything, *[([], True)] * 3]

@@ -82,6 +82,7 @@ def test_killed_child_names_its_item_and_the_others_end_with_the_map() -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_each_item_has_its_time_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three items each has less than its two seconds. The fourth has no end, nor has another process."""
     monkeypatch.setattr("patch.data.rendering.bounded_process.SECONDS", 2)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from llama3_tokenizer import tiny_tokenizer
 
 PROGRAM = """
@@ -18,6 +19,7 @@ assert "megatron" not in sys.modules
 """
 
 
+@pytest.mark.long
 def test_rows_become_batches_without_megatron_core(tmp_path: Path) -> None:
     """The loss covers two answers of one token, and the token that ends each turn."""
     (tmp_path / "rows.jsonl").write_text('{"instruction": "hello", "output": "world"}\n' * 2)

@@ -90,6 +90,7 @@ def test_place_of_a_sample_is_where_its_first_token_is_stored(prefixes: list[str
         ((1,), None, 100),
     ],
 )
+@pytest.mark.long
 def test_samples_and_their_order_are_those_of_upstreams_builder(
     tmp_path: Path,
     prefixes: list[str],

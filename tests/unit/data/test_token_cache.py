@@ -165,6 +165,7 @@ def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
     ],
 )  # fmt: skip
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_damaged_entry_is_named_and_made_again(
     rows: Path, plain: SftSource, tmp_path: Path, logged: list[str], file: str, harm: str
 ) -> None:

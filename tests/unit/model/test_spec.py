@@ -65,6 +65,7 @@ def found() -> dict[tuple[int, str], dict[str, list]]:
 @pytest.mark.parametrize("run", NAMES, ids=str)
 @pytest.mark.parametrize("what", ["parameters", "state", "tensors", "objects", "marks"])
 @pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.long
 def test_every_stage_is_described_as_upstreams_is(found: dict, run: tuple, what: str, form: str) -> None:
     ours, theirs = ([stage[what] for stage in found[run][which]] for which in (form, "upstream"))
     num_stages = RUNS[run[0]][run[1]].virtual_pipeline_size

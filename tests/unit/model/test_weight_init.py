@@ -123,6 +123,7 @@ def test_every_layout_begins_with_the_same_weights(runs: dict[str, Weights], nam
         assert np.array_equal(runs[name][key], weight), key
 
 
+@pytest.mark.long
 def test_bf16_is_rounded_norms_are_one_and_biases_and_padding_zero(runs: dict[str, Weights]) -> None:
     assert {"output_layer.weight"} == runs["untied"].keys() - runs["whole"].keys()
     for key, weight in runs["whole"].items():

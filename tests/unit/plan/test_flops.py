@@ -56,6 +56,7 @@ def counted() -> dict[Any, int]:
 
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.long
 def test_flops_are_those_of_torchs_counter(counted: dict, name: str, kind: str) -> None:
     """Eager attention computes each sequence's whole square, also what the mask hides."""
     lengths = [10, 22, 5, 27] if kind == "packed" else [32, 32]

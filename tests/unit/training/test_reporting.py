@@ -110,6 +110,7 @@ def test_each_record_is_sent_once_also_after_a_resume(output: Path, logged: list
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("place", "fault"), [*(("log", fault) for fault in ENDS), ("init", [*ENDS][0])])
+@pytest.mark.long
 def test_library_that_fails_is_a_warning(
     output: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch, fault: str, place: str
 ) -> None:

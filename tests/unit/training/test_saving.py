@@ -115,6 +115,7 @@ def test_folder_of_peft_has_the_adapters_of_its_checkpoint(runs) -> None:
         assert sorted(digest_of([one]) for one in kept) == sorted(digest_of([one]) for one in layers)
 
 
+@pytest.mark.long
 def test_choice_and_lack_of_memory_are_said(runs) -> None:
     for first, second, room, lack in runs[1]:
         for said in (first, second):

@@ -35,6 +35,7 @@ def test_every_instruction_set_equals_the_oracle(kernel, form, grad_dtype):
 
 
 @pytest.mark.parametrize("moments", MOMENTS, ids="-".join)
+@pytest.mark.long
 def test_moments_in_fewer_bytes_equal_the_oracle(kernel, moments):
     sizes = BLOCKS if "8bit" in moments else (*SIZES, 70_001)
     for form, (seed, scale), has_out in product(FORMS, enumerate((1e-30, 1e-3, 1.0)), (False, True)):

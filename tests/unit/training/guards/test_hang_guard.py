@@ -149,6 +149,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize(("place", "step"), [("forward", 3), ("save", 2)])
+@pytest.mark.long
 def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     outcomes: dict[str, Outcome], place: str, step: int
 ) -> None:
