@@ -1,4 +1,4 @@
-"""What this machine is, and the device this process computes on.
+"""Facts of this machine, and the device on which this process computes.
 
 `MachineFacts` is probed once, by the launcher, and decides how many processes a run gets.
 `DeviceContext` belongs to one process: CUDA with NCCL where there is a GPU, the CPU with gloo otherwise.
@@ -49,7 +49,7 @@ class MachineFacts:
     """The first GPU's name, as its driver reports it."""
 
     libraries: frozenset[str] = frozenset()
-    """Those of `GPU_LIBRARIES` that are installed."""
+    """The libraries of `GPU_LIBRARIES` that are installed."""
 
     multiplies_16_bits: bool = True
     """Whether the CPU has instructions for products in 16 bits, which else take many times as long as in
@@ -140,7 +140,7 @@ def _can_be_opened(node: Path) -> bool:
 
 
 def _cuda_error() -> str | None:
-    """What torch says when it is made to use CUDA, if it cannot."""
+    """The error of torch when it is made to use CUDA; None if it can."""
     import torch
 
     try:
@@ -160,7 +160,7 @@ GPU_LIBRARIES = {
 
 
 def installed_libraries() -> frozenset[str]:
-    """Those of `GPU_LIBRARIES` that are installed; none is imported, which takes seconds."""
+    """The libraries of `GPU_LIBRARIES` that are installed; none is imported, which takes seconds."""
     return frozenset(name for name, parts in GPU_LIBRARIES.items() if all(map(_is_installed, parts)))
 
 
@@ -329,7 +329,7 @@ def stream_of(device: torch.device, purpose: str) -> Any:
 
 
 def same_device() -> Callable[[], None]:
-    """What another thread calls first, to compute on the device of the thread that calls this.
+    """A function that another thread calls first, to compute on the device of the thread that calls this.
 
     Otherwise a thread is on GPU 0: the end of a stream context, or memory that it happens to free, would
     create a context there, which takes half a GB of it.

@@ -65,7 +65,7 @@ def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:
 
 
 def noted_amax(matrix: torch.Tensor) -> torch.Tensor | None:
-    """What was noted of just these numbers, in any shape, if nobody has changed them since."""
+    """The noted amax of these numbers, in any shape, if they have not been changed since."""
     numbers, amax = getattr(matrix.untyped_storage(), "amax", (None, None))
     return amax if amax is not None and numbers == _numbers_of(matrix) else None
 
@@ -77,7 +77,7 @@ def _numbers_of(matrix: torch.Tensor) -> tuple[object, ...]:
 
 
 def scale_inv_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What 8-bit numbers are multiplied by: the inverse of their scale, NaN if a number was not finite.
+    """The inverse of the scale of 8-bit numbers; NaN if a number was not finite.
 
     Args:
         amax: float32, the largest absolute numbers; any shape.

@@ -1,4 +1,4 @@
-"""What several command lines share: a parser that names the flag that is meant, types, how errors end."""
+"""Common parts of command lines: a parser that suggests flags, types, how errors end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type only
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """What argparse's method returns; unknown flags end the program with exit code 2."""
+        """The result of argparse's method; unknown flags end the program with exit code 2."""
         args = sys.argv[1:] if args is None else args
         known = self._option_string_actions
         for text in takewhile(lambda text: text != "--", args):

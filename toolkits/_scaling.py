@@ -40,7 +40,7 @@ PER_INSTANCE = 64
 """Ranks that share states where there are several instances of the distributed optimizer, which exchange sums
 of their shards."""
 VARIANTS = {"one instance": False, f"instances of {PER_INSTANCE}": True}
-"""What is compared, by its title: whether there are several instances."""
+"""The compared variants, by title: whether there are several instances."""
 _LENGTH, _SAMPLES = 8192, 2048
 
 

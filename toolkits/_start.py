@@ -1,4 +1,4 @@
-"""What the command line of a run does before it trains: it checks, describes, and starts the workers.
+"""The command line of a run before it trains: it checks, describes, and starts the workers.
 
 Our launcher's workers read what it has resolved and import nothing of this; those that torchrun or srun have
 started go through it themselves.

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 _MARKS = ".metadata *data.json *sums.json common.pt *.distcp iter_* release mp_rank_* latest_*.txt".split()
-"""What folders of checkpoints hold, and checkpoints, damaged ones too."""
+"""Names in checkpoints and in folders of checkpoints, damaged ones too."""
 
 
 def _refuse_other_folder(load: Path) -> None:
@@ -93,7 +93,7 @@ class _Screen:
         self._console = Console(width=width, highlight=False, markup=False, emoji=False)
 
     def show(self, found: Inspection) -> None:
-        """What a checkpoint is."""
+        """Show a checkpoint."""
         from patch.numbers import size_text
 
         self._say(found.folder, "bold")

@@ -14,7 +14,7 @@ from patch.storage.places import StrPath, local_path
 
 
 class Report(NamedTuple):
-    """What was measured, and whether it is normal."""
+    """The measured differences, and whether they are normal."""
 
     measurement: Measurement
     verdict: Verdict

@@ -64,7 +64,7 @@ def _recorder(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., 
 
 
 class _Replay:
-    """What upstream's router asks for a pass's experts (moe/router_replay.py); compares its own choice.
+    """Gives upstream's router the experts of a pass (moe/router_replay.py) and compares its own choice.
 
     Args:
         passes: what was recorded.

@@ -24,7 +24,7 @@ class WeightDifference(NamedTuple):
 
     name: str
     what: str
-    """What is wrong with it, in words that follow the name."""
+    """The fault, in words that follow the name."""
 
 
 class WeightComparison(NamedTuple):

@@ -36,7 +36,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common, as plain values."""
+    """The comparison of two checkpoints, as plain values."""
 
     is_equal: bool
     """Whether the tensors are the same to the bit, with the same names."""

@@ -49,7 +49,7 @@ _crc32_users = 0
 
 
 class WrittenFiles(NamedTuple):
-    """What a rank has written."""
+    """The data files that a rank has written."""
 
     places: np.ndarray
     """(n, 3) int64: the file's number, and the offset and length in bytes of each value, in their order."""

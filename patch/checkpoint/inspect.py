@@ -1,4 +1,4 @@
-"""What a stored checkpoint is: its files, tensors and origin; no model is built."""
+"""The files, tensors and origin of a stored checkpoint; no model is built."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FileState:
     name: str
     num_bytes: int
     complaint: str | None
-    """What is wrong with it, in words."""
+    """The fault, in words."""
     is_verified: bool
     """Whether it has a checksum."""
 
@@ -91,7 +91,7 @@ class Inspection:
     """Time of the newest of its files."""
     files: list[FileState]
     complaints: list[str]
-    """What is wrong with it, damaged files included."""
+    """All faults, damaged files included."""
     facts: dict[str, Any]
     """Iteration, versions, layout: those that are known."""
     tensors: list[AlikeTensors]

@@ -1,4 +1,4 @@
-"""What a sharded state dict has on this rank, and whether a checkpoint is complete and fits it.
+"""The shards of a state dict on this rank; checks that a checkpoint is complete and fits it.
 
 No tensor is read.
 """
@@ -33,7 +33,7 @@ _OVERHEAD = 2048
 
 
 class Cure(NamedTuple):
-    """What a user can do if a checkpoint does not fit the run."""
+    """Advice for a checkpoint that does not fit the run."""
 
     advice: str
     field: str | None = None
@@ -202,7 +202,7 @@ def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights
 
 
 def _cure(keys: list[str], cures: Mapping[str, Cure]) -> Cure:
-    """What a user can do about keys that are missing or unexpected."""
+    """The advice for keys that are missing or unexpected."""
     for prefix, cure in cures.items():
         if any(key.startswith(prefix) for key in keys):
             return cure

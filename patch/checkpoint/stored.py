@@ -43,7 +43,7 @@ _KEPT_BYTES = 16 * 2**20
 
 
 class StoredTensor(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """Shape and dtype of a stored tensor, known without reading it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -61,7 +61,7 @@ def experts_share_pipelines(config: RunConfig, machine: MachineFacts | None = No
 
 
 def experts_are_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """What is not built for experts is not asked for."""
+    """Refuse what is not built for experts."""
     if not config.model.num_experts:
         return
     model = config.model

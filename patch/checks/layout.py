@@ -49,7 +49,7 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def context_parallel_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """What several ranks that share a sequence cannot do."""
+    """Refuse what context parallelism cannot do."""
     cp_size, tp_size = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
     if cp_size == 1:
         return

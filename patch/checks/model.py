@@ -73,7 +73,7 @@ _LATENT = where("kv_lora_rank")
 
 
 def latent_attention_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """What is not built for latent attention is not asked for."""
+    """Refuse what is not built for latent attention."""
     model, traits = config.model, traits_of(config.model)
     if model.kv_lora_rank is None:
         return

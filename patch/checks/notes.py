@@ -1,4 +1,4 @@
-"""What is said of a run that the rules let pass: values without effect, and what may surprise."""
+"""Remarks on a run that the rules accept: values without effect, and surprising results."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _offload_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """What the order of operations, 16 and 8 bits on a CPU, and RoPE at the end of a document come to."""
+    """Remarks on --precision-align, on 16 and 8 bits on a CPU, and on RoPE at the end of a document."""
     tp_size, precision = config.parallel.tensor_model_parallel_size, config.training.precision
     is_aligned = config.model.precision_align is not None
     if is_aligned and tp_size > 1:

@@ -65,7 +65,7 @@ def pairs_are_rows(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
-    """What is done with documents fits together, and is asked for in pre-training only."""
+    """Check that the flags of documents fit together and are set in pre-training only."""
     data = config.data
     for field in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if config.training.sft and value_of(config, field):
@@ -83,7 +83,7 @@ def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """What is said about tasks has tasks, code is allowed to a folder, and the best checkpoint has scores."""
+    """Check that flags of tasks have tasks, code has a folder, and the best checkpoint has scores."""
     data, best, every = config.data, config.checkpoint.metric_for_best_model, config.checkpoint.save_interval
     for field in FIELDS if data.eval_tasks is None else ():
         is_of_tasks = field.startswith("eval_tasks_") or field == "metric_for_best_model"

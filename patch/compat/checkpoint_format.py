@@ -57,11 +57,11 @@ def common_files(common: dict[str, Any]) -> dict[str, bytes]:
 
 
 class SavePlanner:
-    """What is to be written of a state, after `split` and `plan`."""
+    """Plans which rank writes which values of a state: `split`, then `plan`."""
 
     def __init__(self) -> None:
         self.values: list[torch.Tensor | io.BytesIO] = []
-        """What this rank writes: views of the state's tensors, and opaque objects as files of torch.save."""
+        """The values that this rank writes: views of tensors, and objects as files of torch.save."""
         self.index: Metadata | None = None
         """On rank 0: the index of the checkpoint, without `storage_data`."""
         self.keys_by_rank: list[list[MetadataIndex]] = []

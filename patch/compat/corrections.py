@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 to 0.19.2 gets wrong on every device; each entry can go by itself.
+"""Corrections of megatron-core 0.16.1 to 0.19.2 for every device; each entry can go by itself.
 
 An entry names the releases that need it, and is applied only there. Lines are those of 0.16.1.
 

@@ -33,9 +33,9 @@ _TRANSPOSE_OF_FIRST, _SCALE_OF_FIRST, _SCALE_OF_SECOND = 3, 17, 18
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 """Wishes for an algorithm: a uint64, and uint32 of A, B, C and D, in bytes."""
 _MOST_WORKSPACE = 32 * 2**20
-"""What NVIDIA recommends for Hopper."""
+"""NVIDIA's recommendation for Hopper."""
 _ALIGNMENT = 16
-"""Of all pointers, in bytes, at least."""
+"""The least alignment of all pointers, in bytes."""
 _CURE = "--gradient-accumulation-fusion false does without"
 _SIGNATURES = {
     "cublasLtMatmulDescInit_internal": (c_void_p, c_size_t, c_int, c_int),
@@ -90,7 +90,7 @@ def _set(what: str, descriptor: ctypes.Array[c_uint64], attribute: int, value: A
 
 
 class _Product:
-    """What the library wants to know of a product, the same for all matrices of its sizes and types."""
+    """The library's description of a product, the same for all matrices of its sizes and types."""
 
     def __init__(
         self, sizes: tuple[int, int, int], types: tuple[torch.dtype, torch.dtype], alignment: int

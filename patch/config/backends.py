@@ -112,7 +112,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What serves the operations of a model on one device."""
+    """The kernels that serve the operations of a model on one device."""
 
     transformer_impl: TransformerImpl
     sdpa: tuple[SdpaKernel, ...]
@@ -139,7 +139,7 @@ def choose_backends(
     cp_size: int = 1,
     faulty: Collection[SdpaKernel] = (),
 ) -> Backends:
-    """What serves a model that the rules have let pass.
+    """Choose the kernels for a model that the rules have accepted.
 
     Args:
         model: the model.

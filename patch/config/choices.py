@@ -17,7 +17,7 @@ Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 
 
 class PrecisionFacts(NamedTuple):
-    """What a precision means, for the formulas of the plan and for whoever builds or compares."""
+    """Sizes and dtypes of a precision, for the formulas of the plan, for building and for comparing."""
 
     kept_as: FloatType
     """Type of weights and activations, and of products outside of layers."""
@@ -28,7 +28,7 @@ class PrecisionFacts(NamedTuple):
     state_bytes: int
     """Bytes of a parameter's states: two fp32 moments; an fp32 master of fp16, a low half of one of bf16."""
     update_bytes: int
-    """That the optimizer's kernel reads and writes of it: gradient 4, moments 16, master and weight."""
+    """Bytes that the optimizer's kernel reads and writes: gradient 4, moments 16, master and weight."""
 
     @property
     def has_8_bits(self) -> bool:
@@ -44,7 +44,7 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
 }
 
 PreferenceLoss = Literal["sigmoid", "ipo"]
-"""What is minimised of a pair's margin: TRL's names of the losses of DPO (arXiv:2305.18290, 2310.12036)."""
+"""The loss of a pair's margin: TRL's names of the losses of DPO (arXiv:2305.18290, 2310.12036)."""
 
 Fp8Format = Literal["hybrid", "e4m3"]
 """8-bit types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""
@@ -89,26 +89,26 @@ Service = Literal["wandb", "mlflow", "swanlab", "trackio"]
 """Where metrics are reported (`--report-to`)."""
 
 PushAs = Literal["private", "public", "update"]
-"""What the exported model becomes on the hub: a new repository, or a commit of one that is there."""
+"""How the exported model is pushed to the hub: as a new repository, or as a commit of an existing one."""
 
 TrainOn = Literal["all", "last"]
 """The turns of the assistant that the loss covers."""
 
 LongSamples = Literal["cut-end", "cut-begin", "split", "drop"]
-"""What becomes of a conversation that is longer than a sample."""
+"""How a conversation is treated that is longer than a sample."""
 
 InputJoin = Literal["newline", "empty"]
-"""What stands between alpaca's instruction and input."""
+"""The text between alpaca's instruction and input."""
 
 OnNonFinite = Literal["stop", "skip"]
-"""What becomes of a run after a step whose gradients are not finite."""
+"""How a run goes on after a step whose gradients are not finite."""
 
 TokenizerType = Literal["PretrainedFromHF"]
 """Where a tokenizer comes from."""
 
 
 class ZeroStage(IntEnum):
-    """What data-parallel ranks share, by the numbers of ZeRO (Rajbhandari et al., arXiv:1910.02054)."""
+    """The state that data-parallel ranks shard, by ZeRO's numbers (Rajbhandari et al., arXiv:1910.02054)."""
 
     NONE = 0
     """Nothing: every rank keeps all gradients and all optimizer states."""

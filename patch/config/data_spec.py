@@ -1,4 +1,4 @@
-"""What DATASET_PATH and VALID_DATASET_PATH say: one set or several, with weights or without, and their files.
+"""Reads DATASET_PATH and VALID_DATASET_PATH: one data set or several, with or without weights.
 
     rows.json                              one file
     data/english                           a folder: its data files, also those in folders below, are one set

@@ -63,7 +63,7 @@ class Execution:
     num_micro_batches: int = 1
     """Micro-batches of one replica in one step; used by interleaved stages and by losses of experts only."""
     micro_batch_group: int | None = None
-    """Those that pass a stage before its process changes to its next stage; None: as few as fit."""
+    """Micro-batches that pass a stage before its process changes to its next stage; None: as few as fit."""
     overlap_p2p_communication: bool = True
     overlap_p2p_communication_warmup_flush: bool = False
     recompute_granularity: Recompute | None = None
@@ -80,7 +80,7 @@ class Execution:
 
     @classmethod
     def of(cls, config: RunConfig) -> Execution:
-        """That of a run: each field has the name that it has here, in the run, its training or its layout."""
+        """The execution of a run, from fields of the same names in the run, its training or its layout."""
         places = (config, config.training, config.parallel)
         values = {name: next(getattr(p, name) for p in places if hasattr(p, name)) for name in cls.__slots__}
         fp8 = replace(config.training.fp8, keeps_weights=config.keeps_8_bit_weights)
@@ -89,5 +89,5 @@ class Execution:
 
     @property
     def facts(self) -> PrecisionFacts:
-        """What the precision means."""
+        """Sizes and dtypes of the precision."""
         return PRECISIONS[self.precision]

@@ -18,7 +18,7 @@ from patch.numbers import NEGATIVE, to_float
 
 
 class Flags(NamedTuple):
-    """What the user set by named flags."""
+    """The values that the user has set by named flags."""
 
     fields: dict[str, Any]
     config: str | None
@@ -116,7 +116,7 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
 
 
 def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that were given by flags of `add_flags`.
+    """The fields that were given by flags of `add_flags`.
 
     Raises:
         ConfigError: a wrong value.
@@ -172,7 +172,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
 
 
 def _unknown(argv: Sequence[str]) -> list[str]:
-    """What to do about arguments that are none here: another program's, misspelled, or stray words."""
+    """Advice for unknown arguments: another program's, misspelled, or stray words."""
     takes_value = {flag: field.kind is not bool for field in FIELDS.values() for flag in spellings(field)}
     takes_value |= {"--config": True, "--dry-run": False, "--force": False}
     given = [(flag, " ".join(values[:1]), values) for flag, values in _grouped(argv)]

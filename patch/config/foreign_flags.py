@@ -43,7 +43,7 @@ class ForeignFlag(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What to do, in a message."""
+        """The advice, as a message."""
         return self.advice if self.ours == "-" else f"use {' and '.join(self.ours.split())}: {self.advice}"
 
     def fit(self, name: str, value: str) -> int:

@@ -99,7 +99,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
 """Environment variables that also set fields: name -> (field, help)."""
 
 _GRANULARITIES = {"sel": "selective", "full": "full", "auto": "auto"}
-"""What words of AC mean for `recompute_granularity`; the others: none."""
+"""The words of AC as `recompute_granularity`; all others mean none."""
 _POSITION_OF = {field: f"{i} {p.name}" for i, p in enumerate(POSITIONS, 1) for field in p.fields}
 _VARIABLE_OF = {field: variable for variable, (field, _) in VARIABLES.items()}
 _OTHER_NAMES: dict[str, str] = {

@@ -143,7 +143,7 @@ class ParallelConfig:
         return "-".join(self.rank_axes).replace("cp", "cp-ep")
 
     def num_split_layers(self, num_layers: int) -> int:
-        """What pipeline stages share evenly: the layers, and embedding and loss if they count as layers."""
+        """Layers that are split evenly over pipeline stages; embedding and loss count if they are set to."""
         with_embedding = self.account_for_embedding_in_pipeline_split
         return num_layers + with_embedding + self.account_for_loss_in_pipeline_split
 
@@ -407,7 +407,7 @@ class RunConfig:
 
     @property
     def sharding(self) -> Sharding:
-        """What data-parallel replicas shard: a ZeRO stage, or auto until `resolve_sharding` chooses."""
+        """The ZeRO stage, or auto until `resolve_sharding` chooses."""
         parallel = self.parallel
         if parallel.data_parallel_sharding is not None:
             return parallel.data_parallel_sharding
@@ -423,7 +423,7 @@ class RunConfig:
 
     @property
     def recompute(self) -> Recompute | None:
-        """What is recomputed in a run whose `auto` has been resolved."""
+        """The recompute granularity of a run whose `auto` has been resolved."""
         assert self.training.recompute_granularity != "auto", "resolve_activations chooses before all else"
         return self.training.recompute_granularity
 

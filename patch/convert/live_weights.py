@@ -48,10 +48,10 @@ class ExpertRanks(NamedTuple):
     """The place of this rank among those that share the experts of a layer."""
 
     rank: int = 0
-    """Of those that have different experts (EP)."""
+    """The rank among those that have different experts (EP)."""
     size: int = 1
     tp: TPShard = TPShard(0, 1)
-    """Of those that share each expert (ETP)."""
+    """The shard among the ranks that share each expert (ETP)."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, model: ModelConfig) -> ExpertRanks:
@@ -164,7 +164,7 @@ def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: Visit | None) -> t
 
 
 class Receipt:
-    """What was handed to another program: shape, type and CRC-32 of each tensor's bytes, by its name.
+    """A record of the tensors sent to another program: shape, dtype and CRC-32 of the bytes, by name.
 
     A program that hands weights over again and again keeps one, and learns from `num_changed` whether they
     have moved, and from its own checksums whether they have arrived.

@@ -223,7 +223,7 @@ class StoredWeights:
 
 
 def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, _Place]]:
-    """What the tensors of a torch_dist checkpoint contain, by key; those of a model alone, or of one state.
+    """The contents of a torch_dist checkpoint's tensors, by key; of a model alone, or of one state.
 
     Raises:
         ConversionError: there is no model.
@@ -240,7 +240,7 @@ def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, 
 
 
 def _prefix(reader: TorchDistReader) -> str:
-    """What the keys of the model begin with."""
+    """The prefix of the model's keys."""
     embeddings = [
         key for key in reader.tensors if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key
     ]
@@ -261,7 +261,7 @@ def _expert(name: str) -> tuple[str, int | None]:
 
 
 def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
-    """What the tensors of each rank contain, by key, with layers counted over the whole model.
+    """The contents of each rank's tensors, by key, with layers counted over the whole model.
 
     Interleaved stages alternate.
     """

@@ -22,7 +22,7 @@ _MARKS: dict[Kind, str] = {
     "converted checkpoint": f"{RELEASE}/",
     "PEFT adapter": ADAPTER_CONFIG_NAME,
 }
-"""What a folder of each kind has."""
+"""Files by which a folder of each kind is recognised."""
 
 
 @contextmanager

@@ -192,7 +192,7 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _missing(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the tokenizer lacks for a built-in template."""
+    """The tokens that the tokenizer lacks for a built-in template."""
     if name not in _TOKENS:
         return [] if tokenizer.eos_token else ["eos token"]
     known = set(special_tokens(tokenizer))

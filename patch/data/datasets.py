@@ -32,7 +32,7 @@ _logger = get_logger(__name__)
 
 
 class DataSets(NamedTuple):
-    """What a run trains on and evaluates."""
+    """The training and evaluation sets of a run."""
 
     train: SampleSource
     num_train_samples: int

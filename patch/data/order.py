@@ -127,7 +127,7 @@ class Blend(_Sets):
 
         self._sources = sources
         self._which, self._turns = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
-        """Of each sample its set, and how many samples that set had before; [N]."""
+        """For each sample its set, and the number of samples of that set before it; [N]."""
         shares = np.array(weights) / sum(weights)
         build_blending_indices(self._which, self._turns, shares, len(sources), num_samples, False)
         self._orders = [ShuffledOrder(len(source), seed, index) for index, source in enumerate(sources)]

@@ -23,9 +23,9 @@ class Sample(NamedTuple):
     lengths: torch.Tensor | None = None
     """int32 [n]: tokens of each packed sequence, in their order; the sum is S. None: it is one sequence."""
     further: Mapping[str, torch.Tensor] = {}
-    """What else an objective needs of each token, by name: [S, ...]."""
+    """Further values of each token for an objective, by name: [S, ...]."""
     of_sequences: Mapping[str, torch.Tensor] = {}
-    """What it needs of each sequence, by name: [n, ...], zeros in a sample that only fills up a batch."""
+    """Values of each sequence, by name: [n, ...], zeros in a sample that only fills up a batch."""
 
 
 def lengths_between(ends: torch.Tensor) -> torch.Tensor:

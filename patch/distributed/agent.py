@@ -176,7 +176,7 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in worker_group.workers})
 
     def replies(self) -> dict[int, Reply]:
-        """What each worker that has ended announced, by local rank."""
+        """The announcements of workers that have ended, by local rank."""
         replies = {}
         for local, process in self._processes().items():
             code, file = process.poll(), self._pcontext.error_files[local]  # type: ignore[union-attr]

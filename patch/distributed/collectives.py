@@ -68,7 +68,7 @@ def all_or_none() -> Iterator[None]:
 
 @contextmanager
 def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
-    """As `all_or_none`, but errors of other types are raised as `error_type`.
+    """Like `all_or_none`, but errors of other types are raised as `error_type`.
 
     Args:
         what: the beginning of the message, such as "checkpoint X was not written".

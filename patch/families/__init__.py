@@ -181,9 +181,9 @@ class Widths(NamedTuple):
     """Values of one token on a TP rank, of one part of a layer, as far as they are in use."""
 
     given: float
-    """What products with matrices that TP cuts by rows give: q, k and v; gate and up."""
+    """Output channels of the column-parallel products: q, k and v; gate and up."""
     taken: float
-    """What those with matrices that TP cuts by columns take: attention's result; the MLP's."""
+    """Input channels of the row-parallel products: attention's result; the MLP's."""
 
 
 @lru_cache(maxsize=256)
@@ -205,7 +205,7 @@ def attended_channels(model: ModelConfig) -> int:
 
 
 def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
-    """What TP has to divide, in words, and how many of each a model has; experts are not cut by TP."""
+    """The units that TP divides, in words, and how many of each a model has; experts are not cut by TP."""
     cut = [row for row in weight_rows(model) if row.part in MLP_PARTS[:2] and row.kind is Kind.ROW_PARALLEL]
     channels = math.gcd(*(row.shard_shape(1)[1] for row in cut))
     return {

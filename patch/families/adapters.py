@@ -24,7 +24,7 @@ ALL_LINEAR = "all-linear"
 INSIDE = ".adapters."
 """In the name of every parameter of an adapter, and of no other."""
 PEFT_PREFIX = "base_model.model."
-"""What PEFT has before the names of tensors in a folder."""
+"""PEFT's prefix of the names of tensors in a folder."""
 MOST_RANK = 8192
 """The largest rank of an adapter: more than any weight has to gain from it."""
 BLOCK = 64
@@ -33,7 +33,7 @@ BLOCK = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """What adapters a run trains in place of its weights. Source of the names: PEFT's LoraConfig."""
+    """The adapters that a run trains in place of its weights. Source of the names: PEFT's LoraConfig."""
 
     lora_rank: int | None = flag(
         "train adapters of this rank beside the weights, which stay as they are; 0: train all weights",

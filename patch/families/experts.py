@@ -143,7 +143,7 @@ class StackedPart(NamedTuple):
     """The tensor of all experts, [experts, rows, columns]; or the same tensor under another name."""
     expert: int | None
     part: int
-    """Of gate and up, one behind the other: 0 or 1."""
+    """The index among gate and up, one behind the other: 0 or 1."""
 
 
 def stacked_part(name: str) -> StackedPart | None:

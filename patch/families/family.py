@@ -46,7 +46,7 @@ class Family:
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """The keys for traits that only this family's config.json has."""
     own_of_router: Set[str] = frozenset()
-    """What its class in transformers has: float32 "logits", float32 "weights" in a 16-bit model, "unsorted"
+    """Traits of its class in transformers: float32 "logits", float32 "weights" in a 16-bit model, "unsorted"
     choices."""
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
     """The weight table of a model of this family; the traits are the model's."""

@@ -17,7 +17,7 @@ AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 """The kernel of attention on CUDA: megatron-core's `AttnBackend`. See `patch.config.backends`."""
 
 RouterScore = Literal["softmax", "sigmoid"]
-"""What a router makes of its logits: megatron-core's `moe_router_score_function`."""
+"""The function of a router's logits: megatron-core's `moe_router_score_function`."""
 
 TransformerImpl = Literal["transformer_engine", "local"]
 """Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""

@@ -157,7 +157,7 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
 
 
 def _latents(row: _LayerRow, model: ModelConfig) -> list[WeightRow]:
-    """What makes queries, keys and values of latent attention. Every rank makes whole latents (model)."""
+    """The weights of latent attention's queries, keys and values. Every rank makes whole latents (model)."""
     rank, rope, heads = model.kv_lora_rank, model.qk_pos_emb_head_dim, model.num_attention_heads
     assert rank and rope and model.qk_head_dim
 

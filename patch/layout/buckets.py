@@ -45,7 +45,7 @@ ROUNDED_UNDER_WAY = 2
 
 
 class ParamSpec(NamedTuple):
-    """What the layout needs to know about one parameter."""
+    """A parameter, as the layout of buckets needs to know it."""
 
     numel: int
     group: int
@@ -59,7 +59,7 @@ class ParamSpec(NamedTuple):
     series: int = 0
     """Not 0: of those with this number nothing but a bucket's padding lies between two."""
     unit: int = 0
-    """What is gathered and freed together: no bucket spans two. 0: parameters that stay whole."""
+    """The unit that is gathered and freed together: no bucket spans two. 0: parameters that stay whole."""
 
 
 class ParamRange(NamedTuple):
@@ -87,7 +87,7 @@ class BucketRange:
     domain: int = 0
     """Index of their domain."""
     unit: int = 0
-    """What they are gathered and freed with; 0: they stay whole."""
+    """The unit with which they are gathered and freed; 0: they stay whole."""
 
     @property
     def numel(self) -> int:

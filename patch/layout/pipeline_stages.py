@@ -1,4 +1,4 @@
-"""What each pipeline stage has: how many layers, by a rule or a layout by hand, and what becomes of theirs.
+"""The layers of each pipeline stage, by a rule or a layout by hand, and what belongs to them.
 
 The layers of a pipeline stage (with interleaving: of each of a process's stages) in the order of forward:
 

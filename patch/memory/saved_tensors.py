@@ -118,11 +118,11 @@ class _View(NamedTuple):
 
 
 class SavedGroup:
-    """What autograd saved in one `saving`."""
+    """The tensors that autograd saved in one `saving`."""
 
     def __init__(self) -> None:
         self.storages: list[_Storage] = []
-        """Those that travel, until they are back; then each is freed when backward has used it."""
+        """Offloaded storages, until they are back; then each is freed when backward has used it."""
         self.block: torch.Tensor | None = None
         """Host memory of all of them, until they are back."""
         self.sent: Event | None = None

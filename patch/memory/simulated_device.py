@@ -154,7 +154,7 @@ class _StorageCounter:
         self._device = device
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
-        """As counted, by the storage's address."""
+        """The counted sizes, by the storage's address."""
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, unless it is counted."""

@@ -150,7 +150,7 @@ class Adapters(torch.nn.ModuleDict):
         share = group.size() if base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV) else 1
         names = {each.target: each.name for each in adapters}
         self._parts = [(names.get(target), shape[0] // share) for target, shape in base.hf.items()]
-        """Of all parts in their order: the name, None without an adapter, and the rows of B."""
+        """For each part in order: its name, None without an adapter, and the rows of B."""
         order = None
         if base.kind is Kind.QKV:
             order = _order([rows for _, rows in self._parts], num_query_groups // share)
@@ -206,7 +206,7 @@ class Adapters(torch.nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
     ) -> ShardedStateDict:
-        """As the layer's own: what TP cuts and what it does not."""
+        """The adapter's shards, named and cut like the layer's own."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, self._axes, sharded_offsets,
             tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
@@ -214,7 +214,7 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def _message(layer: Any, *, is_cut: bool) -> _Message | None:
-    """What becomes of A x between the ranks of a TP group; its backward is that of the other direction."""
+    """The collective for A x over a TP group; its backward is that of the other direction."""
     if isinstance(layer, ColumnParallelLinear):
         if is_cut:
             return partial(

@@ -34,7 +34,7 @@ def backends_on(
     groups: ProcessGroupCollection,
     upstream: TransformerConfig,
 ) -> Backends:
-    """What serves a model on a device. It sets whether torch's FlashAttention is flash-attn 3's.
+    """The kernels of a model on a device. It sets whether torch's FlashAttention is flash-attn 3's.
 
     On a GPU a collective over the job: what fails on one rank is used by none.
 

@@ -41,12 +41,12 @@ from patch.model.linear import Messages, Product
 from patch.model.weight_gradient import MainGradWriter
 
 _WIDE = torch.float8_e4m3fn
-"""Of inputs and weights."""
+"""The dtype of inputs and weights."""
 _GRADIENT = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 
 
 class StepWeights:
-    """What the 8-bit weights of a model have in common.
+    """The shared state of a model's 8-bit weights.
 
     Args:
         fp8: with `keeps_weights` the factors are kept, 2 bytes for each number of a weight; otherwise only
@@ -61,7 +61,7 @@ class StepWeights:
 
     @classmethod
     def of(cls, execution: Execution) -> StepWeights | None:
-        """Those of a model that is computed so; None: its products have the weights' type."""
+        """The 8-bit weights of a model with 8-bit products; None: its products have the weights' dtype."""
         return cls(execution.fp8) if execution.precision == "fp8" else None
 
     def new(self) -> Fp8Weight:

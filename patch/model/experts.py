@@ -34,7 +34,7 @@ from patch.model.mlp import Activation, LayerPart, through_layers
 from patch.model.weight_gradient import weight_gradient
 
 FURTHER_COUNTS = ("dropped", "aux_loss", "z_loss")
-"""What a router notes beside the load of each expert."""
+"""Values that a router counts beside the load of each expert."""
 
 
 class LikeliestGroups:
@@ -80,7 +80,7 @@ class Router(TopKRouter):
     """
 
     router_replay: Any
-    """Whom upstream asks which experts are chosen; None: nobody."""
+    """The object that upstream asks which experts are chosen; None: it chooses itself."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ def experts_spec(
     is_recomputed: bool,
     is_grouped: bool,
 ) -> LayerPart:
-    """What a layer makes its experts from.
+    """The specification of a layer's experts.
 
     Args:
         experts: the two linear layers of an expert.

@@ -27,7 +27,7 @@ _LEVELS = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
-"""What a code stands for, in shares of its block's scale: quantiles of a normal distribution (appendix E)."""
+"""The value of each code, as a share of its block's scale: normal quantiles (appendix E)."""
 _SMALLEST = 1e-38
 """In the place of smaller scales, for a division."""
 _PIECE = 2**22

@@ -60,7 +60,7 @@ class AlignedRouter(Router):
 
 
 class _Choices:
-    """What upstream asks for a replay, and remembers: experts in the order in which they were chosen.
+    """Answers upstream's question for a replay, and keeps the chosen experts in their order.
 
     Args:
         replay: whom to ask; None: the function of upstream that chooses.
@@ -115,7 +115,7 @@ class AlignedMoELayer(MoELayer):
         return output.view_as(rows_first).transpose(0, 1), None
 
     def _of_shared(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the expert of all tokens gives without its gate, by its own products."""
+        """The output of the shared expert without its gate, by its own products."""
         first, second = self.shared_experts.linear_fc1, self.shared_experts.linear_fc2
         gate, up = first.product.multiply(tokens, first.weight, None).chunk(2, dim=-1)
         hidden = self._activate(gate.contiguous()) * up
@@ -143,7 +143,7 @@ def aligned_experts_spec(
     is_normed: bool,
     own: Set[str],
 ) -> LayerPart:
-    """What a layer makes its experts from.
+    """The specification of a layer's experts.
 
     Args:
         parts: of the fast form.

@@ -29,7 +29,7 @@ from patch.model.linear import PLAIN, Column
 from patch.model.rotary_attention import TableAttention, Turn
 
 LATENT_EPSILON = 1e-6
-"""Of the latents' norms, whatever the others have (DeepSeek's modeling_deepseek.py; transformers)."""
+"""Epsilon of the latents' norms, whatever the others have (DeepSeek's modeling_deepseek.py; transformers)."""
 
 
 class LatentAttention(TableAttention, MLASelfAttention):
@@ -88,7 +88,7 @@ class LatentAttention(TableAttention, MLASelfAttention):
         return Turn.apply(halves, self._table, self._kernels)
 
     def _by(self, hidden: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-        """What gives the output [S, B, L] of a layer that takes the hidden states, and may have adapters."""
+        """A function for the output [S, B, L] of a layer of the hidden states, which may have adapters."""
 
         def multiply(layer: Any) -> torch.Tensor:
             if isinstance(layer, Column):

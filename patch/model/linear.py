@@ -183,7 +183,7 @@ PLAIN = Product()
 
 
 class _OfParts:
-    """What both layers below have in common; upstream's classes call `_forward_impl` for the product.
+    """Common base of both layers below; upstream's classes call `_forward_impl` for the product.
 
     They may have `adapters` (adapters.py), whose entries in a checkpoint stand beside the layer's own.
 

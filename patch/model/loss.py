@@ -279,7 +279,7 @@ class _Chunks:
             self._weight_sum += torch.mm(logits.t(), hidden, out=gradient)
 
     def gradients(self, shape: torch.Size) -> list[torch.Tensor | None]:
-        """Those of the hidden states, in this shape, and of the weight; None where none is needed."""
+        """Gradients of the hidden states, in this shape, and of the weight; None where none is needed."""
         if self._weight_sum is not None and self._weight_gradient is not None:
             self._weight_gradient.copy_(self._weight_sum)
         hidden = self._hidden_gradient

@@ -25,7 +25,7 @@ from patch.families import Traits
 from patch.model.kernels import LayerKernels, layer_kernels
 
 Activation = Callable[..., torch.Tensor]
-"""What comes between the two layers of an MLP, of a product with its bias added; of both: `_bias_gelu`."""
+"""The function between the two layers of an MLP; its input has its bias added, but for `_bias_gelu`."""
 
 
 class RecomputableMLP(MLP):
@@ -63,7 +63,7 @@ def through_layers(
 
 @dataclass(frozen=True)
 class LayerPart:
-    """What a TransformerLayer makes its MLP or experts from.
+    """The specification of a TransformerLayer's MLP or experts.
 
     megatron-core 0.16 and 0.17 read these attributes (`build_module`), later releases call the object. It is
     no ModuleSpec, because 0.16 logs that it does not know the module of one and gives it no process groups
@@ -83,7 +83,7 @@ class LayerPart:
 def mlp_spec(
     submodules: MLPSubmodules, group: ProcessGroup, activate: Activation, *, is_recomputed: bool
 ) -> LayerPart:
-    """What a layer makes its MLP from.
+    """The specification of a layer's MLP.
 
     Args:
         submodules: the two linear layers.
@@ -106,7 +106,7 @@ def activation_called(name: str) -> Activation:
 def activation_of(
     traits: Traits, function: Activation, *, is_fused: bool, notes_amax: bool = False
 ) -> Activation:
-    """What comes between the two layers of an MLP.
+    """The function between the two layers of an MLP.
 
     Args:
         traits: whether it is gated.
@@ -161,7 +161,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def _written(kernel: Activation, *arguments: torch.Tensor, notes_amax: bool) -> torch.Tensor:
-    """What a kernel writes, the largest number of it noted if a cast to 8 bits follows."""
+    """The output of a kernel; its amax is noted if a cast to 8 bits follows."""
     amax = arguments[0].new_zeros((), dtype=torch.float32) if notes_amax else None
     result = kernel(*arguments, amax)
     if amax is not None:

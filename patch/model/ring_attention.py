@@ -32,7 +32,7 @@ class RingKernels(NamedTuple):
     """How a tile is computed."""
 
     scale: float
-    """Of the scores."""
+    """The factor of the scores."""
     is_fused: bool = False
     """Whether one Triton kernel merges it."""
     takes_cudnn: bool = False

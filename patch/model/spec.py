@@ -77,7 +77,7 @@ _NORM_KEYS = {
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a model is built from; the same for all stages of a process."""
+    """The specification of a model; the same for all stages of a process."""
 
     model: ModelConfig
     """The shape of the whole model."""
@@ -88,17 +88,17 @@ class Blueprint:
     groups: ProcessGroupCollection
     """megatron-core's process groups."""
     backends: Backends
-    """What serves its operations."""
+    """The kernels of its operations."""
     aligned: frozenset[str]
     """The operations (of hf_order.sources_of) in Hugging Face's order."""
     step_weights: StepWeights | None
-    """Of our 8-bit products; None: products have the weights' type, or are Transformer Engine's."""
+    """State of our 8-bit products; None: products have the weights' dtype, or are Transformer Engine's."""
     saved: SavedTensors | None
     """Saved tensors of all stages, if activations are offloaded."""
 
     @property
     def traits(self) -> Traits:
-        """Those of the layers."""
+        """The traits of the layers."""
         return traits_of(self.model)
 
     def stage_spec(self, vp_stage: int) -> TransformerBlockSubmodules:
@@ -209,7 +209,7 @@ class Blueprint:
         return ModuleSpec(module=kind, params=params)
 
     def _eight_bits(self, number: int) -> StepWeights | None:
-        """What the 8-bit products of a layer, counted from 1, have in common, if it has any."""
+        """The shared state of the 8-bit products of a layer, counted from 1, if it has any."""
         is_one = number - 1 in self.execution.fp8.layers(self.model.num_layers)
         return self.step_weights if is_one else None
 
@@ -255,7 +255,7 @@ class Blueprint:
 
     @property
     def _recompute(self) -> Callable[..., Any]:
-        """What recomputes a layer in backward."""
+        """The function that recomputes a layer in backward."""
         return checkpoint
 
     def _core_attention(self) -> ModuleSpec:
@@ -276,5 +276,5 @@ class Blueprint:
 
     @property
     def _attention(self) -> type[torch.nn.Module]:
-        """Of whole sequences."""
+        """The attention of whole sequences."""
         return CausalAttention

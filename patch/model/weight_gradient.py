@@ -25,11 +25,11 @@ class MainGradWriter(Protocol):
         """Where the gradient belongs now, in the shape of the weight; whether to overwrite what is there."""
 
     def stand_in(self) -> torch.Tensor:
-        """What backward returns instead of the gradient: zeros, which are not added to it."""
+        """A stand-in that backward returns for the gradient: zeros, which are not added to it."""
 
 
 def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """What backward returns for a weight: the gradient, or a stand-in for one that is in its place already.
+    """The gradient that backward returns for a weight, or a stand-in if it is in its place already.
 
     Args:
         weight: [O, I], the object that the layer got in forward, which autograd's copies are not.
@@ -90,7 +90,7 @@ class RowsOfWeight(torch.autograd.Function):
 
 
 def weight_gradients(weights: Sequence[torch.Tensor], gradients: torch.Tensor) -> list[torch.Tensor]:
-    """What backward returns for several weights whose gradients are there, in the weights' type.
+    """The gradients that backward returns for several weights, in the weights' dtype.
 
     Args:
         weights: of the same shape; see `weight_gradient`.

@@ -52,7 +52,7 @@ class Bucket:
         self.pending: Pending | None = None
         """The reduction that is under way."""
         self.check: LastMicroBatchCheck | None = None
-        """What ranks tell each other about the micro-batch that is being reduced (stage `gradients`)."""
+        """A check over ranks of the micro-batch that is being reduced (stage `gradients`)."""
         self.notify_when_done = False
         """Whether the optimizer is to be told when the reduction that is under way has arrived."""
         self._is_due = self._is_over = self.was_passed = False
@@ -224,7 +224,7 @@ class Bucket:
 
 
 class Staging:
-    """What buckets are collected in and sent from where a rank keeps its shards only (stage `gradients`).
+    """Buffers in which buckets are collected and sent if a rank keeps its shards only (stage `gradients`).
 
     There are more than a few buffers only where unused parameters or several domains hold buckets open while
     others are filled.

@@ -38,7 +38,7 @@ class ShardRange(NamedTuple):
     """Whether the gradient is summed over more ranks after the reduction of its bucket (over tensor-parallel
     ranks, or over the two stages of a tied embedding), so that it is not final before."""
     draw: Draw | None = None
-    """What the random numbers of their bf16 moments depend on."""
+    """The seed of the random numbers of their bf16 moments."""
 
 
 class BucketShard(NamedTuple):
@@ -112,7 +112,7 @@ class ChunkRange(NamedTuple):
     offset: int
     """First element, counted in the chunk."""
     draw: Draw | None = None
-    """What the random numbers of their bf16 moments depend on."""
+    """The seed of the random numbers of their bf16 moments."""
 
     @property
     def in_shard(self) -> slice:

@@ -39,14 +39,14 @@ class Places(NamedTuple):
 
 
 class Sharding:
-    """What the ranks of a domain share: which gradients are reduced and kept, and when.
+    """How the ranks of a domain shard: which gradients are reduced and kept, and when.
 
     Parameters are gathered where states are shared, which is the param buffer's work.
     """
 
     stage: ClassVar[ZeroStage]
     collective: ClassVar[str] = "reduce-scatter"
-    """What reduces a bucket."""
+    """The collective that reduces a bucket."""
 
     @property
     def shares_states(self) -> bool:
@@ -110,7 +110,7 @@ class ShardedGradients(Sharding):
     stage = ZeroStage.GRADIENTS
 
     def kept(self, domain: Domain, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Of this rank's shards alone; on the host if its parameters are."""
+        """Gradients of this rank's shards alone; on the host if its parameters are."""
         return domain.new_shards(like, numel)
 
     def places(self, domain: Domain, kept: torch.Tensor, bucket: BucketRange) -> Places:
@@ -130,18 +130,18 @@ SHARDINGS = {
 
 
 class Domain(NamedTuple):
-    """What the buckets of one flat buffer have in common."""
+    """The common settings of the buckets of one flat buffer."""
 
     sharding: Sharding
-    """What the ranks of `instance` share; the same in all domains of a rank."""
+    """How the ranks of `instance` shard; the same in all domains of a rank."""
     group: dist.ProcessGroup
     """The data-parallel ranks (with context parallelism) that hold copies of the parameters."""
     dtype: torch.dtype
     """Type of the parameters."""
     instance: dist.ProcessGroup
-    """Those of `group` that share sums and states: all, or an instance of the distributed optimizer."""
+    """Ranks of `group` that shard sums and states: all, or an instance of the distributed optimizer."""
     across: dist.ProcessGroup | None
-    """Those of `group` that have the same shard in their instances; None: there is one instance."""
+    """Ranks of `group` that have the same shard in their instances; None: there is one instance."""
     travels_as: torch.dtype | None
     """The type in which gradients travel inside an instance; None: that in which they are collected."""
     gathered_as: torch.dtype | None = None
@@ -189,11 +189,11 @@ class FlatLayout:
     domains: list[Domain]
     """All of one sharding; at least one."""
     specs: list[ParamSpec]
-    """Of the parameters."""
+    """The specs of the parameters."""
     bucket_ranges: list[BucketRange]
     """Buckets in the order of backward, which refer to domains by index."""
     gathers: dict[dist.ProcessGroup, dist.ProcessGroup] = field(default_factory=dict)
-    """Of each group that shares parameters its ranks once more (see `Domain`)."""
+    """For each group that shards parameters a second group of its ranks (see `Domain`)."""
 
     @property
     def numels(self) -> list[int]:
@@ -308,7 +308,7 @@ def frozen_layout(
 
 
 def _unit_numbers(stages: Sequence[torch.nn.Module], smallest: int) -> dict[torch.nn.Parameter, int]:
-    """What each parameter is gathered with: the number of its module, or 0 if it is to stay whole.
+    """The unit with which each parameter is gathered: its module's number, or 0 if it is to stay whole.
 
     That is a parameter of fewer than `smallest` elements, or one of several modules.
     """

@@ -106,7 +106,7 @@ class RoundedFlat(ApartFlat):
 
 
 class EightBitFlat(RoundedFlat):
-    """Those that are gathered after an update."""
+    """Parameters that are gathered in 8 bits after an update."""
 
     needs_preparation, form = True, "in 8 bits (--fp8-param-gather)"
 
@@ -162,7 +162,7 @@ class EightBitFlat(RoundedFlat):
 
 
 class EightBitUnits(ShardedFlat, RoundedFlat):
-    """Those that come and go in units, whose places are one byte a weight; who visits a unit has two."""
+    """Parameters gathered in 8 bits by units, with places of one byte a weight; a visited unit has two."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         self._scaled = set[int]()
@@ -183,7 +183,7 @@ class EightBitUnits(ShardedFlat, RoundedFlat):
         return super().start_unit(unit, is_visited=is_visited)
 
     def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:
-        """What this rank sends of a bucket: in 8 bits, written where it is gathered."""
+        """This rank's shard of a bucket, in 8 bits, written where it is gathered."""
         if place.dtype != torch.uint8:
             return super()._sent(index, place)
         self._round_own(index, place)

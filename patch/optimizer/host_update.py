@@ -305,7 +305,7 @@ class HostUpdates:
         return self._copy_params_back(update.chunk, outputs, self._on_device(update.chunk))
 
     def _on_device(self, chunk: StateChunk) -> list[ChunkRange]:
-        """What of a chunk has its parameters on the device."""
+        """The part of a chunk whose parameters are on the device."""
         return [r for r in chunk.ranges if not self._shards[r.shard].is_on_host]
 
     @contextmanager
@@ -327,7 +327,7 @@ class HostUpdates:
     def _states_of(
         self, update: _ChunkUpdate, outputs: OutputBuffers
     ) -> tuple[Mapping[str, Chunk], Mapping[str, Chunk]]:
-        """What an update reads, and where it writes new states."""
+        """The states that an update reads, and those that it writes."""
         return update.chunk.states, outputs.shadow or update.chunk.states
 
     def _compute(

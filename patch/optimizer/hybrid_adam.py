@@ -103,7 +103,7 @@ class HybridAdam:
         self._chunks_of = self._register(shards, are_moved=offload is not None)
         self._all_updates = self._build_host_updates(offload) if offload else []
         self.host_updates, self.disk_updates = (*self._all_updates, None, None)[:2]
-        """Of chunks in host memory, and of those on its disk."""
+        """Updates of chunks in host memory, and of those on its disk."""
         self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
@@ -113,7 +113,7 @@ class HybridAdam:
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._reductions: dict[StateChunk, list[Joinable]] = {}
-        """Those that the other shards of these chunks wait for: domains have communicators of their own, so
+        """Reductions that the other shards of these chunks wait for: domains have their own communicators, so
         the last one to start need not be the last one to end."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()

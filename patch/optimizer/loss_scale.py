@@ -55,7 +55,7 @@ class LossScale:
             self._state["overflows_left"] = self._hysteresis
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """The state for a resume."""
         return {"value": self.value, **self._state}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

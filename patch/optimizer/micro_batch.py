@@ -22,7 +22,7 @@ from patch.distributed.async_collectives import WaitClock, read_values, start_al
 from patch.errors import TrainingError
 
 NO_BACKWARD = -1
-"""What `current_backward` returns outside of any backward."""
+"""The value of `current_backward` outside of any backward."""
 
 
 class MicroBatches:
@@ -121,7 +121,7 @@ class MicroBatches:
 
 
 class _NoSync(AbstractContextManager[None]):
-    """What `no_sync` gives.
+    """The context of `no_sync`.
 
     A class, because schedules that only run forward never leave it: a generator would end by itself when it
     is collected, perhaps in the midst of a later step.

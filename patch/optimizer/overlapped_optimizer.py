@@ -49,7 +49,7 @@ from patch.optimizer.trained import TrainedParameters, check_arguments, check_ro
 
 
 class StepOutcome(NamedTuple):
-    """What `step` did."""
+    """The outcome of `step`."""
 
     grad_norm: float
     """Global L2 norm of the gradients before clipping; not finite where the update was skipped."""
@@ -173,7 +173,7 @@ class OverlappedDistributedOptimizer:
         self.adam.start_step(lr, 1.0 / self.loss_scale.value)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward starts from: the loss, multiplied by the loss scale in fp16."""
+        """The loss for backward, multiplied by the loss scale in fp16."""
         return self.loss_scale.apply(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -321,7 +321,7 @@ class OverlappedDistributedOptimizer:
         return self.param_buffer.described(to_write=to_write)
 
     def sharded_weights(self, model_state: ShardedStateDict) -> ShardedStateDict:
-        """What of the model this rank saves or loads: views of its shards where it keeps no more.
+        """The weights that this rank saves or loads: views of its shards if it keeps no more.
 
         Args:
             model_state: the model's sharded_state_dict, made within `described_weights`.
@@ -343,7 +343,7 @@ class OverlappedDistributedOptimizer:
         return self._clock.read_ms()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on, beside the model's state_dict; call it on all ranks.
+        """The state of this rank for a resume, beside the model's state_dict; call it on all ranks.
 
         It fits the same model, bucket size, number of ranks and ZeRO stage; `sharded_state_dict` fits any.
 
@@ -364,7 +364,7 @@ class OverlappedDistributedOptimizer:
         self.load_common_state_dict(state)
 
     def common_state_dict(self) -> dict[str, Any]:
-        """What is the same on all ranks: the number of steps and the loss scale."""
+        """The state that is the same on all ranks: the number of steps and the loss scale."""
         return {"optimizer_steps": self.adam.step_count, "loss_scale": self.loss_scale.state_dict()}
 
     def load_common_state_dict(self, state: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ class ParamBuffer:
     """
 
     _with_gathers_left: ClassVar[set[ParamBuffer]] = set()
-    """Those of this process with gathers that are to start. Held: other ranks expect them also of a model
+    """Buffers of this process with gathers still to start. Held: other ranks expect them also of a model
     that nobody here needs any more."""
 
     def __init__(
@@ -79,7 +79,7 @@ class ParamBuffer:
         ]
 
     def flat_of(self, index: int) -> ParamFlat:
-        """What holds the parameters of a bucket."""
+        """The flat buffer of the parameters of a bucket."""
         return self.flats[self._bucket_ranges[index].domain]
 
     @property

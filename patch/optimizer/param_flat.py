@@ -47,7 +47,7 @@ class ParamFlat:
         """In the order of buckets."""
         self._like = torch.empty(0, dtype=self._domain.dtype, device=layout.held.device)
         self.buffer = self._take_over(layout.numels[number])
-        """What travels: (numel,), in the type in which it does."""
+        """The buffer that is sent: (numel,), in the dtype of the message."""
 
     @torch.no_grad()
     def _take_over(self, numel: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ class ApartFlat(ParamFlat):
     """
 
     form: ClassVar[str]
-    """What parameters are otherwise, for errors."""
+    """The expected form of parameters, for errors."""
 
     def __init__(self, layout: FlatLayout, number: int, clock: WaitClock) -> None:
         super().__init__(layout, number, clock)

@@ -47,7 +47,7 @@ class _Unit:
         self.buckets: list[int] = []
         self.flats: list[ShardedFlat] = []
         self.parameters: set[int] = set()
-        """Those that are trained, by index."""
+        """The indices of parameters that are trained."""
         self.pending: list[Pending] | None = None
         """The gathers under way."""
         self.is_here = False
@@ -133,7 +133,7 @@ class ParamUnits:
         self._stage: int | None = None
         """The stage whose forward is under way, outside of any backward."""
         self._num_forwards = 0
-        """Of all stages."""
+        """Running forwards of all stages."""
         self._num_ahead: Counter[int] = Counter()
         """By stage: forwards of the step without a backward so far."""
         if not self._units:
@@ -156,7 +156,7 @@ class ParamUnits:
             self._unit_of[layout.held.parameters[param.parameter]] = unit
 
     def flats_of(self, parameters: Iterable[torch.nn.Parameter]) -> set[ShardedFlat]:
-        """What holds those of them that come and go."""
+        """The flat buffers of parameters that are gathered and freed."""
         return {
             flat for parameter in parameters if parameter in self._unit_of
             for flat in self._unit_of[parameter].flats

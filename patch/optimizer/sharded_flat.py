@@ -44,7 +44,7 @@ class _Run(NamedTuple):
     """Neighbouring buckets of a domain that come and go together."""
 
     begin: int
-    """Of the first of them, in the domain."""
+    """The offset of the first of them in the domain."""
     buckets: list[int]
     memory: torch.Tensor
     """(n,) their parameters as they travel, or nothing while these are freed."""
@@ -132,7 +132,7 @@ class ShardedFlat(ApartFlat):
         return gathers
 
     def _sent(self, index: int, place: torch.Tensor) -> torch.Tensor:
-        """What this rank sends of a bucket, which has a `place` where it is gathered."""
+        """This rank's shard of a bucket, which has a `place` where it is gathered."""
         own = self.shard(index)
         return place.copy_(own, non_blocking=True) if self._domain.is_on_host else own
 
@@ -190,7 +190,7 @@ class ShardedFlat(ApartFlat):
 
     @property
     def units(self) -> list[int]:
-        """Those that come and go."""
+        """The units that are gathered and freed."""
         return [unit for unit in self._runs if unit]
 
     def unit_bytes(self, unit: int) -> int:

@@ -24,7 +24,7 @@ from patch.memory import on_host, write_values
 from patch.optimizer.kernels.narrow import Draw, elements_of
 
 _STATE = "optimizer.state"
-"""What the keys of states in checkpoints begin with."""
+"""The prefix of the keys of states in checkpoints."""
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -148,7 +148,7 @@ def sharded_weights(
 
 
 def _without(state: ShardedStateDict, parameters: set[int]) -> ShardedStateDict:
-    """What holds others."""
+    """The state without these."""
     return {
         name: _without(entry, parameters) if isinstance(entry, dict) else entry
         for name, entry in state.items()

@@ -1,4 +1,4 @@
-"""What is trained, in about the order of backward; what would be trained wrongly is refused by name."""
+"""The trained parameters, in about the order of backward; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class HeldParameters:
         all_parameters = chain.from_iterable(stage.parameters() for stage in stages)
         like = next(chain(self.parameters, all_parameters), torch.empty(0))
         self.device, self.dtype = like.device, like.dtype
-        """Of the first; where there is none, of any of the stages."""
+        """Device and dtype of the first; if there is none, of any parameter of the stages."""
 
     def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """The optimizer itself has given these parameters the memory that they have now."""
@@ -186,7 +186,7 @@ class TrainedParameters(HeldParameters):
         self._addresses: dict[int, int] = {}
 
     def specs(self, domain_indices: list[int], units: Sequence[int]) -> list[ParamSpec]:
-        """What the layout needs to know; a tied embedding, which two stages must cut alike, is alone.
+        """Parameters as the layout needs them; a tied embedding, which two stages must cut alike, is alone.
 
         Parameters with the same attribute `series` are one.
 

@@ -1,1 +1,1 @@
-"""What a run needs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
+"""Parameters, FLOPs, memory and time of a run, computed from its configuration. Imports no torch."""

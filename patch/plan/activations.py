@@ -27,11 +27,11 @@ class ActivationPeak(NamedTuple):
     """Bytes of one process at its worst moment."""
 
     layers: int
-    """What layers keep for backward, of all micro-batches in flight."""
+    """Bytes that layers keep for backward, of all micro-batches in flight."""
     ends: int
-    """What the last norm and the loss keep, and interleaved stages of their outputs."""
+    """Bytes that the last norm and the loss keep, and interleaved stages of their outputs."""
     transient: int
-    """What the pass itself allocates, with what travels between stages."""
+    """Bytes that the pass itself allocates, with messages between stages."""
     in_flight: int
     """Micro-batches in flight, counted in each stage of the process."""
     on_host: int
@@ -122,7 +122,7 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
 
 
 def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """What the backward of a layer's MLP or experts allocates."""
+    """Bytes that the backward of a layer's MLP or experts allocates."""
     model, size, tokens = config.model, element_bytes(config.training.precision), config.micro_batch_tokens
     tp_size = config.parallel.tensor_model_parallel_size
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
@@ -143,7 +143,7 @@ class _LayerBytes(NamedTuple):
     kept: int
     """On the device from forward to backward."""
     back: int
-    """What its own backward has in addition: computed again, come back from the host, allocated."""
+    """Further bytes in its own backward: recomputed, copied back from the host, allocated."""
     on_host: int = 0
 
 
@@ -197,7 +197,7 @@ def _sums_in_float32(config: RunConfig, *, cuda: bool) -> bool:
 
 
 def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
-    """What the loss without logits needs (not `--precision-align`, which has all logits).
+    """Bytes of the loss without logits (not `--precision-align`, which has all logits).
 
     Args:
         config: the run.
@@ -231,7 +231,7 @@ class Dispatch(NamedTuple):
     sent: float
     """Bytes that a rank sends, one way."""
     words: str
-    """What is done."""
+    """The granularity, in words."""
 
 
 def dispatch_of(config: RunConfig) -> Dispatch:

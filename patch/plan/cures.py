@@ -77,7 +77,7 @@ def _text(cure: Found) -> str:
 
 
 def lora_line(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> str:
-    """That adapters beside the weights of a run fit, or else in 4 bits, which is another training.
+    """A line that adapters beside the run's weights fit, or else beside 4 bits, which is another training.
 
     "" if they do not, or the run itself fits.
     """
@@ -95,7 +95,7 @@ def suggestions(config: RunConfig, machine: MachineFacts, timed_on: Machine | No
 
 
 def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
-    """What a run needs that no set of changes makes fit."""
+    """The shortage of a run that no set of changes makes fit."""
     if fit_of(config, machine).is_on_device:
         return (
             "more host memory, more machines (with TP, PP or sharded states), a smaller model or shorter "
@@ -125,7 +125,7 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
-    """What a run that ran out of memory may change, in one or two sentences.
+    """Changes for a run that ran out of memory, in one or two sentences.
 
     Args:
         config, machine: see `cures`.

@@ -26,7 +26,7 @@ _AC_WORDS: dict[Recompute | None, str] = {None: "none", "selective": "sel", "ful
 
 
 class PlanRow(NamedTuple):
-    """What the plan says about one thing."""
+    """A row of the plan."""
 
     lines: Sequence[str]
     """The first begins with what it is about, the others are indented."""
@@ -35,7 +35,7 @@ class PlanRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is about."""
+        """Its subject."""
         return self.lines[0].partition(" ")[0]
 
 
@@ -122,7 +122,7 @@ def _shapes(config: RunConfig) -> Iterator[str]:
 
 
 def _papers(config: RunConfig) -> dict[str, str]:
-    """What papers count of GPT's layers (12 h^2 of matrices, 13 h of biases and norms), by the plan's row.
+    """The papers' counts of GPT's layers (12 h^2 of matrices, 13 h of biases and norms), by row of the plan.
 
     Sources: Korthikanti et al., arXiv:2205.05198, section 4 (bytes of 16-bit activations, of which 2 s^2 a
     are scores and dropout masks); Narayanan et al., arXiv:2104.04473, section 5.1 (the whole square).
@@ -200,7 +200,7 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 
 def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """What layers keep, and the memory of the heaviest rank; not of --precision-align, which keeps more."""
+    """Activations of layers, and memory of the heaviest rank; not of --precision-align, which keeps more."""
     if config.model.precision_align is not None:
         return
     cuda, tokens = bool(machine.cuda_devices), config.micro_batch_tokens

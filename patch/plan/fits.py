@@ -51,7 +51,7 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
 
 
 class Fit(NamedTuple):
-    """What a run needs and what it may use, in bytes; 0 of usable: not known."""
+    """Needed and usable bytes of a run; 0 usable: not known."""
 
     device_needed: int
     device_usable: int
@@ -109,7 +109,7 @@ class Found(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """What to add to a command, or to put in the place of what it has."""
+        """The flags to add to a command, or to replace in it."""
         return " ".join(change.flags for change in self.changes)
 
     @property
@@ -122,7 +122,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a search looks at, and what it compares."""
+    """The candidates of a search, and how it compares them."""
 
     ways: Iterable[Way]
     """Read one by one, so that a generator may use what the search has seen before."""

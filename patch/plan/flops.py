@@ -33,9 +33,9 @@ class StepFlops(NamedTuple):
     """FLOPs of one optimizer step over all ranks; padding of samples counts."""
 
     model: float
-    """What the model's forward and backward need: of MFU."""
+    """FLOPs of the model's forward and backward, for MFU."""
     hardware: float
-    """What is computed, with the forwards that `AC` repeats: of HFU."""
+    """Computed FLOPs, with the forwards that `AC` repeats, for HFU."""
 
 
 def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:

@@ -87,7 +87,7 @@ def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
 
 
 def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[sizes.Unit]:
-    """What a rank frees between passes, in the order of forward; nothing unless weights are shared.
+    """Units that a rank frees between passes, in the order of forward; none unless weights are sharded.
 
     Args:
         config: the run.
@@ -201,7 +201,7 @@ def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
-    """What of `device_memory` a run may plan with, at least 1; 0 if there is none."""
+    """The part of `device_memory` that a run may plan with, at least 1; 0 if there is none."""
     if not (usable := device_memory(config, machine)):
         return 0
     if machine.cuda_devices:

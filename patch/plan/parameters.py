@@ -84,7 +84,7 @@ def layer_kinds(config: RunConfig) -> tuple[RunConfig, RunConfig]:
 
 
 def by_layer(config: RunConfig, measure: Callable[[RunConfig], _T]) -> list[list[_T]]:
-    """What `measure` says of each layer of each pipeline stage.
+    """The values of `measure` for each layer of each pipeline stage.
 
     Args:
         config: the run.
@@ -169,7 +169,7 @@ class Frozen(NamedTuple):
 
 
 def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
-    """Those of a rank of one place in the pipeline; None: of the one with the most parameters."""
+    """Frozen parameters of a rank of one place in the pipeline; None: of the one with the most parameters."""
     if not config.adapter.lora_rank:
         return Frozen(0, 0)
     of_ranks, of_base = (
@@ -196,7 +196,7 @@ class Unit(NamedTuple):
 
 @lru_cache(maxsize=256)  # a search of layouts asks for the same ones many times
 def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
-    """What `--data-parallel-sharding parameters` frees between passes: embedding, layers, output layer.
+    """Units that `--data-parallel-sharding parameters` frees: embedding, layers, output layer.
 
     Parameters below `--param-persistence-threshold` stay whole, and so does a tied embedding that one stage
     reads at both ends. Trained adapters are not counted.

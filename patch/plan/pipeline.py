@@ -79,7 +79,7 @@ class Schedule(NamedTuple):
 
 @cache
 def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
-    """What a process of this pipeline rank holds during each of its passes, each case once."""
+    """The micro-batches in flight during each pass of this pipeline rank, each case once."""
     in_flight, found = [0] * schedule.vp_size, set()
     for is_forward, chunk, _ in schedule.passes(rank):
         in_flight[chunk] += is_forward

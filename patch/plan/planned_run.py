@@ -27,7 +27,7 @@ _DEFAULTS = {
     "train_data_path": "DATASET_PATH", "tokenizer_name_or_path": "TOKENIZER_PATH",
     "output_path": "OUTPUT_BASEPATH",
 }  # fmt: skip
-"""What a plan does not depend on, or begins with, where flags alone describe the run."""
+"""Defaults of fields on which a plan does not depend, if flags alone describe the run."""
 NAMED_LATER = ("DATASET_PATH", "TOKENIZER_PATH", "OUTPUT_BASEPATH")
 """Paths that such a run has not named."""
 _REPLACED = ("global_batch_size", "micro_batch_size", "tensor_model_parallel_size", "sequence_parallel")
@@ -42,7 +42,7 @@ class Planned(NamedTuple):
     """A run and the machine that it is planned for."""
 
     run: RunConfig
-    """As it was given."""
+    """The run as it was given."""
     resolved: RunConfig
     """With its automatic choices made."""
     notes: list[str]

@@ -93,7 +93,7 @@ def rank_groups(config: RunConfig) -> dict[str, list[range]]:
 
 
 def rank_lines(config: RunConfig) -> Iterator[str]:
-    """Who is in which process group: all of 16 ranks, of more the first groups."""
+    """The ranks of each process group: all of 16 ranks, of more the first groups."""
     experts = f", of experts {'-'.join(config.expert_axes)}" if config.model.num_experts else ""
     yield f"ranks       {config.world_size} in the order {'-'.join(config.axes)}{experts}, the fastest first"
     for name, groups in rank_groups(config).items():
@@ -137,7 +137,7 @@ def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
 
 
 def budget(time: StepTime, machine: Machine, tokens: float) -> dict[str, Any]:
-    """What a training costs: `days`, `device_hours`, and their `price`, None if the machine has none.
+    """The cost of a training: `days`, `device_hours`, and their `price`, None if the machine has none.
 
     Args:
         time: of a step.

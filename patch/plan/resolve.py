@@ -54,7 +54,7 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
 
 
 def _remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """What a resolved run asks for that comes to nothing by its sizes."""
+    """Remarks on settings of a resolved run that have no effect at its sizes."""
     optimizer = config.optimizer
     is_offloading = optimizer.offload_folder is not None and optimizer.optimizer_offload_policy is not None
     if is_offloading and not memory.disk_bytes(config, machine):

@@ -80,7 +80,7 @@ class MemorySaving(NamedTuple):
     frees_host: bool = False
     """Whether it frees the host memory of a run that offloads its states, or has no device."""
     searched: Callable[[RunConfig], Sequence[Change]] = lambda config: ()
-    """What a search tries, less memory from one to the next: the first takes back what a run has of it, the
+    """Changes that a search tries, in order of less memory: the first undoes the run's own, the
     others are for a run without it."""
 
 
@@ -206,7 +206,7 @@ def more_offload(config: OptimizerConfig) -> str:
 
 
 class Mix(NamedTuple):
-    """What becomes of the activations of each stage's layers."""
+    """How the activations of each stage's layers are kept, recomputed or offloaded."""
 
     granularity: Recompute | None = None
     method: RecomputeMethod = "uniform"
@@ -225,7 +225,7 @@ class Mix(NamedTuple):
 
     @property
     def change(self) -> Change:
-        """What gives a run this mix."""
+        """The change that gives a run this mix."""
         return changed(
             "training", recompute_granularity=self.granularity, recompute_method=self.method,
             recompute_num_layers=self.recomputed, cpu_offloading=self.offloaded > 0,

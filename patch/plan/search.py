@@ -154,7 +154,7 @@ def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
 
 
 def _counted_layers(num_layers: int, pp_size: int) -> int:
-    """What stages share evenly: the layers; where they do not divide, embedding and loss too."""
+    """Layers that stages split evenly; if they do not divide, embedding and loss count too."""
     return num_layers if num_layers % pp_size == 0 else num_layers + 2
 
 

@@ -1,1 +1,1 @@
-"""What a run asks of the world before it starts. Imports neither torch nor megatron."""
+"""Checks of files, data and machine before a run starts. Imports neither torch nor megatron."""

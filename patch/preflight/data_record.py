@@ -1,4 +1,4 @@
-"""What a run's folder remembers of its data, so that a resume notices that it has changed: data.json.
+"""The record of a run's data, data.json, by which a resume notices that it has changed.
 
 The launcher compares files: those of the training sets, of the tokenizer, and the chat template. Their paths
 do not count: nothing that a run reads depends on where its files lie. The worker compares the tokens that
@@ -39,13 +39,13 @@ class SetRecord:
     """One training set of rows that has become tokens."""
 
     path: str
-    """As position 20 names it."""
+    """The path as position 20 names it."""
     tokens: str
     """A hash of the tokens and of which of them are learned."""
     sizes: str
     """A hash of the number of tokens of each sample."""
     origin: dict[str, str]
-    """What decides the tokens: its name in a message, and its value or the value's hash."""
+    """All that decides the tokens: its name in a message, and its value or the value's hash."""
     reads_clock: bool
     """Whether the chat template writes the date, so that the tokens may be others each day."""
 
@@ -104,7 +104,7 @@ class DataRecord:
 
 
 def changes_of_origin(before: SetRecord, now: SetRecord) -> list[str]:
-    """What decides the tokens of a set and has changed; names and versions, or the name alone."""
+    """Changed settings that decide the tokens of a set; names and versions, or the name alone."""
     changes = []
     for name in sorted(before.origin.keys() | now.origin.keys()):
         then, value = before.origin.get(name, "none"), now.origin.get(name, "none")

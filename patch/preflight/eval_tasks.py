@@ -23,9 +23,9 @@ from patch.storage.text_files import parse_yaml, read_small
 
 _FIELD = "eval_tasks_path"
 _FORMATS = ("json", "csv", "parquet", "text")
-"""Of Hugging Face's readers those that cannot unpickle, and read files only."""
+"""Hugging Face's readers that cannot unpickle, and read files only."""
 _READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""Of the files of a data set."""
+"""The readers by the endings of a data set's files."""
 _KEYS = {
     "task": frozenset(
         "task task_alias tag group group_alias aggregate_metric_list include dataset_path dataset_name "
@@ -39,7 +39,7 @@ _KEYS = {
         "regexes_to_ignore".split()
     ),
 }
-"""What a task, its data and each of its metrics may say."""
+"""The keys that a task, its data and each of its metrics may have."""
 _TEXTS = (str, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "task": _TEXTS, "group": str, "tag": _TEXTS, "include": _TEXTS, "metric_list": list, "metric": str,

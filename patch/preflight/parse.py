@@ -164,7 +164,7 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """What MODEL_SIZE stands for; empty if all fields of the shape are given already.
+    """The shape that MODEL_SIZE names; empty if all fields of the shape are given already.
 
     Beside a shape by flags the vocabulary's size comes from the tokenizer's folder.
     """

@@ -73,7 +73,7 @@ _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "model_type": lambda run: own_traits(run.model.model_type),
     "precision": lambda run: PRECISIONS[run.training.precision].kept_as,
 }
-"""What a field of a run means, where several values mean the same."""
+"""The meaning of a run's field, if several values mean the same."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:

@@ -53,7 +53,7 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
 
 
 def _original_form(folder: Path) -> str | None:
-    """That a folder holds Meta's own form, and where the other one is."""
+    """A message that a folder holds Meta's own form, and where the other one is."""
     if (folder / "params.json").is_file():
         above = folder.absolute().parent
         where = above if has_hf_config(above) else "a repository of the hub has it above original/"
@@ -65,7 +65,7 @@ def _original_form(folder: Path) -> str | None:
 
 
 def _other_weights(folder: Path) -> str | None:
-    """What a folder without a model's weights, or a file, holds instead of them, and the cure."""
+    """A message on what a folder or file holds instead of a model's weights, and the cure."""
     if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
     if (folder / "adapter_config.json").is_file():

@@ -48,7 +48,7 @@ from patch.storage.places import IN_MEMORY, AnyPath, any_path, file_system_of, n
 from patch.storage.remote import RemotePath, is_url
 
 _HIGHEST_RATE = 0.1
-"""Of Adam: a higher learning rate gets a warning."""
+"""Adam's learning rate above which there is a warning."""
 _PACKAGES = {"mlflow": "mlflow-skinny"}
 """Packages of services that are called otherwise than what is imported; this one has no server."""
 
@@ -75,7 +75,7 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _lack_of_weights(load: str) -> str:
-    """What is there instead of a checkpoint; "" if one is there."""
+    """A message on what is there instead of a checkpoint; "" if one is there."""
     folder = any_path(load)
     root = find_checkpoint_root(folder)
     released = is_released(root) and is_complete(root / RELEASE)

@@ -37,14 +37,14 @@ TYPES = ("F32", "BF16", "F16")
 """Types that can be read, in safetensors' spelling."""
 _MODEL_CURE = ("model_size auto takes the shape from config.json", "model_size")
 _ADAPTER_CURE = ("give the model that it is an adapter of", "lora_load")
-"""What cures tensors that do not fit, and the field that does."""
+"""The cure of tensors that do not fit, and its field."""
 _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of a tensor."""
+    """A tensor's entry in the header of a file."""
 
     path: Path
     stored_name: str

@@ -1,4 +1,4 @@
-"""What is in a file, to tell later whether it changed: its length and CRC-32, or its SHA-256.
+"""Fingerprints of a file, to tell later whether it changed: length and CRC-32, or SHA-256.
 
 Length and CRC-32 are also computed while a file is written. CRC-32 detects every error burst of up to 32 bits
 and misses other damage once in 4e9 files. It protects against disk errors and mixed-up files, not against

@@ -58,7 +58,7 @@ class HubName(NamedTuple):
     revision: str | None = None
     """The commit; None: the one that the cache has, or the newest."""
     inside: str = ""
-    """What is meant inside the snapshot: "/data/train*"; "" for all."""
+    """The path inside the snapshot: "/data/train*"; "" for all."""
 
     @property
     def folder_name(self) -> str:

@@ -97,7 +97,7 @@ DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zs
 _ARROW = ".arrow"
 _STATE = "state.json"
 _DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|\..*)\.json")
-"""What Hugging Face's datasets writes beside rows; state.json only beside Arrow files."""
+"""Files that Hugging Face's datasets writes beside rows; state.json only beside Arrow files."""
 _CACHE = re.compile(r"cache-.*\.arrow")
 """Results of `map` and `filter`, which datasets keeps beside a set that was loaded from a folder."""
 
@@ -218,7 +218,7 @@ def all_iterations(root: AnyPath) -> list[int]:
 
 
 def row_files(files: Iterable[Path], *, with_text: bool = False) -> list[Path]:
-    """Those files of a folder that hold its rows, sorted.
+    """The files of a folder that hold its rows, sorted.
 
     Not those that describe a set, nor caches. Tables of text only where nothing else has rows: they are often
     lists of something else. Plain text only where there are no tables either, and if it is asked for.

@@ -22,7 +22,7 @@ from patch.storage.remote import RemoteFile, RemotePath, Stat, is_url
 
 AnyPath = Path | RemotePath
 StrPath = str | os.PathLike[str]
-"""What other programs may give for a path on the disk."""
+"""The types of a path on the disk that other programs may pass."""
 
 _FLUSHED_BYTES = 16 * 2**20
 _WINDOW_BYTES = 2**20
@@ -86,7 +86,7 @@ def is_in(path: AnyPath, folder: AnyPath) -> bool:
 
 
 def nearest_folder(path: Path) -> Path:
-    """What exists of a path: itself, or the nearest of the folders above it."""
+    """The path itself if it exists, or the nearest of the folders above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 

@@ -30,7 +30,7 @@ _NOT_EXCLUSIVE = (errno.EINVAL, errno.EPERM, errno.ENOSYS)
 
 
 class Stat(NamedTuple):
-    """What a store knows of a file."""
+    """A store's facts of a file."""
 
     st_size: int
     st_mtime: float
@@ -108,7 +108,7 @@ class RemotePath:
             return getattr(self._system, method)(self._path, *args, **options)
 
     def _kind(self) -> str | None:
-        """What fsspec calls it: file, directory; None if there is nothing."""
+        """The kind in fsspec's words: file, directory; None if there is nothing."""
         try:
             return self._ask("info")["type"]
         except FileNotFoundError:
@@ -131,7 +131,7 @@ class RemotePath:
         return _stat(self._ask("info"))
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """What is in the folder and matches."""
+        """The entries of the folder that match."""
         found: list[str] = []
         with suppress(FileNotFoundError):
             found = sorted((self / pattern)._ask("glob"))

@@ -28,9 +28,9 @@ OBJECTIVES: dict[str, Callable[[RunConfig], Objective] | None] = {
     **dict.fromkeys(("default", "sft", "pretrain")),
     "dpo": _preference,
 }
-"""What makes the objective that `--objective` names; None: the built-in one."""
+"""Factories of the objectives that `--objective` names; None: the built-in one."""
 HOOKS: list[Callable[[Run], TrainerHook | None]] = []
-"""What makes further hooks of a rank."""
+"""Factories of further hooks of a rank."""
 
 
 def register_objective(name: str, make: Callable[[RunConfig], Objective]) -> None:

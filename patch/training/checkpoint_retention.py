@@ -45,7 +45,7 @@ class Retention(NamedTuple):
     last: int | None = None
     """Number of the newest ones that stay; None: all."""
     every: int | None = None
-    """Those whose iteration is a multiple of this stay too; None: no more."""
+    """Checkpoints whose iteration is a multiple of this stay too; None: no more."""
 
     def superseded(
         self,
@@ -133,7 +133,7 @@ class CheckpointRetention(TrainerHook):
         damaged."""
         self._saved = {iteration for iteration in complete_iterations(root) if iteration <= start_iteration}
         self._values: dict[int, float] = {}
-        """Of evaluated steps."""
+        """The values of evaluated steps."""
         self._num_tokens: float | None = None
         """Learned tokens of the last evaluation, and so of all losses that `_values` holds."""
         self._best: int | None = None

@@ -132,7 +132,7 @@ def _sums(run: Run, batches: list[Batch]) -> list[float]:
 
 
 def forward_only(run: Run, batches: list[Batch]) -> list[Report]:
-    """What is reported of these micro-batches, on the last stage; repeated if ranks ran out of memory."""
+    """The report of these micro-batches, on the last stage; repeated if ranks ran out of memory."""
     retry = OomRetry(run.optimizer, "the evaluation", has_backward=False)
     for _ in retry.attempts():
         with retry.computing() as reports:

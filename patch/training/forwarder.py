@@ -44,12 +44,12 @@ _NICENESS = 5
 _MOST_PARAMETERS = 100
 """mlflow takes so many in one request."""
 _UNTAKEN = re.compile(r"[^\w. /-]", re.ASCII)
-"""What mlflow does not take in a name, and ":", which marks it."""
+"""Characters that mlflow refuses in a name, and ":", which marks them."""
 _CREDENTIALS = re.compile(r"(\w+://)(?:[^/\s]*@)?([^\s?]*)(?:\?\S*)?")
 
 
 class Target(NamedTuple):
-    """What a service is told of a run when it opens it."""
+    """The facts of a run that a service gets when it opens it."""
 
     name: str
     """The name of the run's folder."""

@@ -131,7 +131,7 @@ def make_record(
 
 
 def loads_of_experts(run: Run) -> dict[str, float]:
-    """Of each layer with experts, by its number from 1, in the last step; a collective over the job.
+    """Loads of each layer with experts, by its number from 1, in the last step; a collective over the job.
 
     `expert_load_max` and `expert_load_min`: tokens of the busiest and of the idlest expert over the mean;
     `expert_dropped`: share of the choices for which an expert had no place; `aux_loss` and `z_loss`: means,

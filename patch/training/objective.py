@@ -1,4 +1,4 @@
-"""What training minimises: one object says which rows are read, how they are counted, what their loss is."""
+"""The objective of training: one object says which rows are read, how they count, and their loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Objective:
     """
 
     unit = "tokens"
-    """What `count` counts: the metric `valid_tokens` is named after it."""
+    """The unit of `count`: the metric `valid_tokens` is named after it."""
     reported: Sequence[str] = ("loss",)
     """The names of what `report` reduces; the loss is the first one."""
     has_token_losses = False
@@ -95,7 +95,7 @@ class Objective:
         return collate(samples)
 
     def count(self, batch: Batch) -> float:
-        """What a micro-batch adds to the divisor of its step.
+        """The count that a micro-batch adds to the divisor of its step.
 
         The divisor is the sum over the global batch, known before the first forward. A context-parallel rank
         counts its part of the rows.

@@ -290,7 +290,7 @@ def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
 
 
 def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
-    """That of the weights beside adapters. It is computed once: these weights stay."""
+    """The checksum of the weights beside adapters. It is computed once: these weights stay."""
     if stages[0].base is None:
         stages[0].base = checksum(stages, optimizer, adapters=False)
     return stages[0].base

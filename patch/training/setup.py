@@ -55,7 +55,7 @@ _logger = get_logger(__name__)
 
 @dataclass
 class RunData:
-    """What one rank reads, and what it minimises on it."""
+    """The data that one rank reads, and its objective."""
 
     objective: Objective
     train_reader: StepReader

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from patch.training.setup import Run
 
 Report = Mapping[str, torch.Tensor]
-"""What an objective reports of a micro-batch, without a graph."""
+"""The report of an objective on a micro-batch, without a graph."""
 
 
 class StepResult(NamedTuple):
     """The result of one optimizer step; equal on all ranks of the last stage's data-parallel group."""
 
     loss: float
-    """Of the global batch; -inf on stages before the last."""
+    """The loss of the global batch; -inf on stages before the last."""
     grad_norm: float
     lr: float
     """The run's; a parameter group with a decoupled rate has another."""
@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
     data_wait_ms: float
     """Time that this rank waited for the data of the next step; in the first step for its own data too."""
     further: Mapping[str, float]
-    """What else the objective reports, as the loss."""
+    """Further metrics that the objective reports like the loss."""
 
 
 def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lambda: None) -> StepResult:

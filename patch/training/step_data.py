@@ -27,7 +27,7 @@ class StepWork(NamedTuple):
     batches: list[Batch]
     """This rank's micro-batches."""
     divisor: float
-    """What the objective counts in the global batch: the sum over all ranks."""
+    """The objective's count in the global batch: the sum over all ranks."""
     attended_pairs: float
     """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
@@ -92,7 +92,7 @@ def read_step(run: Run, iteration: int) -> Reading:
 
 
 def counts(run: Run, reading: Reading) -> list[float]:
-    """What these micro-batches add to a step's divisor and attended pairs, for a StepWork."""
+    """The counts that these micro-batches add to a step's divisor and attended pairs, for a StepWork."""
     divisor = math.nan if reading.error is not None else sum(map(run.data.objective.count, reading.batches))
     packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
     pairs = attended_pairs(chain(*packed), run.config.model.window_size)

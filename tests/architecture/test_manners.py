@@ -38,6 +38,21 @@ def test_every_module_has_a_docstring(all_sources):
     assert not [str(source.path) for source in all_sources if not ast.get_docstring(source.tree)]
 
 
+NO_BEGINNING = {"Of", "That", "Those", "Who", "Whom", "What", "As"}
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb(house):
+    """Also those of attributes and constants."""
+    odd = [
+        f"{source.path}:{node.lineno} {node.value.value[:40]}"
+        for source in house
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str) and node.value.value.split(" ")[0] in NO_BEGINNING
+    ]
+    assert not odd
+
+
 def test_every_function_of_the_house_is_annotated(house):
     bare = [
         f"{source.path}:{node.lineno} {node.name}"

@@ -62,7 +62,7 @@ def run_config(seq_length: int, **fields: Any) -> RunConfig:
 
 
 class Contender:
-    """What takes optimizer steps."""
+    """A contender, which takes optimizer steps."""
 
     def step(self) -> float:
         """Take one optimizer step; return the loss."""
@@ -169,7 +169,7 @@ _CUDA_MODULES = (
     "optimizer.distrib_optimizer", "optimizer.clip_grads", "optimizer.grad_scaler",
     "transformer.dot_product_attention", "transformer.utils",
 )  # fmt: skip
-"""What upstream's optimizer and attention need on a CPU beyond `patch.compat`; runs do not use them."""
+"""Modules of upstream's optimizer and attention that need more on a CPU than `patch.compat` gives."""
 
 
 @cache

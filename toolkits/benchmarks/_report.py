@@ -1,4 +1,4 @@
-"""What all benchmarks share: rounds, tables, aims, and what a report says of the machine."""
+"""Common parts of benchmarks: rounds, tables, aims, and a report's lines on the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Aim(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a benchmark has found."""
+    """The results of a benchmark."""
 
     text: str
     aims: Sequence[Aim]

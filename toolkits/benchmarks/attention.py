@@ -39,7 +39,7 @@ _BACKWARD = 2.5
 """FLOPs of backward over those of forward: five products instead of two."""
 _UNTIMED = 2
 _BATCH_TOKENS = 16384
-"""Of all rows of a batch, so that short rows fill the device too."""
+"""Tokens of all rows of a batch, so that short rows fill the device too."""
 ROUNDS = (15, 5)
 
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def default_contender(machine: MachineFacts) -> str:
-    """What our layers take by default."""
+    """The attention that our layers take by default."""
     taken = backends_of(run_config(8192, num_layers=1, **SHAPE_8B, precision="bf16"), machine)
     if taken.sdpa[0] == "cudnn":
         return "cuDNN"

@@ -190,7 +190,7 @@ def step_run(recipe: Recipe, layers: int, sequence: int) -> RunConfig:
 
 
 def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
-    """As many layers as the plan puts into this share of the GPU's memory without offload; at least 1.
+    """The number of layers that the plan fits into this share of the GPU's memory, not offloaded; at least 1.
 
     Args:
         machine: the GPU.

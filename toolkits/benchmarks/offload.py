@@ -18,7 +18,7 @@ from toolkits.benchmarks.gpu_step import FP8, Recipe, Steps, options_of, report_
 _MOST = {"0.25": 1.01, "auto": 1.03, "1": 1.15, "fp8 auto": 1.15, "fp8 1": 1.15}
 """Ours -> largest acceptable ratio of the step time to that without offload, from 8192 tokens on."""
 _MOST_OF_SHORT = {"0.25": 1.03, "1": 1.3, "fp8 1": 1.3}
-"""Of shorter sequences, where it differs: fewer tokens for as many states."""
+"""Aims of shorter sequences that differ: fewer tokens for as many states."""
 _MEMORY_SHARE = 0.75
 """Upstream's fp32 masters take 2 bytes a parameter more than ours."""
 _FRACTIONS = (0.25, 0.5, 1.0)

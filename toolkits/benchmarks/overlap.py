@@ -38,8 +38,8 @@ _SHAPE: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 96, "ffn_hidden_size": 256, "num_attention_heads": 3,
     "num_query_groups": 1, "kv_channels": 32, "vocab_size": 128,
 }  # fmt: skip
-"""As many layers as LLaMA-3.1 8B. The vocabulary is small, because the embedding has the last gradient and
-the first weight, so no compute can overlap with its communication."""
+"""There are as many layers as in LLaMA-3.1 8B. The vocabulary is small, because the embedding has the last
+gradient and the first weight, so no compute can overlap with its communication."""
 
 ALL_TO_ALL = "upstream: both, all-to-all"
 OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}

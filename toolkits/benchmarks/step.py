@@ -120,7 +120,7 @@ def _cases(only: str | None) -> list[tuple[str, int, int]]:
 
 
 class PlainLoop(Contender):
-    """What a user writes without us: transformers' model, torch's fused AdamW and clipping, and its DDP.
+    """A user's loop without this project: transformers' model, torch's fused AdamW, clipping and DDP.
 
     Args:
         run: gives the first weights, and the micro-batches of each step.

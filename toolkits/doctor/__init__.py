@@ -1,1 +1,1 @@
-"""What a machine has, can do and lacks, in small checks: `llama-patch doctor`."""
+"""Small checks of a machine and its software: `llama-patch doctor`."""

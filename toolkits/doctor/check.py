@@ -24,7 +24,7 @@ class Finding:
     name: str
     status: Status
     value: str
-    """What was found, in words."""
+    """The finding, in words."""
     advice: str = ""
     """The cure, of a finding that is not ok."""
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def graded(name: str, value: str, is_bad: bool, cure: str, **data: Any) -> Findi
 
 @dataclass(frozen=True)
 class Settings:
-    """What the checks are about."""
+    """The settings of the checks."""
 
     machine: MachineFacts
     num_processes: int

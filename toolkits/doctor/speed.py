@@ -140,7 +140,7 @@ def machine_part(report: Report, settings: Settings) -> dict[str, Any]:
 
 
 def _cpu_rates(found: Mapping[str, Mapping[str, Any]], processes: int) -> dict[str, Any]:
-    """What each of the processes on a CPU has of it."""
+    """The rates of each of the processes on a CPU."""
     copies, products = found["memory copies"]["bytes_per_s"] / processes, found["products"]
     return {
         "name": "CPU", "is_gpu": False, "device_memory_bytes": 0,

@@ -39,7 +39,7 @@ _ONE_STEP = (
     "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1 "
     "--seq-length 1"
 )
-"""What a run must say and an evaluation does not need."""
+"""Flags that a run must have and an evaluation does not need."""
 _ROW = 2048
 """Tokens of a row of several texts."""
 

@@ -50,9 +50,9 @@ PROCESSES = 8
 """At most, without GPUs."""
 DIFFERS = 6
 _LIMIT_S = 600.0
-"""Of one run, on a machine with other work."""
+"""The time limit of one run, on a machine with other work."""
 _LINES = 15
-"""Of a run that failed, which are shown."""
+"""Lines of a failed run that are shown."""
 _NOT_OURS = {*VARIABLES, "NPROC_PER_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 """Variables of a user's runs that are not for these."""
 _WORKER = Path(__file__).with_name("worker.py")

@@ -1,4 +1,4 @@
-"""What two runs of the same numbers computed, name by name; the first difference, and what others share.
+"""Compares two runs name by name: the first difference, and common properties of the others.
 
 Both are read from their folders: log/metrics.jsonl, the evidence of `worker.py` and checkpoints, whatever the
 layouts in which they were saved.
@@ -29,11 +29,11 @@ class Bounds(NamedTuple):
     """The largest differences that other orders of sums and roundings explain, all relative."""
 
     number: float
-    """Of losses and norms."""
+    """The bound of losses and norms."""
     gradient: float
-    """Of a gradient or a first moment, by L2 norms; second moments twice that."""
+    """The bound of a gradient or a first moment, by L2 norms; second moments twice that."""
     weight: float
-    """Of a weight (its master), in units of the step's update."""
+    """The bound of a weight (its master), in units of the step's update."""
 
 
 BOUNDS = {
@@ -49,7 +49,7 @@ ROUNDED = Bounds(1e-3, 1e-2, 2e-2)
 """At least these where gradients travel as bf16."""
 _NAMED = 3
 SMALLEST = 1e-3
-"""Of gradients as a whole: what a smaller tensor's is measured by, so that zero may differ from zero."""
+"""Share of the whole gradient by which a smaller tensor's is measured, so that zero may differ from zero."""
 GRADIENT, MOMENTS = "gradient", ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 """By their names in Hugging Face."""
@@ -59,11 +59,11 @@ class Difference(NamedTuple):
     """Something that the two runs do not have in common."""
 
     what: str
-    """Of which step, and where it is a tensor its name in Hugging Face."""
+    """The step, and of a tensor its name in Hugging Face."""
     distance: float
     bound: float
     detail: str = ""
-    """What other differences have in common with it."""
+    """Common properties of the other differences."""
 
     def __str__(self) -> str:
         bound = f"differs by {self.distance:.2g}, bound {self.bound:.2g}" if self.bound else "is not equal"
@@ -74,7 +74,7 @@ class Comparison(NamedTuple):
     """All that was compared."""
 
     largest: dict[str, tuple[float, float]]
-    """Of each kind: the largest difference, and its bound."""
+    """For each kind the largest difference, and its bound."""
     differences: list[Difference]
     """The first one of each kind and step, in the order in which a step computes them."""
 
@@ -113,7 +113,7 @@ def _bounds(run: RunConfig) -> Bounds:
 
 
 def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator[_Found]:
-    """What a step computes, in this order."""
+    """Compare the results of a step, in this order."""
     layout, evidence = ours.run, ours.evidence[str(step)]
     shares, of_theirs = (run.world_size // run.num_weight_copies for run in (layout, theirs.run))
     expected = [shares * number // of_theirs for number in theirs.evidence[str(step)]["tokens"]]
@@ -143,7 +143,7 @@ def _equal(kind: str, what: str, wrong: list[str]) -> _Found:
 
 
 class _Folder:
-    """What a run has left."""
+    """The folder of a run."""
 
     def __init__(self, run: RunConfig) -> None:
         self.run, self._folder = run, Path(run.checkpoint.output_path)
@@ -224,7 +224,7 @@ def _first(
 
 
 def _labels(layout: RunConfig) -> dict[str, list[str]]:
-    """What each Hugging Face tensor has in common with others."""
+    """Properties of each Hugging Face tensor that others may share."""
     model, ends = layout.model, [*accumulate(layout.stage_layers)]
     rows = adapter_rows(model, layout.adapter) if layout.adapter.lora_rank else weight_rows(model)
     own = (model.num_experts or 1) // layout.experts.expert_model_parallel_size

@@ -1,4 +1,4 @@
-"""What a proof reads: a tokenizer of 300 words, short chats, pairs or documents, and weights for 4 bits."""
+"""Input of a proof: a tokenizer of 300 words, short chats, pairs or documents, and weights for 4 bits."""
 
 from __future__ import annotations
 

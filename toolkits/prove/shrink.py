@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, run: RunConfig) -> Sizes:
-        """Those of a run."""
+        """The axes of a run."""
         axes, ep_size = run.axes, run.experts.expert_model_parallel_size
         instances = run.parallel.num_distributed_optimizer_instances
         return cls(axes["tp"], axes["pp"], axes["cp"], axes["dp"], ep_size, run.etp_size, instances)
@@ -80,7 +80,7 @@ class Shrunk(NamedTuple):
     layout: RunConfig
     one: RunConfig
     folded: list[str]
-    """What has become smaller or is another, in words."""
+    """The changes that made the run small, in words."""
 
 
 def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is_for_gpus: bool) -> Shrunk:
@@ -180,7 +180,7 @@ def _candidates(whole: Sizes, most: int) -> Iterator[Sizes]:
 
 
 def _cost(run: RunConfig, whole: Sizes, sizes: Sizes) -> tuple[int, ...]:
-    """What is lost, the worst first: an axis; replicas; a middle stage; a ring with two neighbours."""
+    """The losses, the worst first: an axis; replicas; a middle stage; a ring with two neighbours."""
     lost = [size > 1 and now == 1 for size, now in zip(whole, sizes, strict=True)]
     replicas = lost.pop(Sizes._fields.index("dp"))
     middle = [whole.pp > 2 >= sizes.pp, run.parallel.cp_comm_type == "p2p" and whole.cp > 2 >= sizes.cp]

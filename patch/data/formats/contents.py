@@ -1,4 +1,4 @@
-"""What a message says: text, parts of several kinds, calls of tools; and the tools of a row.
+"""The content of a message: text, parts of several kinds, tool calls; and the tools of a row.
 
 A content may be a list of parts, OpenAI's or those of LLaMA-Factory's version 1:
 
@@ -34,7 +34,7 @@ _TOOL_EXPECTED = "a list of tools, each with a name, or JSON text of one"
 
 @dataclass(slots=True)
 class MessageContent:
-    """What the parts of a message are."""
+    """The parts of a message, by kind."""
 
     text: str = ""
     reasoning: str = ""

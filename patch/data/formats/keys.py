@@ -49,7 +49,7 @@ def first_key(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def present(row: Mapping[str, Any], names: Set[str]) -> list[str]:
-    """Those of these keys under which the row has something, sorted."""
+    """The keys under which the row has a value, sorted."""
     return sorted(name for name in row.keys() & names if not is_absent(row[name]))
 
 
@@ -76,7 +76,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> di
 
 
 def columns_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> frozenset[str]:
-    """Those of the user's columns (our names) that a row has, or for role and content one of its turns."""
+    """The user's columns (our names) that a row has, or for role and content one of its turns."""
     found = {ours for ours, theirs in columns.items() if theirs in row and ours not in COLUMNS_OF_TURNS}
     of_turns = [ours for ours in columns if ours in COLUMNS_OF_TURNS]
     lists = (as_json(value) for value in row.values()) if of_turns else ()
@@ -103,7 +103,7 @@ def quoted(value: Any) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """What a text holds if it is JSON; any other value as it is."""
+    """The value of a text that is JSON; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -61,12 +61,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class FormatOptions:
-    """What a user says about the rows of a file."""
+    """The user's settings for the rows of a file."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our name of a key to the name that the rows have (`--columns`)."""
     alpaca_input_join: InputJoin = "newline"
-    """What stands between alpaca's instruction and input."""
+    """The text between alpaca's instruction and input."""
 
 
 PLAIN = FormatOptions()
@@ -82,7 +82,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function", "tool_response", "ipython"), "tool"),
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
 }
-"""What files call a speaker, and the role that templates know."""
+"""Names of speakers in files, and the role of chat templates for each."""
 _ROLES_NAMED = "system, user, assistant, tool (or human, gpt, observation, function_call)"
 
 _ROLE_KEYS = ("role", "from")
@@ -107,7 +107,7 @@ class Turn(NamedTuple):
     message: Message
     learned: bool
     tools: Sequence[dict[str, Any]] = ()
-    """What a part of its content says that the assistant may call."""
+    """The tools that a part of its content offers to the assistant."""
 
 
 def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
@@ -195,7 +195,7 @@ def _role(item: dict[str, Any], where: str) -> str:
 def _content(
     item: dict[str, Any], key: str | None, where: str, *, has_calls: bool, is_result: bool
 ) -> MessageContent:
-    """What a message says; its text is "" where it only calls tools.
+    """The content of a message; its text is "" where it only calls tools.
 
     Args:
         item: the message.

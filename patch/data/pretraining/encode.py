@@ -109,7 +109,7 @@ class Encoder:
 def encode_in_order(
     batches: Iterator[list[tuple[Document, ...]]], encoder: Encoder, workers: int
 ) -> Generator[list[EncodedBatch], None, None]:
-    """What `encoder` makes of each batch of rows, in order.
+    """The results of `encoder` for each batch of rows, in order.
 
     Args:
         batches: rows; read as far ahead as the workers need.

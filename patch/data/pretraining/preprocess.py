@@ -31,12 +31,12 @@ _logger = get_logger(__name__)
 
 
 class WrittenSet(NamedTuple):
-    """What was written for one key."""
+    """The files written for one key, and their counts."""
 
     documents: int = 0
     """All rows."""
     empty: int = 0
-    """Those whose text is empty."""
+    """Documents whose text is empty."""
     tokens: int = 0
     with_special: int = 0
     """Documents that spell out a special token."""

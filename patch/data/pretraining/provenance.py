@@ -1,4 +1,4 @@
-"""What is known of a pre-training set besides its ids: which tokenizer made them, and how documents end.
+"""The origin of a pre-training set: which tokenizer made its ids, and how documents end.
 
 Neither .bin nor .idx tells it. PREFIX.meta.json does, which llama-patch preprocess writes beside them.
 Sets that other tools have made have no such file.
@@ -78,7 +78,7 @@ def read_provenance(
     *,
     warns: bool = True,
 ) -> Provenance | None:
-    """What PREFIX.meta.json says; None if it says nothing about these files.
+    """The contents of PREFIX.meta.json; None if it says nothing about these files.
 
     Args:
         prefix: path of the set without the endings.

@@ -43,7 +43,7 @@ class PretrainOptions:
     reset_attention_mask: bool = False
     """A sample's documents are sequences of their own (`Sample.lengths`)."""
     eod_mask_loss: bool = False
-    """What follows an end of document is not learned."""
+    """The token after an end of document is not learned."""
 
     @classmethod
     def of(

@@ -16,7 +16,7 @@ from patch.data.sft.source import SftSource
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is printed of a set, of rows or of .bin/.idx."""
+    """The printed figures of a set, of rows or of .bin/.idx."""
 
     name: str
     """The set as it was named, with its weight."""
@@ -25,7 +25,7 @@ class Figures:
     values: dict[str, Any]
     """The figures as plain values."""
     report: SetReport | None = None
-    """What happened to its rows."""
+    """The report on its rows."""
 
 
 def lengths_text(sizes: np.ndarray, longest: str) -> str:

@@ -72,7 +72,7 @@ class IndexedPreview:
             yield ShownRow(where, [texts.shown(*sample) for sample in samples], remarks)
 
     def _shown(self, index: int) -> tuple[list[_Conversation], list[str]]:
-        """What is shown of a document, and remarks."""
+        """The shown part of a document, and remarks."""
         if self._packs is not None:
             conversations = self._conversations(index)
             padding = self._length - sum(len(ids) for ids, _ in conversations)

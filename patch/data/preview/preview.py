@@ -1,4 +1,4 @@
-"""What a user sees of a run's training data: rows as tokens and figures of each set, printed and as JSON.
+"""The preview of a run's training data: rows as tokens and figures of each set, printed and as JSON.
 
 How many samples a set has is said as far as that can be known before the run: those of .bin/.idx follow from
 the .idx; those of rows are in the token cache, and a small set is tokenized at once.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _FIELD = "train_data_path"
 _FEW_LINES = 30
-"""What `--dry-run` shows of a sample."""
+"""Lines of a sample that `--dry-run` shows."""
 _SMALL_BYTES = 1 << 20
 """Bytes of a set whose rows are tokenized by `--dry-run`: a second or two."""
 _UNKNOWN = (
@@ -201,7 +201,7 @@ def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
 
 
 def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
-    """What became of a row."""
+    """Remarks on a row that was dropped, cut or changed."""
     remarks = []
     if row.dropped is not None:
         remarks.append(f"dropped: {row.dropped}")

@@ -31,7 +31,7 @@ _SENTENCEPIECE_SPACE = "\u2581"
 """How vocabularies of SentencePiece write a space."""
 
 SPACE, NEWLINE, TAB = "\u2423", "\u21b5", "\u21e5"
-"""What stands for a space, a line feed and a tabulator: an open box, and two arrows."""
+"""Symbols for a space, a line feed and a tabulator: an open box, and two arrows."""
 _SYMBOLS = {
     **{code: chr(0x2400 + code) for code in range(0x20)},  # such as ESC; the "control pictures" of Unicode
     0x7F: "\u2421",
@@ -123,7 +123,7 @@ class ShownRow(NamedTuple):
     samples: list[list[ShownToken]]
     """Empty if the row is dropped."""
     remarks: list[str]
-    """What happened to it on the way: dropped, cut, special tokens that became text."""
+    """Remarks on the sample: dropped, cut, special tokens that became text."""
     is_pair: bool = False
     """Whether its samples are a preferred answer and another one."""
     has_label: bool = False

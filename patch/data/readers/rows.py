@@ -47,7 +47,7 @@ _OTHER_KINDS = {
     **dict.fromkeys(_CODECS, "compressed twice; unpack it"),
     **{magic: f"a compressed {kind} file or stream; unpack it" for magic, kind in KINDS.items()},
 }
-"""What users give by mistake: first bytes, and what they are."""
+"""Files that users give by mistake: their first bytes, and what they are."""
 
 
 class Row(NamedTuple):
@@ -176,7 +176,7 @@ def _json_type(value: Any) -> str:
 
 
 class SetReader(Generic[Made]):
-    """What is made of the rows of files, and how much of the files has been read.
+    """Reads the rows of files in batches, and knows how much of the files has been read.
 
     Args:
         files: read in this order.
@@ -207,7 +207,7 @@ class SetReader(Generic[Made]):
         return self._read / max(1, sum(self._sizes))
 
     def batches(self) -> Iterator[list[Made]]:
-        """What is made of all rows, in order."""
+        """The results for all rows, in order."""
         batch: list[Made] = []
         num_bytes = end = 0
         for file, size in zip(self._files, self._sizes, strict=True):

@@ -62,7 +62,7 @@ class BoundedMap:
     def __init__(self, function: Callable[[Any], Any], processes: int = 1, bounded: bool = True) -> None:
         self._ahead, others = 3 * processes, set(active_children())
         self._slots = RawArray("q", self._ahead)
-        """Of each list in work: the process, in the upper 32 bits, and the index of its item."""
+        """For each list in work: the process, in the upper 32 bits, and the index of its item."""
         initial = (function, self._slots, bounded)
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, initial)
         was_frozen = gc.get_freeze_count() > 0  # by `quick_start`
@@ -119,7 +119,7 @@ class BoundedMap:
 
 
 _work: tuple[Callable[[Any], Any], Any, bool]
-"""What this process applies to each item, the slots, and whether it is bounded, if it is one of a pool's."""
+"""The function for each item, the slots, and whether it is bounded, in a process of a pool."""
 
 
 def _begin(*work: Any) -> None:

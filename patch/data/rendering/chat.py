@@ -100,7 +100,7 @@ class ChatRenderer:
 
     @property
     def headers(self) -> tuple[str, str]:
-        """What the template writes before a question that follows an answer, and before an answer.
+        """The template's text before a question that follows an answer, and before an answer.
 
         "" where it is unknown. It tries the template in this process, whose time and memory must be bounded.
         """

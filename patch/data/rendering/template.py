@@ -1,4 +1,4 @@
-"""What a tokenizer's chat template writes, and how it begins and ends an answer."""
+"""Renders a tokenizer's chat template, and finds how it begins and ends an answer."""
 
 from __future__ import annotations
 
@@ -164,14 +164,14 @@ class Template:
 
     @cached_property
     def question_header(self) -> str:
-        """What the template writes between an answer and the user's next words; "" if that is unknown."""
+        """The template's text between an answer and the user's next words; "" if that is unknown."""
         after_end = self._after_answer([PROBE[0]]).partition(self._end_token)[2]
         header, question, _ = after_end.partition(PROBE[0]["content"])
         return header if question else ""
 
     @cached_property
     def header(self) -> str:
-        """What the template writes before an answer, where it has no prompt for generation that says so."""
+        """The template's text before an answer, where it has no generation prompt."""
         question = _PROBE_CHAT.beginning(1)
         if self.write(question, generate=True) != self.write(question) or not self.prompt:
             return ""
@@ -185,7 +185,7 @@ class Template:
 
     @cached_property
     def prompt(self) -> str:
-        """What the template writes before an answer: its prompt for generation, or else its header.
+        """The template's text before an answer: its generation prompt, or else its header.
 
         The header is what two different answers have in common at their beginning. Blanks before the words
         belong to the words, as LLaMA 2's tokenizer has them.
@@ -215,7 +215,7 @@ class Template:
         return ends[0][found[0].start() : found[-1].end()]
 
     def _after_answer(self, more: list[Message]) -> str:
-        """What the template writes after our own answer if messages follow; "" if it refuses them."""
+        """The template's text after our own answer if messages follow; "" if it refuses them."""
         try:
             text = self.write(MarkedChat([*PROBE, *more], None, _PROBE_CHAT.where))
         except DataError:

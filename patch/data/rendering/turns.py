@@ -133,7 +133,7 @@ def _turn(template: Template, chat: MarkedChat, index: int) -> tuple[str, str]:
 
 
 def words_of(message: Message) -> str:
-    """What a message says, without blanks around it; the texts of a content in parts are concatenated."""
+    """The text of a message, stripped; the texts of a content in parts are concatenated."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))

@@ -103,7 +103,7 @@ class TokenizedSet(NamedTuple):
     """The tokens of a set, and what happened to its rows."""
 
     arrays: Mapping[str, np.ndarray]
-    """Those of `TYPES`."""
+    """The arrays of `TYPES`, by name."""
     report: SetReport
     sha256: dict[str, str]
     """The hash of each array."""

@@ -1,4 +1,4 @@
-"""What becomes of a conversation that is longer than a sample.
+"""Cuts, splits or drops a conversation that is longer than a sample.
 
     cut-end      its first tokens are kept
     cut-begin    its last turns are kept, as many as fit; of a last turn that is too long, the last tokens

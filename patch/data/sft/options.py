@@ -1,4 +1,4 @@
-"""What a user says about a fine-tuning set, what decides its tokens, and the folder of the user's cache.
+"""The settings of a fine-tuning set, all that decides its tokens, and the folder of the user's cache.
 
 The folder is that of the XDG Base Directory Specification.
 """
@@ -67,7 +67,7 @@ class SftOptions:
     render: RenderOptions = field(default_factory=RenderOptions)
     """Which turns are learned, and what special tokens in the rows mean."""
     long_samples: LongSamples = "cut-end"
-    """What becomes of a conversation that is longer than a sample (see cuts.py)."""
+    """How a conversation is treated that is longer than a sample (see cuts.py)."""
     max_dropped_share: float = 0.1
     """Largest share of rows that may be dropped."""
     num_workers: int = 1
@@ -99,7 +99,7 @@ def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOp
 
 
 def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
-    """What decides the tokens of a set, beside its rows: a name for messages, and its value or a hash of it.
+    """All that decides the tokens of a set, beside its rows: a name for messages, and its value or hash.
 
     Args:
         tokenizer: the tokenizer with its chat template.

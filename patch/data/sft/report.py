@@ -1,4 +1,4 @@
-"""What happened to the rows of a set: counts, and the places of the first rows of each kind."""
+"""The report on the rows of a set: counts, and the places of the first rows of each kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass
 class SetReport:
-    """What happened to the rows of a set. It is stored as JSON beside the tokens.
+    """The report on the rows of a set. It is stored as JSON beside the tokens.
 
     `tokens` and `learned` are those of the samples that are kept.
     """
@@ -75,7 +75,7 @@ class SetReport:
     partly_encoded: Rows = field(default_factory=Rows)
     """Rows so long that only a part of them was encoded."""
     unseen_columns: dict[str, str] = field(default_factory=dict)
-    """What `--columns` names and no row has: our name and the column."""
+    """Columns that `--columns` names and no row has: our name and the column."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SetReport:

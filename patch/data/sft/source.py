@@ -67,7 +67,7 @@ class SftSource(Dataset[Sample]):
         self.sizes = np.diff(self._offsets) - 1
         """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
         self.report: SetReport = tokens.report
-        """What happened to the rows."""
+        """The report on the rows."""
         self.num_learned = self.report.learned
         """Tokens that the loss covers. A first token is never a label."""
         self.fingerprint = sha256(f"{length} {sorted(tokens.sha256.items())}".encode()).hexdigest()
@@ -79,7 +79,7 @@ class SftSource(Dataset[Sample]):
         return len(self._offsets) - 1
 
     def record(self, path: str) -> SetRecord:
-        """What a run remembers of the set, to notice on resume that its tokens have changed.
+        """A record of the set, by which a resume notices that its tokens have changed.
 
         Args:
             path: the set as the run names it.

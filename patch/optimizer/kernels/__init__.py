@@ -29,7 +29,7 @@ __all__ = [
 _logger = get_logger(__name__)
 
 TRITON_CURE = "install a C compiler and Python's headers (apt install gcc python3-dev)"
-"""What a machine lacks where Triton cannot build the launcher of a kernel."""
+"""Advice for a machine on which Triton cannot build the launcher of a kernel."""
 
 
 @cache

@@ -41,7 +41,7 @@ class Draw(NamedTuple):
     """
 
     name: str
-    """Of the parameter, the same in every layout."""
+    """The name of the parameter, the same in every layout."""
     first: int
     """Number of the first element of this rank's part of the parameter."""
     row: int

@@ -1,4 +1,4 @@
-"""What every Adam kernel computes, in which order of operations, and its arguments.
+"""The order of operations of every Adam kernel, and its arguments.
 
     g = grad * scale
     p = p * (1 - lr * weight_decay)          AdamW; Adam instead: g = g + weight_decay * p
@@ -94,7 +94,7 @@ class UpdateItem(NamedTuple):
     """Where the results are written, with the types of `states`; None: the results overwrite `states`."""
 
     draw: Draw | None = None
-    """What the random numbers of bf16 moments depend on."""
+    """The seed of the random numbers of bf16 moments."""
 
 
 class AdamKernel(Protocol):
@@ -135,7 +135,7 @@ def constants_of(item: UpdateItem) -> tuple[float, ...]:
 
 
 def draw_numbers(item: UpdateItem) -> tuple[int, ...]:
-    """What kernels take of an item's `Draw`; where there is none, numbers that nobody reads."""
+    """The numbers that kernels take of an item's `Draw`; without one they are not read."""
     return item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
 
 

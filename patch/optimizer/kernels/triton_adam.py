@@ -44,7 +44,7 @@ class _Form(NamedTuple):
     is_split: bool
     is_decoupled: bool
     kinds: tuple[int, int]
-    """Of moments: 0 float32, 1 bf16, 2 of 8 bits."""
+    """Kinds of the moments: 0 float32, 1 bf16, 2 8 bits."""
 
 
 class TritonAdam:

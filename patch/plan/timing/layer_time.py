@@ -32,7 +32,7 @@ BACKWARD_OF_ATTENTION = 2.5
 LAUNCHES = (25, 50)
 """Kernels of a layer's forward and backward with fused operations."""
 _OF_PIECE = 6
-"""What a piece of a product that is sent costs the host, in launches: a receive and a send in one batch, two
+"""Host cost of sending a piece of a product, in launches: a receive and a send in one batch, two
 waits, its product. Assumed."""
 _FP32 = 4
 
@@ -47,11 +47,11 @@ class LayerTime(NamedTuple):
     tensor: float = 0.0
     """Messages of TP that nothing hides."""
     context: float = 0.0
-    """Those of CP."""
+    """Seconds of CP's messages."""
     experts: float = 0.0
-    """Those to experts and back."""
+    """Seconds of messages to experts and back."""
     launches: float = 0.0
-    """What the host needs to start all kernels, if that is longer than they take."""
+    """Seconds in which the host starts all kernels, if that is longer than they take."""
 
     @property
     def waiting(self) -> float:
@@ -72,9 +72,9 @@ class LayerTimes(NamedTuple):
     backward: LayerTime
     """Backward of a layer that keeps all its activations."""
     selective: float
-    """What AC=sel adds to a backward."""
+    """Seconds that AC=sel adds to a backward."""
     offload: float
-    """What copies of an offloaded layer take longer than the passes that hide them."""
+    """Seconds by which copies of an offloaded layer exceed the passes that hide them."""
 
 
 def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
@@ -300,7 +300,7 @@ def _context(config: RunConfig, machine: Machine, attention: float, *, is_forwar
 
 
 def _offload(config: RunConfig, machine: Machine, forward: float, backward: float) -> float:
-    """What the copies of an offloaded layer's activations take longer than the passes beside them."""
+    """Seconds by which copies of an offloaded layer's activations exceed the passes beside them."""
     kept = activation_bytes(config, cuda=machine.is_gpu)
     granularity: Recompute | None = "selective" if config.recompute == "selective" else None
     copy = kept[granularity] / (machine.host_link_bandwidth * machine.reached.host_link)

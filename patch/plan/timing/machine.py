@@ -43,7 +43,7 @@ class Reached:
     network: float = 0.85
     """Large collectives over InfiniBand (nccl-tests: about 42 of 50 GB/s a GPU)."""
     contention: float = 0.05
-    """What computation loses to collectives' kernels of the time in which they travel beside it."""
+    """Share of its speed that computation loses to collectives that run beside it."""
     host_link: float = 0.8
     """Pinned copies over PCIe: 25 of 32 GB/s, 51 of 64."""
     host_bandwidth: float = 0.6

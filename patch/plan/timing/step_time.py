@@ -52,17 +52,17 @@ class StepCosts:
     CP."""
     backward: tuple[float, ...]
     waits: tuple[PassWaits, ...]
-    """What passes wait for weights beside that, where replicas share them."""
+    """Seconds that passes wait for weights beside that, if replicas shard them."""
     message: float
     """Between neighbouring stages, one way; 0 without stages."""
     travel: links.GradientTravel
     """Collectives of buckets of gradients and weights between replicas."""
     of_experts: links.GradientTravel
-    """Those between ranks that have the same experts."""
+    """Messages between ranks that have the same experts."""
     parameters: tuple[int, ...]
     """Elements that each pipeline rank trains."""
     experts: tuple[int, ...]
-    """Those of experts."""
+    """The group of experts."""
     states: int
     """Elements whose states a rank updates, at most."""
     update: float
@@ -266,7 +266,7 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
 
 
 class Travel(NamedTuple):
-    """What one pipeline rank exchanges with its replicas."""
+    """The messages between one pipeline rank and its replicas."""
 
     seconds: float
     """Seconds of all buckets."""
@@ -371,7 +371,7 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
 
 
 class PassWaits(NamedTuple):
-    """What the passes of one stage and micro-batch wait for weights, in seconds."""
+    """Seconds that the passes of one stage and micro-batch wait for weights."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -382,7 +382,7 @@ class PassWaits(NamedTuple):
 def pass_waits(
     config: RunConfig, machine: Machine, forward: Sequence[float], backward: Sequence[float]
 ) -> tuple[PassWaits, ...]:
-    """What each stage waits for its weights.
+    """The waits of each stage for its weights.
 
     Args:
         config: the run.

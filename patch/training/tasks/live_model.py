@@ -158,5 +158,5 @@ class _Generation:
 
     @property
     def said(self) -> str:
-        """What was generated, up to the first stop word."""
+        """The generated text, up to the first stop word."""
         return str(postprocess_generated_text(self._text, self._stops, None))

@@ -37,16 +37,16 @@ class Question(NamedTuple):
     """A text, and tokens that may follow its last ones."""
 
     tokens: Sequence[int]
-    """What the model reads."""
+    """The tokens that the model reads."""
     answers: Sequence[int]
     """Asked: the log-probability of each after one of the last tokens; of the last one after the last."""
 
 
 class Answer(NamedTuple):
-    """What the model says to a question."""
+    """The model's answer to a question."""
 
     log_probability: float
-    """Of all asked tokens together."""
+    """The log-probability of all asked tokens together."""
     is_greedy: bool
     """Whether each of them is the likeliest one."""
     likeliest: int

@@ -57,7 +57,7 @@ class TaskScores(TrainerHook):
         self._tasks: list[Tasks] = []
         """Rank 0's."""
         self.measure = from_rank_0(lambda: _in_our_words(self._load))
-        """What --metric-for-best-model names, the same on all ranks."""
+        """The measure that --metric-for-best-model names, the same on all ranks."""
 
     def evaluate(self, iteration: int) -> Record:
         """The scores of all tasks and their errors, the same on all ranks."""
@@ -74,7 +74,7 @@ class TaskScores(TrainerHook):
 
 
 def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
-    """What `Tasks.scores` gives; a collective over the job within `evaluating`.
+    """The scores as of `Tasks.scores`; a collective over the job within `evaluating`.
 
     Args:
         run: this rank's parts of the run.
@@ -112,7 +112,7 @@ def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
 
 
 def _in_our_words(work: Callable[[], Any]) -> Any:
-    """What the work of lm-eval gives; its errors are those of the tasks."""
+    """The result of lm-eval's work; its errors become those of the tasks."""
     try:
         return work()
     except (PatchError, MemoryError):

@@ -22,7 +22,7 @@ from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.errors import DataError
 
 _MOST_CHARACTERS = 1 << 20
-"""Of what a template may write for one row."""
+"""The most characters that a template may write for one row."""
 
 
 class Templates:
