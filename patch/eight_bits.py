@@ -54,7 +54,7 @@ def note_amax(written: torch.Tensor, amax: torch.Tensor) -> None:
 
     The note goes with the memory, which autograd hands on under other objects, and ends with it. A copy has
     none, and an operation of torch that changes a number makes it void, but for those on `.data` or on a
-    storage, which nobody counts. Of a tensor of `torch.inference_mode` no change is counted: it gets no note.
+    storage, which are not counted. Tensors of `torch.inference_mode`, whose changes go unseen, get none.
 
     Args:
         written: contiguous, just written by the kernel that found the number.

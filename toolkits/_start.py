@@ -131,7 +131,7 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
 
 
 def _work(config: RunConfig, machine: MachineFacts) -> None:
-    """Train as a worker that torchrun or SLURM has started, which nobody advises but itself."""
+    """Train as a worker that torchrun or SLURM has started, which gets no advice from our launcher."""
     parallel, who = config.parallel, "torchrun or SLURM has started this process, and"
     if parallel.max_restarts:
         raise ConfigError(

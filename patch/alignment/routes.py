@@ -68,7 +68,7 @@ class _Replay:
 
     Args:
         passes: what was recorded.
-        own: whom the router asks otherwise; None: nobody.
+        own: the object that the router asks otherwise; None: it chooses itself.
     """
 
     def __init__(self, passes: Sequence[tuple[torch.Tensor, torch.Tensor]], own: Any) -> None:

@@ -294,7 +294,7 @@ def _remove_unfinished(root: RemotePath) -> None:
 def publish(target: AnyPath) -> None:
     """Give the written folder its name, replacing an older one, and update the tracker.
 
-    Whoever wrote the files has flushed them to the disk. The order (data, name, tracker) leaves a complete
+    The files have been flushed to the disk already. The order (data, name, tracker) leaves a complete
     checkpoint on the disk after every step.
 
     Raises:

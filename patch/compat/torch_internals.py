@@ -118,7 +118,7 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in items if parameter is not None}
 
 
-# Named regions of a profile, which cost nothing while nobody profiles.
+# Named regions of a profile, which cost nothing without a profiler.
 
 _NOTHING = nullcontext()
 

@@ -135,7 +135,7 @@ class ZeroStage(IntEnum):
         return self >= ZeroStage.PARAMETERS
 
     def sums_on_the_way(self, num_copies: int) -> bool:
-        """Whether gradients are all-reduced, which adds up in the type that travels.
+        """Whether gradients are all-reduced, which adds up in the dtype of the message.
 
         Args:
             num_copies: ranks with the same weights.

@@ -247,7 +247,7 @@ def read_ahead(reader: StepReader, steps: range, num_ahead: int) -> Iterator[Ste
     called again for the last step that was taken.
 
     Args:
-        reader: reads one step. The thread calls it, so nobody else should at the same time.
+        reader: reads one step. The thread calls it, so do not call it at the same time.
         steps: the steps that will be taken.
         num_ahead: how many steps are read ahead; 0: `reader` itself is given, without a thread.
     """

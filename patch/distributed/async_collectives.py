@@ -297,7 +297,7 @@ class RoundedSums:
 
     Over gloo `start_reduce_scatter` does it.
 
-    Two messages are under way: one is rounded, or added up, while the other travels. Each stream has a buffer
+    Two messages are under way: one is rounded, or added up, while the other is sent. Each stream has a buffer
     to send from and one to receive in, and does one message after the other, however far the host is ahead.
 
     Args:

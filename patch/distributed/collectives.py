@@ -22,7 +22,7 @@ _MARK = "is_on_all_ranks"
 def on_all_ranks(error: _Error) -> _Error:
     """Note of an error that all ranks of the job raise it (or another one) at the same place.
 
-    Whoever handles it may use collectives then. The error is returned, to be raised.
+    Its handler may use collectives then. The error is returned, to be raised.
     """
     setattr(error, _MARK, True)
     return error

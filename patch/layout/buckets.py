@@ -36,12 +36,12 @@ NUM_STAGING = 3
 """Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
 bucket before. At ZeRO-3 the third is for what stays whole, and no larger."""
 NUM_WHOLE = 2
-"""Units of weights that are whole at once where replicas share them: one computes, the next one travels."""
+"""Units of weights that are whole at once if replicas shard them: one computes, the next is gathered."""
 MAX_TRAVELLING = 4
 """Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
 bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
 ROUNDED_UNDER_WAY = 2
-"""Messages of rounded gradients over NCCL: one travels while another is rounded, or added up."""
+"""Messages of rounded gradients over NCCL: one is sent while another is rounded, or added up."""
 
 
 class ParamSpec(NamedTuple):

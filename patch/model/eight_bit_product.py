@@ -14,8 +14,8 @@ part, which backward gathers as it was kept. The weight's gradient is added wher
 (`weight_gradient.py`), or returned.
 
 A weight is a factor of two products, along its rows in forward and along its columns in backward, in every
-micro-batch, and again where a layer is recomputed. While `StepWeights.unchanged` is open nobody changes a
-weight, so a factor that was made is that of all later products. Outside of it each product makes its own:
+micro-batch, and again where a layer is recomputed. While `StepWeights.unchanged` is open no weight
+changes, so a factor that was made is that of all later products. Outside of it each product makes its own:
 nothing has to know who writes weights, and by which alias.
 
 The gathers of updated weights that still travel when a step begins change nothing: a layer that gets its
@@ -71,7 +71,7 @@ class StepWeights:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context in which nobody changes a weight: forwards and backwards of a step, or an evaluation."""
+        """Context in which no weight changes: forwards and backwards of a step, or an evaluation."""
         self.is_open = True
         try:
             yield

@@ -186,7 +186,7 @@ class ExpertsLayer(MoELayer):
 
 
 class LocalDispatcher(MoEAllGatherTokenDispatcher):
-    """Dispatcher of a rank that has all experts: nothing travels, and the host waits for nothing.
+    """Dispatcher of a rank that has all experts: it sends no messages, and the host waits for nothing.
 
     Of all tokens each is chosen for equally many experts. Upstream's dispatchers ask the device how many rows
     that makes (masked_select in moe_utils.py:369-372), and for the number of each expert's.

@@ -73,7 +73,7 @@ class LlamaModel(LanguageModule):
     activation_offload: SavedTensors | None
     """Saved tensors of all stages of the process, with AC=offload; call its `end_step` after each step."""
     step_weights: StepWeights | None
-    """8-bit weights of all stages; open `unchanged_weights` while nobody changes a weight."""
+    """8-bit weights of all stages; open `unchanged_weights` while no weight changes."""
     is_adapted: bool = False
     """Whether adapters alone train, and are stored; this stage may have none of them."""
     base: str | None = None
@@ -300,7 +300,7 @@ def look_up(layer: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor
 
 @contextmanager
 def unchanged_weights(stages: Sequence[LlamaModel]) -> Iterator[None]:
-    """Context in which nobody changes a weight of these stages: their 8-bit weights are made once.
+    """Context in which no weight of these stages changes: their 8-bit weights are made once.
 
     Gathers of updated weights may still travel, which layers wait for; nothing else may write, not even with
     the same numbers. Without it every product makes its own.

@@ -3,7 +3,7 @@
 Before a rank computes with a piece it starts to send it on, and to receive the next one. The results of the
 pieces are merged by the log-sum-exp of their scores (Liu et al., arXiv:2310.01889). In backward the pieces
 travel the same way home, from the rank that had each of them last; the gradient of a piece follows it, each
-rank adds its part, and the owner adds the last one. So every message travels while something is computed.
+rank adds its part, and the owner adds the last one. So every message is sent while something is computed.
 
 A rank keeps its own queries, output and log-sum-exp for backward, and the last piece that it had instead of
 its own. It has room for two more pieces while it computes. Partial results and the gradients that travel are

@@ -171,7 +171,7 @@ def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes
     split = stage_activations(num_layers, training)
     found = []
     for index, ((whole, gradients, _), kept) in enumerate(layers):
-        if index < split.offloaded:  # two are on the device at once, of which one travels
+        if index < split.offloaded:  # two are on the device at once, of which one is copied
             back, on_host = min(2, split.offloaded) * kept + whole - kept, kept
             found.append(_LayerBytes(0, back + gradients, on_host))
         else:

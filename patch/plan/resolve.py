@@ -112,7 +112,7 @@ def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Replace `auto` by the way that suits the run; without context parallelism there is nothing to choose.
 
     It is a2a where CP divides the query heads of a TP rank and either a2a sends no more, or sequences are
-    packed or have a window: then most of what travels around a ring is for ranks that do not need it, and
+    packed or have a window: then most messages around a ring are for ranks that do not need it, and
     the work of the ranks is not even. Otherwise it is p2p, which hides what it sends behind attention.
 
     Returns:

@@ -31,7 +31,7 @@ _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
 _PIECES = 16
 BUILT_IN, TEXT, NONE = "built-in", "text", "none"
-"""Where a chat template comes from: chosen by its name, the text of a file, or nobody names one."""
+"""Where a chat template comes from: chosen by its name, the text of a file, or none is named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def check_tokens(config: RunConfig, sets: Sequence[SetRecord]) -> list[str]:
         sets: its training sets of rows, which have become tokens.
 
     Returns:
-        warnings: a template that writes the date makes other tokens each day, which nobody can change.
+        warnings: a template that writes the date makes other tokens each day, which cannot be changed.
 
     Raises:
         ConfigError: the tokens of a set have changed; the message says what has changed them.

@@ -291,7 +291,7 @@ def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def stop_file_is_absent(config: RunConfig, machine: MachineFacts) -> None:
-    """Nobody has asked the run to stop; it would end after its first step."""
+    """Refuse a run that is asked to stop already; it would end after its first step."""
     if os.path.exists(config.stop_file):
         why = "it was put there to end this run; remove it when the run may go on"
         refuse("stop_file", config.stop_file, "no file there", why)

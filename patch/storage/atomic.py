@@ -101,7 +101,7 @@ class StagedFolder(NamedTuple):
         If renaming fails, an older target gets its name back.
 
         Args:
-            files_are_synced: whoever wrote the files has synced each of them.
+            files_are_synced: each of the files has been synced already.
 
         Raises:
             OSError: a file cannot be synced, or a folder cannot be renamed.

@@ -248,7 +248,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def _is_record(values: Any) -> bool:
-    """Whether a line holds what `MetricsLog` writes; others are somebody else's."""
+    """Whether a line holds what `MetricsLog` writes; others are of other programs."""
     return (
         isinstance(values, dict)
         and isinstance(values.get("iteration"), int)

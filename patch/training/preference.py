@@ -9,7 +9,7 @@ and in the rows of training, and kept beside the token cache:
 
 KEY begins with a checksum of the first weights; the rest is a hash of the set's tokens and of what decides
 the bits of a sum. So another learning rate reads them, and another TP computes its own. A resumed run reads
-those with which it began, at any layout. Where they are gone, it loads its first weights once more.
+those with which it began, at any layout. Where they are gone, it loads its first weights again.
 
 Source of the losses: `DPOTrainer` of TRL 1.16.
 """

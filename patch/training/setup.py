@@ -208,7 +208,7 @@ def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
     APEX (megatron/core/tensor_parallel/layers.py).
     """
     for module in chain.from_iterable(stage.modules() for stage in stages):
-        weight = own_parameters(module).get("weight")  # which may be in shards: nobody reads it
+        weight = own_parameters(module).get("weight")  # which may be in shards: it is not read
         if hasattr(module, "fuse_wgrad_accumulation") and hasattr(weight, "get_main_grad"):
             module.fuse_wgrad_accumulation = True
 

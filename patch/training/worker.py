@@ -164,7 +164,7 @@ def _retention(run: Run, root: AnyPath, measure: Measure) -> CheckpointRetention
 def _compare_runs(config: RunConfig) -> None:
     """Refuse machines with other values than the first, given or chosen for `auto` by memory and libraries.
 
-    They would train something that nobody asked for, or wait for each other's messages for ever.
+    They would train another run than the one asked for, or wait for each other's messages for ever.
 
     Raises:
         ConfigError: two ranks have different values; on all ranks.

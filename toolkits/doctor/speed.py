@@ -121,7 +121,7 @@ def machine_part(report: Report, settings: Settings) -> dict[str, Any]:
             # The slower of the two collectives that ZeRO sends.
             link = min(found[name]["bus_bytes_per_s"] for name in ("reduce-scatter", "all-gather"))
             latency = found["latency"]["seconds"]
-        else:  # nobody to talk to
+        else:  # one process has no other to talk to
             link, latency = host, 1e-5
         fastest = max(found["interfaces"]["mbit_per_s"].values(), default=0) * 1e6 / 8
         return Machine(

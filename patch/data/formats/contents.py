@@ -12,7 +12,7 @@ Chat templates take tools and calls in one form:
     tool_calls  [{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}]
 
 Files have them as lists, as single objects or as JSON text, with or without the outer object. Templates write
-arguments with `tojson`, which would put a text in quotes once more: so text that holds a JSON object becomes
+arguments with `tojson`, which would put a text in quotes again: so text that holds a JSON object becomes
 that object, with its keys in their order.
 """
 

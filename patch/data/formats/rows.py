@@ -90,7 +90,7 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
         options: what the user says about the rows.
     Raises:
         DataError: keys are missing (the message says what was found and expected, and the nearest key) or do
-            not hold text; a role is unknown; somebody else than the user speaks first; or the row asks for
+            not hold text; a role is unknown; another role than the user speaks first; or the row asks for
             something that is not supported.
     """
     of_row, of_turns = _split_columns(options.columns)

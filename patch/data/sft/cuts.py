@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
 
 class Headers(NamedTuple):
-    """How many tokens the template writes before what somebody says; 0 where that is unknown."""
+    """Tokens that the template writes before the content of a message; 0 if that is unknown."""
 
     question: int = 0
     """At the begin of a turn."""

@@ -222,7 +222,7 @@ def _magnitude(number: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _raise_amax(amax: tl.tensor, bits: tl.tensor, inside: tl.tensor) -> None:
-    # Relaxed: nobody reads it before the kernel ends, and a fence would wait for the block's stores.
+    # Relaxed: it is not read before the kernel ends, and a fence would wait for the block's stores.
     tl.atomic_max(amax, tl.max(tl.where(inside, bits, 0), axis=0), sem="relaxed")
 
 

@@ -33,7 +33,7 @@ def losses_and_gradients(
 
     Args:
         logits: [T, V], contiguous, of any floating type; those after `num_rows` are padding.
-        labels: [T], token ids of the whole vocabulary; another number is nobody's.
+        labels: [T], token ids of the whole vocabulary; any other number has no loss.
         gradient: [T] float32: of each token's loss.
         first: the token id of this rank's first row.
         num_rows: rows of the real vocabulary; the gradient of the others is zero.

@@ -81,7 +81,7 @@ def ring(machine: Machine, group: Group, bytes_per_element: float) -> Collective
     Args:
         machine: its links.
         group: the ranks.
-        bytes_per_element: of what travels.
+        bytes_per_element: of the message.
     """
     if group.size == 1:
         return Collective(0.0, 0.0, bytes_per_element)

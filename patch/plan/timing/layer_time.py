@@ -208,7 +208,7 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
     tp_size = parallel.tensor_model_parallel_size
     hidden = model.hidden_size / (tp_size if parallel.sequence_parallel else 1)
     attention, mlp = widths(model, "attention", tp_size), widths(model, "mlp", tp_size)
-    # q, k and v are read and written once more: turned by RoPE, or widened by ALiBi.
+    # q, k and v are read and written again: turned by RoPE, or widened by ALiBi.
     norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * attention.given, sum(mlp)
     forward = norms + residuals + rope + swiglu
     backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu
