@@ -71,9 +71,11 @@ def test_failures_and_time_are_told_and_a_second_call_goes_on(
     assert "is not of commit 2: all is run again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["test_hung.py", "test_crashed.py"])
-def test_what_a_file_has_started_ends_with_it(folder: Path, name: str) -> None:
-    assert verdicts(folder, name, limit=2.0) == {name: "FAILED"}
+@pytest.mark.parametrize(
+    ("name", "limit"), [pytest.param("test_hung.py", 10.0, marks=pytest.mark.long), ("test_crashed.py", 30.0)]
+)
+def test_what_a_file_has_started_ends_with_it(folder: Path, name: str, limit: float) -> None:
+    assert verdicts(folder, name, limit=limit) == {name: "FAILED"}
     await_end([int((folder / name).with_suffix(".pid").read_text())])
 
 
