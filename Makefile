@@ -10,7 +10,8 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
     --no-loadscope-reorder --max-worker-restart=0
 # Files whose tests take long come first, so that no process is left alone with one.
-TESTS = tests/end_to_end tests/golden tests/unit/training tests/unit/optimizer tests/unit/model tests
+FIRST = tests/end_to_end tests/golden tests/unit/training tests/unit/optimizer tests/unit/model
+TESTS = $(FIRST) $(filter-out $(FIRST) %conftest.py %__pycache__,$(wildcard tests/unit/*)) tests/gpu
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
 .PHONY: help quickstart test test-all test-newest checks upstream-faults bench gpu-check gpu-bench
@@ -42,10 +43,10 @@ quickstart: $(VENV)/installed  ## fine-tune a small LLaMA on JSON and question i
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
 
 test: $(VENV)/tests-installed  ## the tests of a change, but those that are long and those of `checks`: minutes on two cores
-	$(PYTEST) -m "not long" --ignore tests/architecture $(TESTS)
+	$(PYTEST) -m "not long" $(TESTS)
 
 test-all: $(VENV)/tests-installed  ## all tests of this machine, as CI; GPU tests skip themselves without one
-	$(PYTEST) $(TESTS)
+	$(PYTEST) $(TESTS) tests/architecture
 
 # What depends on megatron-core, for an environment with another release: VENV=.venv-newest PYTHON=python3.12.
 test-newest: $(VENV)/tests-installed

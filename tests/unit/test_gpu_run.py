@@ -159,6 +159,7 @@ def parts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Cal
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_what_ranks_over_nccl_are_asked_runs_over_gloo(tmp_path: Path, monkeypatch) -> None:
     """So that no part fails on a GPU that fails on every machine."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
