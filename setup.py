@@ -1,4 +1,4 @@
-"""What a wheel holds: all packages inside one, llama_megatron_patch (its docstring says why). The rest is in
+"""Puts all packages of a wheel into one, llama_megatron_patch (its docstring says why). The rest is in
 pyproject.toml. An installation with --editable finds `patch` and `toolkits` in the repository.
 """
 

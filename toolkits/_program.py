@@ -1,4 +1,4 @@
-"""Runs other programs within a time limit."""
+"""Runs other programs within a time limit; where the project's own programs are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder with patch, toolkits and examples: of the repository, or of the installed package."""
+LAUNCHER = ROOT / "examples" / "llama3_1" / "run_mcore_llama.sh"
 
 
 class Ended(NamedTuple):

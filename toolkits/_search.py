@@ -22,6 +22,7 @@ from patch.plan.report import budget, budget_line, machine_line
 from patch.plan.savings import share_on_host
 from patch.plan.search import Candidate, search
 from patch.preflight.parse import parse_args
+from toolkits._program import LAUNCHER
 
 _WIDTH = 160
 """Columns where the output is no terminal."""
@@ -108,8 +109,8 @@ def _line(planned: Planned, layout: Candidate) -> str:
 
 def _launcher() -> str:
     """The script of the examples, as it is found from the current folder."""
-    script = Path(__file__).resolve().parents[1] / "examples" / "llama3_1" / "run_mcore_llama.sh"
-    return str(script.relative_to(here) if script.is_relative_to(here := Path.cwd().resolve()) else script)
+    here = Path.cwd().resolve()
+    return str(LAUNCHER.relative_to(here) if LAUNCHER.is_relative_to(here) else LAUNCHER)
 
 
 def launch_argv(config: RunConfig, environ: Mapping[str, str], machine: MachineFacts) -> list[str]:

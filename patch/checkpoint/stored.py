@@ -395,7 +395,10 @@ def _load_dict(path: AnyPath, place: StorageInfo | None = None) -> dict[str, Any
     """The dict in a file, or in an object's place in a file, where it is the only value of a list."""
     try:
         if place is not None:
-            (contents,) = load_tensors(io.BytesIO(_bytes_of(path, place)))
+            if place.length > _MOST_COMMON_BYTES:
+                raise ValueError(f"got {place.length} bytes, expected at most {_MOST_COMMON_BYTES}")
+            with _record(path, place) as stream:
+                (contents,) = load_tensors(io.BytesIO(stream.read()))
         elif isinstance(path, Path):
             check_kind(path)
             contents = load_tensors(path)
@@ -435,22 +438,19 @@ def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
             yield from _nested_tensors(value, f"{prefix}.{name}", seen)
 
 
-def _bytes_of(path: AnyPath, place: StorageInfo) -> bytes:
-    """The bytes of an object's place."""
-    if place.length > _MOST_COMMON_BYTES:
-        raise ValueError(f"got an object of {place.length} bytes, expected at most {_MOST_COMMON_BYTES}")
-    if isinstance(path, RemotePath):
-        return path.read_bytes(place.offset, place.offset + place.length)
-    with open_to_read(path) as stream:
-        return create_file_view(stream, place.offset, place.length).read()
-
-
 def _load_record(path: AnyPath, place: StorageInfo, device: str | None = None) -> Any:
+    with _record(path, place) as stream:
+        return load_plain(stream, device)
+
+
+@contextmanager
+def _record(path: AnyPath, place: StorageInfo) -> Iterator[IO[bytes]]:
+    """An object's place in a file, as a file."""
     if isinstance(path, RemotePath):
-        return load_plain(io.BytesIO(path.read_bytes(place.offset, place.offset + place.length)), device)
+        yield io.BytesIO(path.read_bytes(place.offset, place.offset + place.length))
+        return
     with open_to_read(path) as stream:
-        view = create_file_view(stream, place.offset, place.length)
-        return load_plain(cast(IO[bytes], view), device)
+        yield cast(IO[bytes], create_file_view(stream, place.offset, place.length))
 
 
 @contextmanager

@@ -32,13 +32,13 @@ and the methods need nothing of parallel_state.
 
 Experts without Transformer Engine, before 0.17: transformer/moe/moe_utils.py:25-38 imports its functions in
 a `try` whose `except` leaves their names undefined, and the router's product reads one of them (1192,
-1225). Delete the line in `apply` with the support of 0.16.
+1225). Delete the line in `name_what_is_absent` with the support of 0.16.
 
 Latent attention without Transformer Engine: before 0.17 transformer/multi_latent_attention.py:57-66 takes a
 stand-in of its extension module for Transformer Engine, and asks (185) whether a layer is of a class that
 is none. Since then the module's name for a whole linear layer is None there (0.19.2: 61-75), so that this
-layer is refused as unknown (528). Delete the first line in `apply` with the support of 0.16, the second
-when upstream imports the layer in any case.
+layer is refused as unknown (528). Delete the first line in `name_what_is_absent` with the support of 0.16,
+the last when upstream imports the layer in any case.
 
 Recomputation of norms and activations, since 0.17: tensor_parallel/random.py (0.19.2: 44-79) compiles a C++
 extension in the first backward, for which every machine of a run needs a compiler and ninja. Instead the
@@ -48,7 +48,7 @@ in its wheel.
 Warnings: since 0.19 every TransformerConfig without CUDA graphs warns (transformer_config.py:2415) of a
 setting that it made itself. dist_checkpointing/strategies/torch.py:138 uses torch's deprecated
 ShardedTensor, which would warn at every save; tensor_parallel/mappings.py uses collectives that torch 2.13
-renamed. A user cannot change that. Delete `_OLD_NAMES` when megatron-core uses the new names.
+renamed. A user cannot change that. Delete a row of `_WARNINGS` when no supported release has the warning.
 """
 
 from __future__ import annotations
@@ -70,28 +70,36 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from patch.compat.release import RELEASE
 
-_OLD_NAMES = ("Please use DTensor instead", r"`torch\.distributed\.\w+_tensor` is deprecated")
-_CUDA_GRAPHS = "full scope is deprecated"
-"""The beginnings of the warnings."""
+_WARNINGS = {
+    "Please use DTensor instead": FutureWarning,
+    r"`torch\.distributed\.\w+_tensor` is deprecated": FutureWarning,
+    "full scope is deprecated": UserWarning,
+}
+"""The beginnings of the warnings, and their classes."""
 _upstream_init = random.CheckpointWithoutOutput.__init__
 _upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 
 def apply() -> None:
     """Correct the reduction, the recomputation, router, latent attention and the warnings in this process."""
+    name_what_is_absent()
+    if RELEASE >= (0, 17):
+        random._get_share_storage = lambda: _refill
+    if RELEASE < (0, 19):
+        mappings._reduce = _reduce
+    random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
+    random.CheckpointWithoutOutput.__init__ = _init
+    for message, kind in _WARNINGS.items():
+        warnings.filterwarnings("ignore", message, kind)
+
+
+def name_what_is_absent() -> None:
+    """Define what megatron-core lacks or takes for present without Transformer Engine; no number changes."""
     if RELEASE < (0, 17):
         multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
         vars(moe_utils).setdefault("te_general_gemm", None)
     else:
         multi_latent_attention.Linear = multi_latent_attention.Linear or Linear
-        random._get_share_storage = lambda: _refill
-    if RELEASE < (0, 19):
-        mappings._reduce = _reduce
-    warnings.filterwarnings("ignore", _CUDA_GRAPHS, UserWarning)
-    random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
-    random.CheckpointWithoutOutput.__init__ = _init
-    for message in _OLD_NAMES:
-        warnings.filterwarnings("ignore", message, FutureWarning)
 
 
 def _reduce(input_: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:

@@ -14,7 +14,17 @@ from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
 from patch.families.adapters import packed_bytes
 from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, NUM_WHOLE, ROUNDED_UNDER_WAY
-from patch.plan import parameters as sizes
+from patch.plan.parameters import (
+    Unit,
+    element_bytes,
+    freed_units,
+    frozen_of,
+    kept_parts,
+    layer_kinds,
+    matrices_per_rank,
+    parameters_of,
+    place_of,
+)
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
@@ -75,18 +85,18 @@ def weights_on_host(config: RunConfig) -> float:
 
 def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
     """The same wherever they lie, on the device or on the host."""
-    frozen, units = sizes.frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
-    weights = gathered_bytes(config, pp_rank) + frozen.dense * sizes.element_bytes(config.training.precision)
+    frozen, units = frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
+    weights = gathered_bytes(config, pp_rank) + frozen.dense * element_bytes(config.training.precision)
     weights += packed_bytes(frozen.in_4_bits)
-    main = sizes.element_bytes(config.optimizer.main_grads_dtype)
+    main = element_bytes(config.optimizer.main_grads_dtype)
     return RankBytes(
         weights=weights - units + _own_bytes(config, pp_rank),
-        gradients=sizes.kept_parts(config, pp_rank, main, is_shared=config.zero_stage.shares_gradients),
+        gradients=kept_parts(config, pp_rank, main, is_shared=config.zero_stage.shares_gradients),
         optimizer=_state_bytes(config, pp_rank),
     )
 
 
-def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[sizes.Unit]:
+def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Unit]:
     """Units that a rank frees between passes, in the order of forward; none unless weights are sharded.
 
     Args:
@@ -98,8 +108,8 @@ def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -
         return []
     if as_kept:
         config = replace(config, training=replace(config.training, fp8_param_gather=False))
-    place, pp_size = sizes.place_of(config, pp_rank), config.parallel.pipeline_model_parallel_size
-    return [unit for stage in sizes.freed_units(config)[place::pp_size] for unit in stage]
+    place, pp_size = place_of(config, pp_rank), config.parallel.pipeline_model_parallel_size
+    return [unit for stage in freed_units(config)[place::pp_size] for unit in stage]
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
@@ -121,7 +131,7 @@ def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     """Bytes of the weights that a rank trains, as its layers read them, and as replicas gather them."""
-    weights = sizes.parameters_of(config, pp_rank) * sizes.element_bytes(config.training.precision)
+    weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
     return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
 
@@ -149,14 +159,14 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     if shares == 1 and not config.frees_weights:
         return stand_ins
     types = optimizer.main_grads_dtype, config.training.precision
-    (element, weight), parameters = map(sizes.element_bytes, types), sizes.parameters_of(config, pp_rank)
+    (element, weight), parameters = map(element_bytes, types), parameters_of(config, pp_rank)
     units = [unit.total // weight for unit in units_of(config, pp_rank, as_kept=True)]  # no bucket spans two
     bucket = min(optimizer.reduce_bucket_size, parameters, max(units, default=0) or parameters)
     is_staged = config.num_gradient_parts > 1 or config.frees_weights
     others = max(0, parameters - sum(units))
     buffers = (NUM_STAGING - 1) * bucket + min(bucket, others or bucket)
     staged = buffers * element if is_staged else 0
-    rounded = sizes.element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
+    rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
     if cuda:
         return stand_ins + staged + 2 * ROUNDED_UNDER_WAY * bucket * rounded
     travelling = min(buffers if is_staged else (MAX_TRAVELLING + 1) * bucket, parameters)
@@ -173,8 +183,8 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     is_plain = model.precision_align is not None or config.adapter.lora_rank
     if not is_wanted or is_plain:
         return 0
-    largest = max(max(sizes.matrices_per_rank(kind)) for kind in sizes.layer_kinds(config))
-    return largest * sizes.element_bytes(config.training.precision)
+    largest = max(max(matrices_per_rank(kind)) for kind in layer_kinds(config))
+    return largest * element_bytes(config.training.precision)
 
 
 def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
@@ -196,8 +206,8 @@ def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
     own = [
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
-    ][sizes.place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * sum(each for each in sizes.matrices_per_rank(config) if each >= below)
+    ][place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
+    return sum(map(len, own)) * sum(each for each in matrices_per_rank(config) if each >= below)
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -238,9 +248,9 @@ def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     extra = 0
     if config.gathers_8_bit_weights and not config.frees_weights:  # whose shards these are
         # The high halves of masters, which layers do not read then.
-        extra = _elements_in_8_bits(config, pp_rank) * sizes.element_bytes("bf16")
+        extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
     of_element, is_shared = state_bytes(config), config.zero_stage.shares_states
-    return sizes.kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+    return kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
 
 
 def state_bytes(config: RunConfig) -> float:

@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import distributed, optimizer, utils
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
 
-from patch.compat import cpu
+from patch.compat import corrections, cpu
 from patch.config.fields import FIELDS, assemble, coerce
 from patch.config.schema import RunConfig
 from patch.data import Batch
@@ -185,8 +182,7 @@ def prepare_cpu() -> None:
             l2_norm_impl=utils.local_multi_tensor_l2_norm,
             multi_tensor_scale_impl=utils.local_multi_tensor_scale,
         )
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+    corrections.name_what_is_absent()
     get_type = torch.Tensor.type
 
     def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

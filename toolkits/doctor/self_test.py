@@ -11,12 +11,11 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from toolkits._program import run_program
+from toolkits._program import ROOT, run_program
 from toolkits.doctor.check import Finding, Settings
-from toolkits.doctor.software import REPOSITORY
 from toolkits.quickstart.workspace import prepare
 
-_LAUNCHER = REPOSITORY / "toolkits" / "train" / "__main__.py"
+_LAUNCHER = ROOT / "toolkits" / "train" / "__main__.py"
 """Beside this package also where it is installed."""
 _STEPS = 2
 _RUN_S = 240.0

@@ -18,10 +18,9 @@ from torch.utils.collect_env import get_env_info
 
 from patch.device import GPU_LIBRARIES, MachineFacts
 from patch.optimizer.kernels import TRITON_CURE, adam_kernel
-from toolkits._program import run_program
+from toolkits._program import ROOT, run_program
 from toolkits.doctor.check import Finding, Settings, Status, graded
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT_S = 60.0
 _NEEDED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "psutil", "orjson", "fsspec")
 """Without these nothing trains."""
@@ -53,7 +52,7 @@ _MISSED = {
 def check_versions(settings: Settings) -> Iterator[Finding]:
     """Python, torch and what a run needs, beside the versions that are tested, or allowed by the metadata."""
     yield Finding("python", "ok", platform.python_version())
-    pins, allowed = pinned_versions(REPOSITORY / "requirements.txt"), allowed_versions()
+    pins, allowed = pinned_versions(ROOT / "requirements.txt"), allowed_versions()
     for name in (*_NEEDED, *_OPTIONAL):
         found, tested = _version(name), pins.get(name) or allowed.get(name, SpecifierSet())
         cure = f"pip install '{name}{tested}'"

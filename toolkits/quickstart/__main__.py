@@ -27,11 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from patch.errors import PatchError
 from patch.storage.names import HF_FOLDER
+from toolkits._program import LAUNCHER
 from toolkits.quickstart.tasks import DATE_INSTRUCTION, Example
 from toolkits.quickstart.workspace import Workspace, prepare
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-LAUNCHER = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
 PASS_PERCENT = 90.0
 NUM_PROCESSES = 2
 NUM_SHOWN = 8

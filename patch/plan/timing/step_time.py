@@ -376,7 +376,7 @@ class PassWaits(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
     gather: float = 0.0
-    """In each of both passes weights travel so long between ranks."""
+    """Seconds of messages of weights between ranks, in each of both passes."""
 
 
 def pass_waits(

@@ -1,4 +1,4 @@
-"""What this project takes of megatron-core, release by release: names, bases, arguments, overridden methods.
+"""Names of megatron-core that this project uses, by release: bases, arguments, overridden methods.
 
 contract.txt has all lines of the first release, and of each later one those that changed ("-": it is gone). A
 release is described from its sources, without an import: the installed one, and those whose unzipped wheels

@@ -340,59 +340,28 @@ _Z = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.1}
 _BEFORE_19 = ((0, 16), (0, 19))
 ROWS = [
     Row("", "gradient of a transposed view, TP 2", 3.0, transposed_gradient, wrong=_BEFORE_19),
-    Row(
-        "#5047",
-        "load loss of a router, TP 2",
-        1.0,
-        partial(router_loss, layout={"tp": 2}, **_AUX),
-        wrong=_BEFORE_19,
-    ),
-    Row(
-        "#1652",
-        "load loss of a router, CP 2",
-        1.0,
-        partial(router_loss, layout={"cp": 2}, **_AUX),
-        wrong=_BEFORE_19,
-    ),
-    Row(
-        "#5047",
-        "z loss of a router, TP 2",
-        1.0,
-        partial(router_loss, layout={"tp": 2}, **_Z),
-        wrong=_BEFORE_19,
-    ),
-    Row(
-        "#5798",
-        "load loss of two rows",
-        1.0,
-        partial(router_loss, layout={}, rows=2, **_SEQ),
-        wrong=_BEFORE_19,
-    ),
+    Row("#5047", "load loss of a router, TP 2", 1.0, partial(router_loss, layout={"tp": 2}, **_AUX),
+        wrong=_BEFORE_19),
+    Row("#1652", "load loss of a router, CP 2", 1.0, partial(router_loss, layout={"cp": 2}, **_AUX),
+        wrong=_BEFORE_19),
+    Row("#5047", "z loss of a router, TP 2", 1.0, partial(router_loss, layout={"tp": 2}, **_Z),
+        wrong=_BEFORE_19),
+    Row("#5798", "load loss of two rows", 1.0, partial(router_loss, layout={}, rows=2, **_SEQ),
+        wrong=_BEFORE_19),
     Row("", "groups of experts (DeepSeek-V2)", 0.0, other_groups),
     Row("", "load loss of groups of experts", 0.0, forgotten_groups),
     Row("#5916, #6470", "gradient norm, TP 2, EP 2, ETP 1", 3**0.5, norm_of_experts, wrong=_BEFORE_19),
-    Row(
-        "#5916",
-        "gradient of an expert, TP 2, EP 1, ETP 1",
-        3.0,
-        sum_of_an_expert,
-        "refused",
-        wrong=_BEFORE_19,
-    ),
+    Row("#5916", "gradient of an expert, TP 2, EP 1, ETP 1", 3.0, sum_of_an_expert, "refused",
+        wrong=_BEFORE_19),
     Row("#1699, #6839", "shared key of latent attention, TP 2", 0.0, shared_key),
-    Row(
-        "Bridge #5261",
-        "latent attention without latents of q (DeepSeek-V2-Lite)",
-        1.0,
-        layers_without_q_latents,
-        wrong=((0, 19), (1, 0)),
-    ),
+    Row("Bridge #5261", "latent attention without latents of q (DeepSeek-V2-Lite)", 1.0,
+        layers_without_q_latents, wrong=((0, 19), (1, 0))),
     Row("#7452 (1)", "label smoothing, TP 2", 0.0, label_smoothing, "not offered"),
     Row("#7452 (8)", "norm of attention sinks, TP 2", 2.0, norm_of_sinks, "not offered"),
     Row("", "BLOOM's residual after its norm", 0.0, residual_after_norm, "refused"),
     Row("", "llama3's RoPE, another original length", 1.0, frequencies),
     Row("", "layers of interleaved stages", 4.0, layers_of_stages),
-]
+]  # fmt: skip
 
 
 def measured(rank: int, world_size: int, is_ours: bool) -> list[float | str]:
