@@ -1,4 +1,4 @@
-"""The LLaMA model on megatron-core's GPTModel; see README.md."""
+"""The LLaMA model on megatron-core's TransformerBlock; see README.md."""
 
 from patch.config.execution import Execution
 from patch.model.hf_order import SOURCES, sources_of

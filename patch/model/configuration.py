@@ -93,7 +93,7 @@ def _attention_settings(model: ModelConfig) -> dict[str, Any]:
         return settings
     is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
     return settings | {
-        # So that GPTModel gives RoPE's table to this attention as to any other (gpt_model.py:159, 334).
+        # Our stage gives RoPE's table to this attention as to any other.
         "multi_latent_attention": False,
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,

@@ -8,7 +8,7 @@
 The spec chooses them: `ModuleSpec(module=Column, params={"product": ..., "in_pieces": ...})`. Parameters,
 names and checkpoints are upstream's. Transformer Engine's layers stay its own (te_spec.py).
 
-Where upstream builds a layer itself `give_product` serves the finished layer: GPTModel's output layer. The
+Where upstream builds a layer itself `give_product` serves the finished layer: the output layer. The
 down projections of its multi-latent attention, of which it takes exact classes of its own only
 (multi_latent_attention.py:405-417, 450-462), give their weights to `PLAIN` (latent_attention.py).
 
