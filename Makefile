@@ -14,7 +14,7 @@ FIRST = tests/end_to_end tests/golden tests/unit/training tests/unit/optimizer t
 TESTS = $(FIRST) $(filter-out $(FIRST) %conftest.py %__pycache__,$(wildcard tests/unit/*)) tests/gpu
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
-.PHONY: help quickstart test test-all test-newest checks upstream-faults bench gpu-check gpu-bench
+.PHONY: help quickstart test test-all test-newest checks docs upstream-faults bench gpu-check gpu-bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -39,8 +39,13 @@ $(VENV)/tests-installed: $(VENV)/installed pyproject.toml
 	@$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-quickstart: $(VENV)/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits
-	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4)
+$(VENV)/docs-installed: $(VENV)/installed pyproject.toml
+	@echo "installing into $(VENV): what the site needs"
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+quickstart: $(VENV)/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores); LORA=1: by adapters, QLORA=1: beside 4 bits; MODEL=smollm2: a real model of 135M, FULL=1: all its weights
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m toolkits.quickstart $(if $(LORA)$(QLORA),--lora) $(if $(QLORA),--quantize-base nf4) $(if $(MODEL),--model $(MODEL)) $(if $(FULL),--full)
 
 test: $(VENV)/tests-installed  ## the tests of a change, but those that are long and those of `checks`: minutes on two cores
 	$(PYTEST) -m "not long" $(TESTS)
@@ -51,8 +56,9 @@ test-all: $(VENV)/tests-installed  ## all tests of this machine, as CI; GPU test
 # What depends on megatron-core, for an environment with another release: VENV=.venv-newest PYTHON=python3.12.
 test-newest: $(VENV)/tests-installed
 	$(PYTEST) -m "not long" tests/unit/compat tests/unit/checkpoint tests/unit/model tests/unit/training tests/unit/convert \
-	    tests/golden tests/end_to_end/test_sft.py tests/end_to_end/test_pretrain.py
-	COVERED_EVERY=10 $(PYTEST) -n 0 tests/unit/training/test_covered_layouts.py -k trains_as_one_process
+	    tests/golden tests/end_to_end/test_sft.py
+	COVERED_EVERY=10 $(PYTEST) -n 0 tests/unit/training/test_covered_layouts.py tests/end_to_end/test_pretrain.py \
+	    -k "trains_as_one_process or preprocessed"
 
 checks: $(VENV)/tests-installed  ## style, types, and the rules of the house
 	$(VENV)/bin/ruff check .
@@ -61,6 +67,9 @@ checks: $(VENV)/tests-installed  ## style, types, and the rules of the house
 
 upstream-faults: $(VENV)/tests-installed  ## what megatron-core computes wrongly, and what is right here: a table (a minute or two)
 	$(VENV)/bin/python -m pytest -q -s -n 0 tests/unit/compat/test_faults.py
+
+docs: $(VENV)/docs-installed  ## the documentation site in site/; `python3 -m http.server -d site` shows it
+	$(VENV)/bin/python -m mkdocs build --strict
 
 bench: $(VENV)/installed  ## every benchmark in toolkits/benchmarks
 	set -e; for name in $(BENCHMARKS); do $(VENV)/bin/python -m toolkits.benchmarks $$name; done

@@ -1,8 +1,8 @@
 """An extension layer over PyPI's megatron-core that trains LLaMA-family models.
 
-patch/README.md gives the rows of its packages and the walk of a run through them.
-Importing this package changes no function: what megatron-core 0.16.1 gets wrong is mended by an
-explicit call (patch.compat.apply). It silences one kind of warning, below.
+patch/README.md lists the packages, and the path of a run through them. Importing this package changes no
+function: the fixes of megatron-core 0.16.1 need an explicit call (patch.compat.apply). The import silences
+one kind of warning, below.
 """
 
 import warnings

@@ -32,40 +32,26 @@ class MachineFacts:
     cuda_devices: int
     cpu_cores: int
     """Cores that this process may use, by its affinity and its cgroups' quotas."""
-
     cuda_memory_bytes: int = 0
     """Memory of the first GPU; 0 without a GPU."""
-
     host_memory_bytes: int = 0
     """Host memory that all processes of this machine may use; 0 if not known."""
-
     compute_capability: tuple[int, int] = (0, 0)
     """Compute capability of the first GPU, major and minor; zeros without a GPU."""
-
-    gpu_nodes: tuple[int, ...] = ()
-    """The NUMA node of each GPU; -1 if not known."""
-
+    gpu_cores: tuple[frozenset[int], ...] = ()
+    """The cores of each GPU's NUMA node; empty if not known."""
     cuda_name: str = ""
-    """The first GPU's name, as its driver reports it."""
-
     libraries: frozenset[str] = frozenset()
     """The libraries of `GPU_LIBRARIES` that are installed."""
-
     multiplies_16_bits: bool = True
-    """Whether the CPU has instructions for products in 16 bits, which else take many times as long as in
-    fp32."""
-
+    """Whether the CPU has 16-bit matmul instructions; without them 16 bits are much slower than fp32."""
     unusable_gpus: str = ""
-    """Why torch cannot use GPUs that are here, and the cure; see `unusable_gpus`."""
+    """Why torch cannot use GPUs that are present, and the cure; see `unusable_gpus`."""
 
     @staticmethod
     def probe(nodes: Path = Path("/dev")) -> MachineFacts:
-        """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver.
-
-        Args:
-            nodes: the folder of device nodes.
-        """
-        gpus: list[Any] = []  # torch has no annotations of their PCI numbers
+        """Probe this machine. torch is imported, to count the GPUs, only if there is a CUDA driver."""
+        gpus: list[Any] = []  # torch does not annotate the PCI numbers
         unusable = unusable_gpus(nodes)
         if unusable is None and present_gpus(nodes):
             import torch
@@ -78,7 +64,7 @@ class MachineFacts:
             host_memory_bytes=usable_memory(),
             compute_capability=(gpus[0].major, gpus[0].minor) if gpus else (0, 0),
             cuda_name=gpus[0].name if gpus else "",
-            gpu_nodes=tuple(numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) for gpu in gpus),
+            gpu_cores=tuple(near_cores(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) for gpu in gpus),
             libraries=installed_libraries(),
             multiplies_16_bits=bool(gpus) or multiplies_16_bits(),
             unusable_gpus=": ".join(unusable or ()),
@@ -86,13 +72,10 @@ class MachineFacts:
 
 
 def unusable_gpus(nodes: Path = Path("/dev")) -> tuple[str, str] | None:
-    """Why torch cannot use GPUs that are here, and the cure; imports torch if there are any.
+    """Return why torch cannot use GPUs that are present, and the cure; imports torch if there are GPUs.
 
-    None where it can, or where there are none for this process. torch's own figures are not asked first: it
-    counts GPUs by NVML, also where the driver is too old for it.
-
-    Args:
-        nodes: the folder of device nodes.
+    Return None if torch can use the GPUs, or if this process has none. torch's device count is not reliable:
+    torch counts by NVML, which also counts GPUs whose driver is too old.
     """
     present = present_gpus(nodes)
     if not present:
@@ -110,21 +93,20 @@ def unusable_gpus(nodes: Path = Path("/dev")) -> tuple[str, str] | None:
 
 
 _HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES by which users and SLURM give a process no GPU."""
+"""Values of CUDA_VISIBLE_DEVICES with which users and SLURM hide all GPUs from a process."""
 _NO_DEVICE = 100
-"""cuda.h: CUDA_ERROR_NO_DEVICE; the driver works, and has none for this process."""
+"""CUDA_ERROR_NO_DEVICE of cuda.h: the driver works, but has no GPU for this process."""
 
 
 def present_gpus(nodes: Path = Path("/dev")) -> int:
-    """GPUs for this process by NVIDIA's driver, without torch; where that fails, nodes that can be opened.
+    """Return the number of GPUs of this process by NVIDIA's driver, without torch.
 
-    Args:
-        nodes: the folder of device nodes; a virtual machine of Windows has none.
+    If the driver fails, count the device nodes that can be opened; a Windows virtual machine has no nodes.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
         return 0
     count = ctypes.c_int(0)
-    with suppress(OSError, AttributeError):  # there is no driver, or none of NVIDIA
+    with suppress(OSError, AttributeError):  # there is no driver, or it is not NVIDIA's
         driver = ctypes.CDLL("libcuda.so.1")
         if (driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))) in (0, _NO_DEVICE):
             return count.value
@@ -140,7 +122,6 @@ def _can_be_opened(node: Path) -> bool:
 
 
 def _cuda_error() -> str | None:
-    """The error of torch when it is made to use CUDA; None if it can."""
     import torch
 
     try:
@@ -156,34 +137,32 @@ GPU_LIBRARIES = {
     "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
     "flash_attn_3": ("flash_attn_interface",),
 }
-"""Libraries with kernels that are used where they are found, and their modules or distributions."""
+"""Kernel libraries that are used if installed, and their modules or distributions."""
 
 
 def installed_libraries() -> frozenset[str]:
-    """The libraries of `GPU_LIBRARIES` that are installed; none is imported, which takes seconds."""
+    """Return the installed libraries of `GPU_LIBRARIES`, without importing them, which takes seconds."""
     return frozenset(name for name, parts in GPU_LIBRARIES.items() if all(map(_is_installed, parts)))
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a module or distribution of this name can be found: source builds have either."""
-    if importlib.util.find_spec(name) is not None:
-        return True
+    """Return whether a module or a distribution has this name; source builds may have only one of them."""
+    return importlib.util.find_spec(name) is not None or installed_version(name) is not None
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None if it is not installed."""
     try:
-        importlib.metadata.distribution(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def multiplies_16_bits(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU has instructions for products in 16 bits: AMX, ARM's BF16, or AVX-512.
-
-    Args:
-        processor: the file in which Linux lists what it can do.
-    """
+    """Return whether the CPU has 16-bit matmul instructions: AMX, ARM's BF16, or AVX-512."""
     try:
         words = set(processor.read_text().split())
     except OSError:
@@ -192,24 +171,14 @@ def multiplies_16_bits(processor: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """Cores that this process may keep busy: those of its affinity, or fewer if a cgroup has a quota.
-
-    Args:
-        cgroups: the folder where cgroups of version 2 or 1 are mounted.
-        own: the file that names the cgroups of this process.
-    """
+    """Return the cores that this process may keep busy: its affinity, or a cgroup's (v1 or v2) quota."""
     folders = _own_cgroups(cgroups, own, "cpu")
     quotas = [quota for folder in folders if (quota := _quota(folder)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
 
 
 def usable_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """Bytes of host memory: all of the machine, or less if a cgroup has a limit.
-
-    Args:
-        cgroups: see `usable_cores`.
-        own: see `usable_cores`.
-    """
+    """Return the bytes of host memory: all of the machine, or less if a cgroup has a limit."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for folder in _own_cgroups(cgroups, own, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, 1
@@ -219,23 +188,20 @@ def usable_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
     return min(limits)
 
 
-def numa_node(domain: int, bus: int, device: int, pci: Path = Path("/sys/bus/pci/devices")) -> int:
-    """The NUMA node of a PCI device; -1 if not known.
-
-    Args:
-        domain: the device's PCI domain.
-        bus: its PCI bus.
-        device: its number on the bus.
-        pci: the folder where Linux describes PCI devices.
-    """
+def near_cores(
+    domain: int, bus: int, device: int, pci: Path = Path("/sys/bus/pci/devices")
+) -> frozenset[int]:
+    """Return the cores of a PCI device's NUMA node: all cores if it has none, empty if it is unknown."""
     try:
-        return int((pci / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text())
+        text = (pci / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "local_cpulist").read_text().strip()
     except OSError:
-        return -1
+        return frozenset()
+    ranges = [part.partition("-") for part in text.split(",") if part]  # such as 0-3,8,10-11
+    return frozenset(core for first, _, last in ranges for core in range(int(first), int(last or first) + 1))
 
 
 def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:
-    """This process's cgroups that `controller` may limit, all their parents, and the mount point."""
+    """Return this process's cgroups that `controller` may limit, all their parents, and the mount point."""
     # The mount point, because the path of a container's cgroup may not be mounted inside the container.
     folders = [cgroups, cgroups / controller]
     for line in own.read_text().splitlines() if own.exists() else []:
@@ -248,8 +214,7 @@ def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Cores that a cgroup may use, as a fraction of time; None if it has no limit.
-
+    """Return the cores that a cgroup may use, as a fraction of time, or None if it has no limit.
     Source: Linux's Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cfs).
     """
     try:
@@ -266,7 +231,7 @@ def _quota(cgroup: Path) -> float | None:
 
 @dataclass(frozen=True)
 class DeviceContext:
-    """Where this process computes and how it talks to the others."""
+    """Device of this process, and the backend for communication with other processes."""
 
     device: torch.device
     backend: str
@@ -279,7 +244,7 @@ class DeviceContext:
 
     @staticmethod
     def select(local_rank: int) -> DeviceContext:
-        """The GPU of this local rank, which becomes the current one; the CPU on a machine without GPUs.
+        """Select the GPU of this local rank and make it current, or select the CPU on a machine without GPUs.
 
         A scheduler may show each process its own GPU only.
         """
@@ -293,24 +258,24 @@ class DeviceContext:
 
 
 FloatType = Literal["fp32", "bf16", "fp16"]
-"""A type that `torch_dtype` knows, by its name in the configuration and on command lines."""
+"""dtypes of `torch_dtype`, by their names in the configuration and on command lines."""
 FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; needs no memory of the tensor's size."""
-    return not values.numel() or all(math.isfinite(end) for end in values.aminmax())  # of NaN both are NaN
+    """Return whether no value is NaN or infinite; needs no memory of the tensor's size."""
+    return not values.numel() or all(math.isfinite(end) for end in values.aminmax())  # a NaN makes both NaN
 
 
 def torch_dtype(name: FloatType) -> torch.dtype:
-    """The torch type of a name."""
+    """Return the torch dtype of a name."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def streams_of(device: torch.device) -> Any:
-    """torch's module with the streams of a device: `torch.cuda`, or `torch.cpu`, whose streams do nothing."""
+    """Return torch's stream module of a device: `torch.cuda`, or `torch.cpu`, whose streams do nothing."""
     import torch
 
     return torch.get_device_module(device)
@@ -318,23 +283,23 @@ def streams_of(device: torch.device) -> Any:
 
 @cache
 def stream_of(device: torch.device, purpose: str) -> Any:
-    """The one stream of a device for a purpose, such as "gathers"; on a CPU it does nothing.
+    """Return the one stream of a device for a purpose, such as "gathers"; on a CPU it does nothing.
 
-    torch hands out the same 32 streams in turn, to NCCL too. Who took a new one for each call would soon have
-    that of a communicator, and wait for all messages that are queued there.
+    torch hands out the same 32 streams in turn, to NCCL too. If each call took a new stream, it would soon be
+    a communicator's stream, and would wait for all messages queued there.
 
     Source: c10/cuda/CUDAStream.h.
     """
     return streams_of(device).Stream(device)
 
 
-def same_device() -> Callable[[], None]:
-    """A function that another thread calls first, to compute on the device of the thread that calls this.
+def device_setter() -> Callable[[], None]:
+    """Return a function that a new thread calls first, to compute on the device of the present thread.
 
-    Otherwise a thread is on GPU 0: the end of a stream context, or memory that it happens to free, would
-    create a context there, which takes half a GB of it.
+    Otherwise the new thread is on GPU 0. The end of a stream context, or memory that the thread frees, would
+    create a CUDA context there, which takes half a GB.
     """
-    torch = sys.modules.get("torch")  # who has not imported it has no device
+    torch = sys.modules.get("torch")  # without torch this process has no device
     module = torch.get_device_module() if torch is not None else None
     if module is None or not module.is_initialized():
         return lambda: None
@@ -342,14 +307,13 @@ def same_device() -> Callable[[], None]:
 
 
 def start_thread(name: str, work: Callable[[], object], *, daemon: bool = True) -> threading.Thread:
-    """Start a thread, on the device of this one; all threads of the project are started here.
+    """Start a thread on the device of the present thread; all threads of the project are started here.
 
     Args:
-        name: of the thread, in stacks and logs.
-        work: what it does; errors are its own to report.
-        daemon: whether the process may end before it.
+        work: the thread's function; it must report its errors itself.
+        daemon: whether the process may end before the thread.
     """
-    set_device = same_device()
+    set_device = device_setter()
 
     def run() -> None:
         set_device()
@@ -360,18 +324,6 @@ def start_thread(name: str, work: Callable[[], object], *, daemon: bool = True) 
     return thread
 
 
-def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that is loaded; `torch.cuda.nccl.version()` is the one torch was built with."""
-    import torch
-
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except OSError:  # built into torch
-        return tuple(torch.cuda.nccl.version())
-    return number.value // 10000, number.value // 100 % 100, number.value % 100
-
-
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a CPU tensor on `device`; through pinned memory, so that the host does not wait for it."""
+    """Return a copy of a CPU tensor on `device`, through pinned memory so that the host does not wait."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

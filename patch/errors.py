@@ -1,7 +1,7 @@
-"""Errors that a user can cure, each with the exit code of the launcher.
+"""Errors that a user can fix, each with the exit code of the launcher.
 
-A message says what failed, what was got and what was expected; `field` names the value that cures it.
-`assert` is for our own invariants only: whatever a user can cause raises one of these errors.
+A message says what failed, what was got and what was expected; `field` names the value to change.
+`assert` is for our own invariants only: every user mistake raises one of these errors.
 """
 
 import difflib
@@ -12,17 +12,16 @@ from contextlib import contextmanager
 
 
 class PatchError(Exception):
-    """Base of all errors a user can cure. `exit_code` is what the launcher returns.
+    """Base of all errors that a user can fix. The launcher returns `exit_code`.
 
     Args:
-        message: what failed, what was got, what was expected.
-        field: the field of the configuration that cures it, such as `output_path`; None if there is none.
-            The entry point turns it into a flag and a position (`patch.config.user_message`).
+        field: the configuration field to change, such as `output_path`, or None if there is none. The entry
+            point turns it into a flag and a position (`patch.config.user_message`).
     """
 
     exit_code = 1
     may_restart = False
-    """Whether --max-restarts starts the run again: not if it would fail again."""
+    """Whether --max-restarts starts the run again; False if the restarted run would fail again."""
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
         super().__init__(printable(without_secrets(message)))
@@ -60,12 +59,7 @@ class TrainingError(PatchError, RuntimeError):
 
 
 class MemoryLackError(TrainingError):
-    """A process ran out of memory.
-
-    Args:
-        message: what failed.
-        on_device: whether a GPU, or the simulated one, lacked memory, not the host.
-    """
+    """A process ran out of memory: a GPU's (or the simulated GPU's) if `on_device`, otherwise the host's."""
 
     def __init__(self, message: str = "", *, on_device: bool) -> None:
         super().__init__(message)
@@ -79,14 +73,14 @@ _SECRETS = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """A text without the passwords and queries of its URLs; a key may have slashes."""
+    """Remove passwords and queries from the URLs in a text; a password may contain slashes."""
     return _SECRETS.sub(lambda found: f"{found[1]}...@" if found[1] else f"{found[2]}...", text)
 
 
 def printable(text: str) -> str:
-    """A text that no control character of a file can act in: each is written as its escape, such as \\x1b.
+    """Escape the control characters in a text, as in \\x1b, so that they cannot act on a terminal.
 
-    A line feed stays where the next line is indented, so a text of a file cannot begin a line of the log.
+    A line feed stays if the next line is indented, so the text cannot begin a new line of the log.
     """
     lines = re.split(r"\n(?=  )", text)
     return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
@@ -94,7 +88,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def about(field: str) -> Iterator[None]:
-    """Errors from within that name no field are about this one."""
+    """Set this field in errors from the block that name no field."""
     try:
         yield
     except PatchError as error:
@@ -108,20 +102,18 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: object) -> str:
-    """A wrong value for a message, which has no more than a few hundred characters of it."""
+    """Format a wrong value for a message, shortened to a few hundred characters."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # as `repr` for such a number
+    except ValueError:  # `repr` refuses such a number
         return "a number of thousands of digits"
 
 
 def nearest(name: str, known: list[str], likeness: float = 0.6) -> str:
-    """A hint ", did you mean X?" for a misspelled name, or "" when no known name is close.
+    """Return a hint ", did you mean X?" for a misspelled name, or "" if no known name is close.
 
     Args:
-        name: what was written.
-        known: the names that are meant.
-        likeness: how much two names must share, between 0 and 1 (all).
+        likeness: share of two names that must match, between 0 and 1.
     """
     if len(name) > 3 * max(map(len, known), default=0):  # no name is close, and the search would be slow
         return ""

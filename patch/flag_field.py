@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """The legal range of a number; None where a side is open."""
+    """The legal range of a number; None for an open side."""
 
     at_least: float | None = None
     above: float | None = None
@@ -16,7 +16,7 @@ class Bounds(NamedTuple):
     multiple_of: int | None = None
 
     def hold(self, value: float) -> bool:
-        """Whether the value is legal."""
+        """Return whether the value is legal."""
         return not (
             (self.at_least is not None and value < self.at_least)
             or (self.above is not None and value <= self.above)
@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """The legal range in words: `0 to 1`, `at least 0 and below 1`."""
+        """Return the legal range in words: `0 to 1`, `at least 0 and below 1`."""
         if self.at_least is not None and self.at_most is not None:
             return f"{self.at_least} to {self.at_most}"
         words = {
@@ -42,14 +42,12 @@ class Bounds(NamedTuple):
 def flag(
     help: str, default: Any = dataclasses.MISSING, *, none: str | int | None = None, **bounds: float
 ) -> Any:
-    """A dataclass field that is also a command-line flag.
+    """Return a dataclass field that is also a command-line flag.
 
     Args:
-        help: the text in `--help`.
-        default: the value when nothing else sets the field; None where None has a word.
-        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields. As
-            a number it is the least one.
-        bounds: the fields of `Bounds`.
+        default: the value if nothing else sets the field; if `none` is given, None by default.
+        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields. If
+            it is a number, it is also the least legal value.
     """
     if none is not None and default is dataclasses.MISSING:
         default = None

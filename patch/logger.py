@@ -1,4 +1,4 @@
-"""Rank-aware logging: rank 0 shows messages from INFO on, the other ranks only errors.
+"""Rank-aware logging: rank 0 shows messages from INFO on, other ranks only errors.
 
 Every module uses `get_logger(__name__)` and never `print`. Messages go to stderr, because stdout is for
 results (`--dry-run` writes YAML there).
@@ -15,20 +15,19 @@ _EVERY_RANK = f"{_ROOT}.every_rank"
 
 
 class _Printable(logging.Formatter):
-    """Writes what a message has from a file so that it cannot act on a terminal."""
+    """Formatter that escapes control characters, so that text from a file cannot act on a terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line of a record, without its traceback."""
+        """Return the line of a record, without its traceback."""
         record.message = printable(record.message)
         return super().formatMessage(record)
 
 
 def get_logger(name: str, *, every_rank: bool = False) -> logging.Logger:
-    """A logger below the project's root logger, which `configure_logging` configures.
+    """Return a logger below the project's root logger, which `configure_logging` configures.
 
     Args:
-        name: the module's `__name__`.
-        every_rank: show messages from INFO on for all ranks.
+        every_rank: whether to show messages from INFO on for all ranks.
     """
     if every_rank:
         return logging.getLogger(f"{_EVERY_RANK}.{name}")
@@ -36,10 +35,10 @@ def get_logger(name: str, *, every_rank: bool = False) -> logging.Logger:
 
 
 def configure_logging(rank: int | None = None) -> None:
-    """Send the project's messages to stderr: from INFO on rank 0, from ERROR on the others.
+    """Send the project's messages to stderr: from INFO on rank 0, from ERROR on other ranks.
 
     Args:
-        rank: global rank of this process; None: the variable RANK, or 0 outside of a job.
+        rank: global rank of this process; None: the variable RANK, or 0 outside a job.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     handler = logging.StreamHandler(sys.stderr)

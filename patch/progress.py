@@ -28,18 +28,14 @@ LINE_EVERY_S = 10.0
 
 
 class LineTimer:
-    """Decides when the next progress line is due, and measures how long the work takes.
-
-    Args:
-        due_at_once: the first line is due now, not ten seconds from now.
-    """
+    """Timer that decides when the next progress line is due, and measures how long the work takes."""
 
     def __init__(self, *, due_at_once: bool = False) -> None:
         self._began = time.monotonic()
         self._last_line = float("-inf") if due_at_once else self._began
 
     def is_due(self) -> bool:
-        """Whether ten seconds have passed since this last returned True."""
+        """Return whether ten seconds have passed since this last returned True."""
         now = time.monotonic()
         if now - self._last_line < LINE_EVERY_S:
             return False
@@ -47,11 +43,11 @@ class LineTimer:
         return True
 
     def elapsed_s(self) -> float:
-        """Seconds since the work began."""
+        """Return the seconds since the work began."""
         return time.monotonic() - self._began
 
     def seconds_left(self, done: float, total: float) -> float:
-        """Estimated seconds until `total` is done, when `done` (above 0) took the time so far."""
+        """Estimate the seconds until `total` is done, if `done` (above 0) took the time so far."""
         return self.elapsed_s() / done * (total - done)
 
 
@@ -59,11 +55,7 @@ class ProgressBar:
     """A bar on stderr, with the project's log lines above it, until `close`.
 
     Args:
-        title: text before the bar.
-        total: the amount of work.
         columns: shown between the bar and the time left.
-        completed: the part of `total` that is done already.
-        fields: initial values of the fields that columns show.
     """
 
     def __init__(
@@ -93,9 +85,6 @@ class ProgressBar:
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show the progress of a `with` block that reads or writes bytes, on stderr.
 
-    Args:
-        title: the name of the work.
-        total_bytes: the bytes of all of it.
     Yields:
         a function that the block calls with the number of bytes after each part.
     """
@@ -122,7 +111,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def is_terminal() -> bool:
-    """Whether stderr is a terminal, which can show a bar."""
+    """Return whether stderr is a terminal, which can show a bar."""
     return sys.stderr.isatty()
 
 

@@ -1,4 +1,4 @@
-"""For all tests: the logger as in a new process, no program left, imports without garbage collection."""
+"""Fixtures for all tests: a fresh logger, no remaining programs, imports without garbage collection."""
 
 import gc
 import logging
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from started_programs import kill_started
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it at import: no test uses the network
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it imports all test modules: torch and megatron-core the quick way
     import distributed_imports  # noqa: F401
 
-gc.disable()  # while test modules import torch and megatron-core: a quarter of that time
+gc.disable()  # during the imports of torch and megatron-core, which saves a quarter of their time
 
 
 def pytest_collection_finish() -> None:
@@ -23,7 +23,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def new_logger() -> None:
-    """Undo what command lines under test did to the project's logger for good: `configure_logging`."""
+    """Undo the permanent effects of `configure_logging` by command lines under test."""
     logger = logging.getLogger("patch")
     logger.handlers.clear()
     logger.propagate = True
@@ -38,7 +38,7 @@ def no_program_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def logged() -> list[str]:
-    """The project's messages from INFO on."""
+    """Return the project's messages from INFO on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -50,7 +50,7 @@ def logged() -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the token caches of runs under test, also of those in other processes, out of the user's home."""
+    """Keep token caches of runs, also in other processes, out of the user's home."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield

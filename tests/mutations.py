@@ -1,14 +1,13 @@
-"""Which one-line mutations of the product the tests notice: `python tests/mutations.py`, 45 minutes at most.
+"""Find one-line mutations that the tests do not notice: `python tests/mutations.py`, 45 minutes at most.
 
-Each mutation turns one comparison, sum, condition or number of a module of `patch/` into another. It is made
-in a copy of this clone. The tests of its room run first, the long ones last, and stop at the first failure;
-what they do not notice gets the other rooms' tests that are not long. Mutations are drawn evenly over the
-rooms; the seed decides which.
+Each mutation changes one comparison, sum, condition or number of a module of `patch/`, in a copy of this
+clone. The tests of its package run first, the long ones last, and stop at the first failure. If they notice
+nothing, the short tests of the other packages run. Mutations are drawn evenly over the packages from a seed.
 
     python tests/mutations.py --number 60 --seed 0 --json before.json
     python tests/mutations.py --number 4 --rooms plan config --first-only
 
-A survivor is a place to look: some mutations change nothing that can be seen (a limit, a speed).
+A survivor is only a hint: some mutations have no visible effect (a limit, a speed).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 45 * 60
 TEST_S = 600
-"""Of the tests of a mutation; one that hangs is noticed."""
+"""Time limit of a mutation's tests. A mutation that hangs counts as noticed."""
 COMPARED: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -39,7 +38,7 @@ ADDED: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+
 
 
 class Mutation(NamedTuple):
-    """A line of a module and what it becomes."""
+    """A line of a module and its replacement."""
 
     path: str
     line: int
@@ -48,13 +47,13 @@ class Mutation(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The package below patch/, or "" for a module of its own."""
+        """Package below patch/, or "" for a module of its own."""
         parts = Path(self.path).parts
         return parts[1] if len(parts) > 2 else ""
 
 
 def mutations_of(path: Path) -> Iterator[Mutation]:
-    """The mutations of a module whose line alone is another."""
+    """Yield the mutations of a module that change a single line."""
     text = path.read_text(encoding="utf-8")
     lines, tree = text.splitlines(), ast.parse(text)
     for node in ast.walk(tree):
@@ -75,7 +74,6 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
 
 
 def _replaced(node: ast.AST) -> tuple[ast.expr, str] | None:
-    """An expression and the text in its place."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in COMPARED:
             return node, f"({ast.unparse(left)} {COMPARED[type(operator)]} {ast.unparse(right)})"
@@ -91,7 +89,7 @@ def _replaced(node: ast.AST) -> tuple[ast.expr, str] | None:
 
 
 def drawn(number: int, seed: int, rooms: Sequence[str]) -> list[Mutation]:
-    """Mutations of the rooms in turns, each from the lines of all its modules."""
+    """Return mutations of the packages in turns, drawn from the lines of all modules of a package."""
     pick, by_room = random.Random(seed), {}
     for path in sorted((ROOT / "patch").rglob("*.py")):
         for mutation in mutations_of(path):
@@ -106,13 +104,12 @@ def drawn(number: int, seed: int, rooms: Sequence[str]) -> list[Mutation]:
 
 
 def killer(copy: Path, mutation: Mutation, end: float, *, first_only: bool) -> str | None:
-    """The first test that fails with the mutation; None: no test does.
+    """Return the first test that fails with the mutation, or None.
 
     Args:
-        copy: a copy of the clone.
-        mutation: made there, and taken back.
-        end: on time.monotonic()'s clock.
-        first_only: the tests of the room alone.
+        copy: copy of the clone. The mutation is made there and undone.
+        end: time limit on the clock of time.monotonic().
+        first_only: whether only the tests of the package run.
     """
     file = copy / mutation.path
     text = file.read_text(encoding="utf-8")
@@ -148,14 +145,14 @@ def _failed(
         )
     except subprocess.TimeoutExpired:
         return f"no end within {seconds:.0f} s"
-    if done.returncode in (0, 5):  # 5: none of the tests is so marked
+    if done.returncode in (0, 5):  # 5: no test has this mark
         return None
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return said[0] if said else f"exit code {done.returncode}: {done.stdout[-200:]}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the mutations one by one; 0, whatever survives."""
+    """Make the mutations one by one; return 0, even if some survive."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

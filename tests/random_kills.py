@@ -1,12 +1,12 @@
-"""Runs that are killed at random moments around saves: `python tests/random_kills.py --kills 50`, minutes.
+"""Kill runs at random moments around saves: `python tests/random_kills.py --kills 50`, minutes.
 
-A tiny run of two ranks saves every step or two. When its folder shows a moment drawn by chance (a save has
-begun, its data, its marker, its name, the tracker, the deletion of an older checkpoint), a process of the run
-is killed by SIGKILL. It is started again until it has ended. Each start must go on from the newest whole
-checkpoint on disk, which never goes back, and the end must have the bytes of a run that nobody has disturbed.
-Wholeness is checked anew, with json and zlib.
+A tiny run of two ranks saves every step or two. A moment of a save is drawn: save begun, data, marker, name,
+tracker, deletion of an older checkpoint. When the folder shows this moment, a process of the run is killed by
+SIGKILL. The run is started again until it has ended. Each start must resume from the newest complete
+checkpoint on disk, whose iteration never decreases. The end must have the bytes of an undisturbed run.
+Completeness is checked independently, with json and zlib.
 
-`make test-all` does five of them (tests/unit/training/test_random_kills.py).
+`make test-all` does five kills (tests/unit/training/test_random_kills.py).
 """
 
 from __future__ import annotations
@@ -34,20 +34,18 @@ from safetensors.torch import load_file
 STEPS = 10
 RANKS = 2
 MOMENTS = "between begun data index marker named tracked deletion starting".split()
-"""Of saving, in their order, and of a start. named: the folder has its name, the tracker does not name it
-yet."""
+"""Moments of a save, in order, and of a start. named: the folder has its name, but the tracker does not name
+it yet."""
 _RUN_S, _END_S, _MOMENT_S, _STEPS_S, _FRESH_S, _POLL_S = 300.0, 5.0, 3.0, 0.2, 0.005, 0.0005
-"""Limits: of a run's start and end; of its end after a kill; of the search for a moment, which begins up to
-the time of some steps late. How long a written tracker counts as new, and how often a folder is looked at."""
+"""Limits in seconds: of a run's start and end; of its end after a kill; of the search for a moment; of the
+random delay before this search; of the age of a new tracker. Then the polling interval."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Hit(NamedTuple):
-    """One kill."""
-
     victim: str
     moment: str
-    """What the folder showed right after it."""
+    """Moment that the folder showed right after the kill."""
 
 
 # The run.
@@ -65,11 +63,10 @@ KINDS["host"] = KINDS["disk"] | {
     "data_parallel_sharding": "parameters", "param_persistence_threshold": 100,
     "cpu_offloading_weights": True,
 }  # fmt: skip
-"""What runs are like: plain, with adapters, states on a disk, weights in host memory besides."""
+"""Kinds of runs: plain, with adapters, with states on a disk, also with weights in host memory."""
 
 
 def settings(output: Path, *, is_async: bool, interval: int, kind: str) -> dict[str, Any]:
-    """The changes of `small_run` that make the run."""
     folder = {"offload_folder": str(output.parent / "states")} if kind in ("disk", "host") else {}
     return {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
@@ -80,7 +77,7 @@ def settings(output: Path, *, is_async: bool, interval: int, kind: str) -> dict[
 
 
 def work(changes: dict[str, Any]) -> None:
-    """The worker of one rank: resumes, trains, saves. RANK and the like are in the environment."""
+    """Resume, train and save as a worker. RANK and the like are in the environment."""
     from patch.compat import quick_start
 
     with quick_start():
@@ -91,8 +88,8 @@ def work(changes: dict[str, Any]) -> None:
         from patch.distributed.groups import shutdown
         from patch.storage.lock import hold_run
         from patch.storage.names import METRICS_FILE
-        from patch.training.checkpoint_retention import CheckpointRetention, Retention
-        from patch.training.metrics import MetricsLog
+        from patch.training.hooks.checkpoint_retention import CheckpointRetention, Retention
+        from patch.training.hooks.metrics import MetricsLog
         from patch.training.setup import checkpoint_root
         from patch.training.trainer import Trainer
 
@@ -116,7 +113,7 @@ def work(changes: dict[str, Any]) -> None:
 
 
 class Job:
-    """The processes of one start of a run: workers forked from a server that has imported torch."""
+    """Processes of one start of a run: workers forked from a server that has imported torch."""
 
     def __init__(self, changes: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -133,14 +130,12 @@ class Job:
             worker.start()
 
     def victims(self) -> dict[str, int]:
-        """The process ids by name, of those that live."""
         return {f"rank {rank}": each.pid for rank, each in enumerate(self._workers) if each.is_alive()}
 
     def ended(self) -> bool:
         return not self.victims()
 
     def end(self) -> None:
-        """Kill what is left, and wait for it."""
         for worker in self._workers:
             worker.kill()
             worker.join()
@@ -157,7 +152,7 @@ def _forked(changes: dict[str, Any], environment: dict[str, object]) -> None:
 
 
 def moment_of(root: Path) -> str:
-    """Which moment it is, of a run that has started."""
+    """Return the moment that the folder of a started run shows."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -177,7 +172,7 @@ def moment_of(root: Path) -> str:
 
 def _moment_of_save(folder: Path) -> str:
     files = ""
-    with suppress(FileNotFoundError):  # it has got its name
+    with suppress(FileNotFoundError):  # it was renamed
         files = " ".join(os.listdir(folder))
     moments = {"checksums.json": "marker", ".metadata": "index", ".distcp": "data", "": "begun"}
     return next(moment for part, moment in moments.items() if part in files)
@@ -195,13 +190,11 @@ def named(names: list[str]) -> list[int]:
 
 
 def marked(root: Path) -> list[int]:
-    """The iterations of those with a marker."""
     names = os.listdir(root) if root.exists() else []
     return [i for i in named(names) if (root / f"iter_{i:07d}" / "checksums.json").exists()]
 
 
 def starts(output: Path) -> list[int]:
-    """After which iteration each start of the run went on."""
     return numbers_in(output / "starts")
 
 
@@ -215,7 +208,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def outcome(output: Path) -> dict[str, Any]:
-    """The bytes of the last checkpoint's tensors and of adapter/, and what the metrics say of all steps."""
+    """Return the bytes of the last checkpoint's tensors and of adapter/, and the metrics of all steps."""
     folder = output / "checkpoint" / f"iter_{STEPS:07d}"
     lines = map(json.loads, (output / "log" / "metrics.jsonl").read_text().splitlines())
     metrics = [(line["iteration"], line["loss"], line["grad_norm"]) for line in lines]
@@ -229,13 +222,11 @@ def outcome(output: Path) -> dict[str, Any]:
 
 
 class Killing:
-    """Kills of several runs, one after the other; every finding that is wrong raises AssertionError.
+    """Kills of several runs, one after the other. Every wrong finding raises AssertionError.
 
     Args:
-        folder: where the runs are.
         is_async: whether checkpoints are written in the background.
-        seed: of all that is drawn.
-        kind: one of KINDS.
+        kind: a key of KINDS.
     """
 
     def __init__(self, folder: Path, *, is_async: bool, seed: int, kind: str) -> None:
@@ -243,12 +234,12 @@ class Killing:
         self._random = random.Random(seed)
         self.hits: list[Hit] = []
         self._moments: list[str] = []
-        """Those to come, so that each has its turn."""
+        """Moments to come, so that each has its turn."""
         self._least: dict[int, int] = {}
-        """Number of a start of this run -> the iteration from which it has to go on, at least."""
+        """Number of a start of this run -> least iteration from which it must resume."""
 
     def run(self, num_kills: int) -> None:
-        """Kill so many times, in as many runs as that takes; each ends as one that nobody has disturbed."""
+        """Kill `num_kills` times, in several runs. Each run must end like an undisturbed one."""
         expected = self._run("undisturbed", 0)
         number = 0
         while len(self.hits) < num_kills:
@@ -258,7 +249,7 @@ class Killing:
             assert not differing, f"run {number}: {differing} differ from the undisturbed run's"
 
     def _run(self, name: str, num_kills: int) -> dict[str, Any]:
-        """Start a run again and again until it has ended; its outcome."""
+        """Start a run again and again until it has ended; return its outcome."""
         output = self._folder / name
         output.mkdir()
         self._least = {}
@@ -275,7 +266,7 @@ class Killing:
         return outcome(output)
 
     def _kill(self, job: Job, output: Path) -> bool:
-        """Kill one of the processes at one of the moments; whether the run had not ended before."""
+        """Kill one of the processes at one of the moments; return whether the run was still alive."""
         root, started = output / "checkpoint", len(starts(output))
         if not self._moments:
             self._moments = self._random.sample(MOMENTS, len(MOMENTS))
@@ -303,7 +294,7 @@ class Killing:
         return True
 
     def _check(self, output: Path, newest: int, *, is_killed: bool) -> int:
-        """Look at what is on the disk when no process lives; the newest whole checkpoint."""
+        """Check the disk while no process lives; return the newest complete checkpoint."""
         begun = starts(output)
         late = {at: least for at, least in self._least.items() if at < len(begun) and begun[at] < least}
         assert not late, f"{output}: starts {late} had more on disk than they went on from, {begun}"
@@ -320,7 +311,7 @@ class Killing:
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float) -> bool:
-    """Wait until it is so, at most so long; whether it is."""
+    """Wait until a condition holds or the time is up; return whether it holds."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -330,7 +321,6 @@ def wait_for(is_so: Callable[[], bool], seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))

@@ -1,6 +1,6 @@
-"""Thin command lines over patch; each has --help."""
+"""Thin command lines over `patch`. Each one has --help."""
 
 import warnings
 
-# Upstream warns at import that Apex and Transformer Engine are missing; this project does not use them.
+# megatron-core warns at import that Apex and Transformer Engine are missing; this project does not need them.
 warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -1,4 +1,4 @@
-"""Common parts of command lines: a parser that suggests flags, types, how errors end."""
+"""Common parts of the command lines: an argument parser, argument types, exit codes of errors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from patch.numbers import NEGATIVE, to_int
 from patch.storage.remote import is_url
+from patch.text import NEGATIVE, to_int
 
 
 def typed(module: str) -> str:
-    """The command that was typed: llama-patch WORD, or python -m toolkits.MODULE."""
+    """Return the command as the user typed it: `llama-patch WORD`, or `python -m toolkits.MODULE`."""
     program, *words = sys.argv
     return f"llama-patch {words[0]}" if words and Path(program).name == "llama-patch" else module
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that takes whole flags only, and refuses an unknown one first of all, with the nearest flag.
+    """Argument parser that refuses an unknown flag first, and names the nearest known flag.
 
-    argparse alone would complain of what a misspelled flag leaves missing. A description is shown as written.
+    argparse alone would report the missing arguments that a misspelled flag leaves. Flags cannot be
+    abbreviated. `--help` prints the description without wrapping its lines.
 
     Args:
-        gone: flags of earlier versions, with what to use instead.
-        settings: of argparse's parser.
+        gone: flag of an earlier version -> what to use instead.
+        settings: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, gone: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> None:
@@ -39,7 +40,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type only
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """The result of argparse's method; unknown flags end the program with exit code 2."""
+        """Parse as argparse does. An unknown flag ends the program with exit code 2."""
         args = sys.argv[1:] if args is None else args
         known = self._option_string_actions
         for text in takewhile(lambda text: text != "--", args):
@@ -57,11 +58,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def exit_code_of(work: Callable[[], int | None], say: Callable[[Any], str] = str) -> int:
-    """The exit code of a tool's work, 0 for None, or of an error, which is told without a traceback.
+    """Run a tool and return its exit code. An error is printed without a traceback.
 
     Args:
-        work: the tool, after its arguments were read; an OSError in it is one of a checkpoint.
-        say: what is told of an error; for tools that take a run's flags `user_message`, which names them.
+        work: the tool after its arguments were parsed. Its OSErrors are reported as CheckpointErrors.
+        say: returns the text of an error. Tools that take the flags of a run pass `user_message`, which
+            names the flag.
     """
     from patch.errors import CheckpointError, PatchError
     from patch.logger import configure_logging
@@ -76,13 +78,13 @@ def exit_code_of(work: Callable[[], int | None], say: Callable[[Any], str] = str
 
 
 def at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """A tool's own arguments, and those of a run after `--`."""
+    """Split a command line at `--` into the tool's own arguments and the arguments of a run."""
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
 
 
 def positive(text: str, most: int = 2**63 - 1) -> int:
-    """A whole number from 1 to `most`, for `argparse`'s `type`."""
+    """Return a whole number from 1 to `most`, as an `argparse` type."""
     from patch.errors import shown
 
     number = to_int(text)
@@ -92,12 +94,12 @@ def positive(text: str, most: int = 2**63 - 1) -> int:
 
 
 def members(text: str) -> int:
-    """A number of machines, devices or processes, for `argparse`'s `type`."""
+    """Return a number of machines, devices or processes, as an `argparse` type."""
     return positive(text, 100_000)
 
 
 def local(text: str) -> Path:
-    """A path on this machine, for `argparse`'s `type`; a URL is refused without what may be secret in it."""
+    """Return a local path, as an `argparse` type. A URL is refused without printing its secrets."""
     if is_url(text):
         scheme = text.partition("://")[0]
         raise argparse.ArgumentTypeError(f"got a URL ({scheme}://...), expected a path on this machine")
@@ -105,7 +107,7 @@ def local(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """A file to be written, for `argparse`'s `type`: its folder is there before the work begins."""
+    """Return the path of a file to write, as an `argparse` type. Its folder must exist."""
     file = Path(text)
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"got {text}, expected a file in a folder that is there")

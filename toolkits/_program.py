@@ -1,4 +1,4 @@
-"""Runs other programs within a time limit; where the project's own programs are."""
+"""Start another program within a time limit; paths of the project's own programs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder with patch, toolkits and examples: of the repository, or of the installed package."""
+"""Folder with patch, toolkits and examples: the repository, or the installed package."""
 LAUNCHER = ROOT / "examples" / "llama3_1" / "run_mcore_llama.sh"
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """Result of a program that has ended."""
 
     code: int | None
-    """Its exit code; None: it was killed, because its time was up."""
+    """Exit code, or None if the program was killed at its time limit."""
     output: str
     error: str
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line."""
+        """Cause of the failure, in one line."""
         if self.code is None:
             return "took too long"
         lines = [line for line in self.error.splitlines() if line.strip()]
         return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+def run_training(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a training command in the foreground; return its exit code. Ctrl-C stops it with a checkpoint."""
+    with subprocess.Popen(command, env=dict(environment)) as launcher:
+        try:
+            return launcher.wait()
+        except KeyboardInterrupt:  # the launcher got the same signal and saves a checkpoint
+            code = launcher.wait()
+            print("stopped: the training command above resumes; the quickstart would begin anew", flush=True)
+            return code
 
 
 def run_program(
@@ -39,14 +50,12 @@ def run_program(
     started: Callable[[int], None] = lambda session: None,
     **others: Any,
 ) -> Ended:
-    """Run a program in a session of its own; when it ends or its time is up, what it started is killed.
+    """Run a program in its own session; at its end or its time limit, kill all processes of the session.
 
     Args:
-        command: the program and its arguments.
-        limit_s: the time that it has.
-        environment: its variables; None: this process's.
-        started: gets its session.
-        others: of `subprocess.Popen`; what goes to a file is not part of the answer.
+        environment: the program's environment, or None for the environment of this process.
+        started: called with the session's id.
+        others: arguments of `subprocess.Popen`. Streams that go to a file are missing from the result.
     """
     env = None if environment is None else dict(environment)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
@@ -54,10 +63,9 @@ def run_program(
         started(process.pid)
         code = None
         try:
-            output, error = process.communicate(timeout=limit_s)
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                output, error = process.communicate(timeout=limit_s)
+                code = process.returncode
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

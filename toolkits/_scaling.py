@@ -1,7 +1,7 @@
-"""`--scaling` of `llama-patch plan`: LLaMA 8B, 70B and 405B on 8 to 16384 GPUs, which are not equally fast.
+"""`llama-patch plan --scaling`: LLaMA 8B, 70B and 405B on 8 to 16384 GPUs of slightly different speeds.
 
-The batch is LLaMA-3's largest, 2048 samples of 8192 tokens, until every replica has one sample in a step;
-beyond that it grows with the replicas. So more GPUs accumulate fewer micro-batches, which hide less.
+The global batch is LLaMA-3's largest, 2048 samples of 8192 tokens. With more than 2048 replicas it is one
+sample per replica. So more GPUs accumulate fewer micro-batches, which hide less communication.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
-from patch.plan.planned_run import Planned, machine_named, plan_run
+from patch.plan.planned_run import PlannedRun, machine_named, plan_run
 from patch.plan.timing.step_time import step_time
 
 COUNTS = [2**power for power in range(3, 15)]
@@ -27,7 +27,7 @@ LAYOUTS = {
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 "
         "--num-layers-per-virtual-pipeline-stage 2",
     ),
-    # That of LLaMA-3's own training (arXiv 2407.21783, table 4, its rows without CP)
+    # The layout of LLaMA-3's own training: arXiv 2407.21783, table 4, rows without CP.
     "405B": (
         128,
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
@@ -35,33 +35,33 @@ LAYOUTS = {
         "--account-for-loss-in-pipeline-split --recompute-granularity selective",
     ),
 }
-"""GPUs of a replica and flags by MODEL_SIZE; sequence parallelism and ZeRO-1 besides. They fit an H100."""
+"""MODEL_SIZE -> GPUs of a replica, flags. All runs also use SP and ZeRO-1. They fit an H100."""
 PER_INSTANCE = 64
-"""Ranks that share states where there are several instances of the distributed optimizer, which exchange sums
-of their shards."""
+"""Ranks of each instance of the distributed optimizer, if there are several instances. Ranks of an instance
+shard the states; the instances all-reduce their shards' gradients."""
 VARIANTS = {"one instance": False, f"instances of {PER_INSTANCE}": True}
-"""The compared variants, by title: whether there are several instances."""
+"""Title of a compared variant -> whether the distributed optimizer has several instances."""
 _LENGTH, _SAMPLES = 8192, 2048
 
 
 class Point(NamedTuple):
-    """A step on a number of GPUs."""
+    """A planned step on a number of GPUs."""
 
     gpus: int
     micro_batches: int
-    """Micro-batches of a replica in a step."""
+    """Micro-batches per replica and step."""
     seconds: float
     mfu: float
 
 
 def run(machine: str, counts: Sequence[int] = COUNTS) -> int:
-    """Print the MFU in percent of each model with each variant; returns the exit code, 0.
+    """Print the MFU in percent of each model and variant, and return the exit code 0.
 
     Args:
-        machine: what a node is, and the links: as `plan_run` takes it.
-        counts: of GPUs.
+        machine: kind of the nodes and of the network, as `plan_run` takes it.
+        counts: numbers of GPUs.
     Raises:
-        ConfigError: the machine is not known, or has no GPUs.
+        ConfigError: the machine is unknown, or has no GPUs.
     """
     node = machine_named(machine, MachineFacts.probe(), 1)
     if not node.is_gpu:
@@ -78,39 +78,39 @@ def run(machine: str, counts: Sequence[int] = COUNTS) -> int:
 
 
 def slowest_of(count: int) -> float:
-    """The expected maximum of independent standard normal draws, in standard deviations.
+    """Return the expected maximum of `count` independent standard normal draws, in standard deviations.
 
-    Blom's approximation, the quantile at (n - 3/8) / (n + 1/4): within 2 % of the exact value.
+    Blom's approximation, the quantile at (n - 3/8) / (n + 1/4), is within 2 % of the exact value.
     """
     return 0.0 if count == 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def slowdown(num_ranks: int, num_passes: int, of_devices: float = 0.01, of_passes: float = 0.01) -> float:
-    """The factor on compute when all ranks wait for each other once in so many passes.
+    """Return the factor on compute time if all ranks wait for each other once every `num_passes` passes.
 
-    A rank's n passes together have the relative deviation sqrt(d^2 + p^2 / n); the slowest of N ranks takes
-    1 + slowest_of(N) times as much.
+    The n passes of a rank have the relative deviation sqrt(d^2 + p^2 / n). The slowest of N ranks takes
+    1 + slowest_of(N) * deviation times as long.
 
     Args:
         num_ranks: N.
         num_passes: n.
-        of_devices: d, standard deviation between devices as a share of a pass's time, the same in every pass:
-            clocks that power and temperature limit. Both are assumed unless they were measured.
-        of_passes: p, the same between passes of one device: the host, memory, other work.
+        of_devices: d, standard deviation between devices, as a share of a pass's time. It is the same in
+            every pass: clocks that power and temperature limit. The defaults of d and p are assumed.
+        of_passes: p, standard deviation between passes of one device: host, memory, other work.
     """
     return 1.0 + slowest_of(num_ranks) * math.hypot(of_devices, of_passes / math.sqrt(num_passes))
 
 
 def scaling(size: str, machine: str, counts: Sequence[int], *, has_instances: bool = False) -> list[Point]:
-    """The steps of a model on these numbers of GPUs.
+    """Return the planned steps of a model on these numbers of GPUs.
 
-    Those on which it does not fit, or that are too few for two replicas, are left out.
+    A number is left out if the model does not fit, or if it has fewer than two replicas.
 
     Args:
-        size: of `LAYOUTS`.
-        machine: what a node is, and the links: as `plan_run` takes it.
-        counts: of GPUs.
-        has_instances: whether there are several instances of the distributed optimizer.
+        size: a key of `LAYOUTS`.
+        machine: kind of the nodes and of the network, as `plan_run` takes it.
+        counts: numbers of GPUs.
+        has_instances: whether the distributed optimizer has several instances.
     """
     here, of_replica = MachineFacts.probe(), LAYOUTS[size][0]
     points = []
@@ -131,12 +131,12 @@ def scaling(size: str, machine: str, counts: Sequence[int], *, has_instances: bo
 
 def scaled_run(
     size: str, machine: str, gpus: int, here: MachineFacts, *, has_instances: bool = False
-) -> Planned:
-    """The run of a model on so many GPUs.
+) -> PlannedRun:
+    """Return the planned run of a model on this number of GPUs.
 
     Args:
         size, machine, has_instances: see `scaling`.
-        gpus: a multiple of the layout's.
+        gpus: a multiple of the GPUs of a replica.
         here: this machine.
     """
     of_replica, flags = LAYOUTS[size]

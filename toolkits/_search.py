@@ -1,4 +1,4 @@
-"""`--search` of `llama-patch plan`: the fastest layouts of a run, on one number of machines or on several."""
+"""`llama-patch plan --search`: the fastest layouts of a run, for one or several numbers of machines."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from patch.config.flags import flag_words
 from patch.config.positions import POSITIONS, VARIABLES, position_word
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.numbers import scaled, size_text, timed
 from patch.plan.memory import weights_on_host
-from patch.plan.planned_run import NAMED_LATER, Planned
+from patch.plan.planned_run import NAMED_LATER, PlannedRun
 from patch.plan.report import budget, budget_line, machine_line
 from patch.plan.savings import share_on_host
 from patch.plan.search import Candidate, search
 from patch.preflight.parse import parse_args
+from patch.text import scaled, size_text, timed
 from toolkits._program import LAUNCHER
 
 _WIDTH = 160
-"""Columns where the output is no terminal."""
+"""Columns of the table if the output is not a terminal."""
 _TOKENS = 1e9
-"""Whose device hours are compared, if --tokens gives no number."""
+"""Tokens for which device hours are compared, if --tokens is not given."""
 _BY_THE_MACHINE = ("nnodes", "nproc_per_node")
 _BY_THE_SEARCH = {
     "ENV", "MODEL_SIZE", "BATCH_SIZE", "TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD",
 }  # fmt: skip
 
 
-def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, Any]]:
+def run(options: Namespace, plans: Sequence[PlannedRun]) -> tuple[int, dict[str, Any]]:
     """Print the fastest layouts with their command lines.
 
     Args:
-        options: those of `llama-patch plan`.
-        plans: the run on each number of machines.
+        options: options of `llama-patch plan`.
+        plans: the run, planned for each number of machines.
     Returns:
-        the exit code, and what is printed as JSON.
+        the exit code, and the printed results for JSON.
     """
     num_best = options.best if len(plans) == 1 else 1
     layouts = [(each, layout) for each in plans for layout in search(each.run, each.machine, num_best)]
@@ -69,13 +69,11 @@ def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, An
     return 0, {"machine": plans[0].machine.to_json(), "layouts": commands}
 
 
-def row(planned: Planned, layout: Candidate, tokens: float | None) -> dict[str, Any]:
-    """A layout of a search: machines, sizes, savings, memory and speed, days and device hours.
+def row(planned: PlannedRun, layout: Candidate, tokens: float | None) -> dict[str, Any]:
+    """Return a layout as a row of the table: machines, sizes, memory, speed, days and device hours.
 
     Args:
-        planned: the run and the machines that the layout is for.
-        layout: it.
-        tokens: of the training; None: a thousand million.
+        tokens: tokens of the training, or None for `_TOKENS`.
     """
     run, machine = layout.resolved, planned.machine
     return {
@@ -96,8 +94,8 @@ def row(planned: Planned, layout: Candidate, tokens: float | None) -> dict[str, 
     }
 
 
-def _line(planned: Planned, layout: Candidate) -> str:
-    """A line for a shell, with the environment variables that set fields."""
+def _line(planned: PlannedRun, layout: Candidate) -> str:
+    """Return a shell command line, with the environment variables that set fields."""
     environ = planned.environ
     variables = [f"{name}={shlex.quote(environ[name])} " for name in VARIABLES if name in environ]
     argv = launch_argv(layout.run, environ, planned.machine.facts)
@@ -108,21 +106,21 @@ def _line(planned: Planned, layout: Candidate) -> str:
 
 
 def _launcher() -> str:
-    """The script of the examples, as it is found from the current folder."""
+    """Return the path of the launcher script, relative to the current folder if it is below it."""
     here = Path.cwd().resolve()
     return str(LAUNCHER.relative_to(here) if LAUNCHER.is_relative_to(here) else LAUNCHER)
 
 
 def launch_argv(config: RunConfig, environ: Mapping[str, str], machine: MachineFacts) -> list[str]:
-    """The arguments of run_mcore_llama.sh that give a run on this machine with these variables.
+    """Return the arguments of run_mcore_llama.sh that start this run.
 
     Args:
-        config: the run, of a preset's size or with its shape in position 22.
-        environ: the environment variables that say how many machines there are, and which one this is.
-        machine: one of them.
+        config: the run. Its model is a preset, or its shape is read from position 22.
+        environ: environment variables; they give the number of machines and the number of this machine.
+        machine: one of the machines.
     Returns:
-        ENV `dsw`, or `dlc` for several machines, the other positions, and a flag for each field that they
-        leave different.
+        the positions, with ENV `dsw`, or `dlc` for several machines, and a flag for each field that the
+        positions do not set.
     """
     positions = [_position(config, position.name, position.fields) for position in POSITIONS]
     found = parse_args(positions, environ, machine).config
@@ -146,14 +144,14 @@ def _position(config: RunConfig, name: str, fields: tuple[str, ...]) -> str:
         return "offload" if training.cpu_offloading and word == "none" else word
     value = scalar_of(config, fields[0])
     if fields[0] in ("train_iters", "lr_warmup_iters") and not training.sft:
-        # A run whose length is in epochs has no steps yet; the flags say so.
+        # A run whose length is given in epochs has no number of steps yet; its flags set the length.
         steps = max(int(value), 1) if fields[0] == "train_iters" else int(value)
         value = steps * training.global_batch_size * config.model.seq_length
     return position_word(fields[0], value)
 
 
-def _assumed(planned: Planned, layout: Candidate) -> list[str]:
-    """The positions of a line that hold values which the user has not given: "5 LR 0.0003"."""
+def _assumed(planned: PlannedRun, layout: Candidate) -> list[str]:
+    """Return the positions whose values the user has not given, such as "5 LR 0.0003"."""
     argv = launch_argv(layout.run, planned.environ, planned.machine.facts)
     words = []
     for number, position in enumerate(POSITIONS, 1):
@@ -170,11 +168,11 @@ _COLUMNS = {
     "TP": "tp", "PP": "pp", "VPP": "vpp", "CP": "cp", "EP": "ep", "DP": "dp", "micro-batch": "micro_batch",
     "sharding": "sharding", "AC": "recompute",
 }  # fmt: skip
-"""Columns of the table that are keys of a row."""
+"""Title -> key of a row, for columns that are printed as they are."""
 
 
 def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -> None:
-    """A table of layouts; by the number of machines with the cost of training at each."""
+    """Print the layouts. With `by_count`, each row is a number of machines with its cost of training."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""The command line of a run before it trains: it checks, describes, and starts the workers.
+"""Command line of a run before training: check it, describe it, and start the workers.
 
-Our launcher's workers read what it has resolved and import nothing of this; those that torchrun or srun have
-started go through it themselves.
+Workers of our launcher read the resolved run and do not import this module. Workers that torchrun or srun has
+started run it themselves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from patch.checks.layout import set_spares_aside
 from patch.config import RunConfig, to_yaml, unknown_variables
 from patch.config.fields import check_choice
 from patch.device import MachineFacts
-from patch.distributed.launch import allocator_environment, launch
 from patch.errors import ConfigError, MemoryLackError, TrainingError
+from patch.launch.launcher import allocator_environment, launch
 from patch.logger import configure_logging, get_logger
 from patch.plan.describe import describe_length, start_lines
 from patch.plan.fits import fit_of
@@ -38,23 +38,23 @@ _logger = get_logger(__name__)
 
 
 def start(argv: list[str], script: Path) -> int:
-    """Start the workers of a run and wait for them, or be one of a scheduler's; returns the exit code.
+    """Start the workers of a run and wait for them, or train as a scheduler's worker; return the exit code.
 
     Args:
         argv: the command line without the program's name.
-        script: the Python file that our launcher's workers run.
+        script: the Python file that workers of our launcher run.
     """
     os.environ.update(slurm_task(argv[0] if argv else "", os.environ))
     is_worker = "LOCAL_RANK" in os.environ
     if is_worker:
-        configure_logging()  # now that the rank is known
+        configure_logging()  # the rank is known only now
         os.environ.update(allocator_environment(os.environ))
-    else:  # first of all, because the misspelled variable may be why the run is refused
+    else:  # before parsing: a misspelled variable may be the reason why the run is refused
         for warning in unknown_variables(os.environ):
             _logger.warning("%s", warning)
     machine = MachineFacts.probe()
     if is_worker and machine.cuda_devices == 1 and "SLURM_LOCALID" in os.environ:
-        # SLURM may show each task its own GPU only.
+        # SLURM may show each task only its own GPU.
         machine = replace(machine, cuda_devices=int(os.environ["LOCAL_WORLD_SIZE"]))
     invocation = parse_args(argv, os.environ, machine)
     invocation, notes = _check(invocation, machine)
@@ -69,7 +69,7 @@ def start(argv: list[str], script: Path) -> int:
     if invocation.dry_run:
         _describe(invocation, machine)
     if not invocation.force and not fit_of(invocation.config, machine).is_whole:
-        from patch.plan.cures import refuse_what_cannot_fit  # a run that fits does not need it
+        from patch.plan.suggest import refuse_what_cannot_fit  # imported only if the run does not fit
 
         refuse_what_cannot_fit(invocation.config, machine)
     return 0 if invocation.dry_run else _launch(invocation, machine, script) or _push(invocation)
@@ -84,7 +84,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     if config.data.dataset_type == "raw" and config.training.objective in ("default", "sft", "dpo"):
-        from patch.data.first_rows import check_first_rows  # only rows need it
+        from patch.data.first_rows import check_first_rows  # only raw data has rows
 
         check_first_rows(config.data, pairs=config.training.objective == "dpo")
     config, chosen = resolve_run(config, machine)
@@ -94,7 +94,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
 
 
 def _launch(invocation: Invocation, machine: MachineFacts, script: Path) -> int:
-    """Start workers that read the resolved run from a file of this user's and check nothing again."""
+    """Start workers, which read the resolved run from a private file and do not check it again."""
     config = invocation.config
     _say_memory(config, machine)
     with tempfile.TemporaryDirectory(prefix="patch-run-") as folder:
@@ -105,7 +105,7 @@ def _launch(invocation: Invocation, machine: MachineFacts, script: Path) -> int:
 
 
 def _push(invocation: Invocation) -> int:
-    """Upload the exported model, on the first machine; here no rank waits for it."""
+    """Upload the exported model from the first machine, after all ranks have ended."""
     config = invocation.config.checkpoint
     if config.push_to_hub and not invocation.rendezvous.node_rank:
         output = Path(config.output_path)
@@ -121,17 +121,17 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
 
     sys.stdout.write(to_yaml(config))
     sys.stderr.write("\n".join(describe_here(config, machine)) + "\n")
-    from patch.compat import quick_start  # it imports torch, which the launcher does not need
+    from patch.compat import quick_start  # imports torch, which only --dry-run needs in the launcher
 
     with quick_start():
-        from patch.training.objective import Objective
+        from patch.training.objectives.objective import Objective
     objective = (OBJECTIVES[config.training.objective] or Objective)(config)
     if (samples := objective.show_data(sys.stderr)) is not None:
         sys.stderr.write(describe_length(config, samples) + "\n")
 
 
 def _work(config: RunConfig, machine: MachineFacts) -> None:
-    """Train as a worker that torchrun or SLURM has started, which gets no advice from our launcher."""
+    """Train as a worker of torchrun or SLURM. Flags that only our launcher can fulfil are refused."""
     parallel, who = config.parallel, "torchrun or SLURM has started this process, and"
     if parallel.max_restarts:
         raise ConfigError(
@@ -151,7 +151,7 @@ def _work(config: RunConfig, machine: MachineFacts) -> None:
     try:
         run(config)
     except MemoryLackError as error:
-        from patch.plan.cures import advice
+        from patch.plan.suggest import advice
 
         raise TrainingError(f"{error}; {advice(config, machine, on_device=error.on_device)}") from error
 

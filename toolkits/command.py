@@ -1,4 +1,4 @@
-"""llama-patch: one command for the programs of this package, of which each has --help.
+"""llama-patch: one command for all programs of this package. Each program has --help.
 
 llama-patch train dsw auto 1 16 ... | llama-patch plan --machine h100 -- --model-size 8B
 """
@@ -19,6 +19,8 @@ COMMANDS = {
         "toolkits.train.__main__",
         "train a model: 25 positions and flags, as run_mcore_llama.sh, or flags",
     ),
+    "migrate": ("toolkits.migrate", "YAML, JSON or shell script of another trainer as a command of train"),
+    "chat": ("toolkits.chat", "talk to the model of a run, or of a Hugging Face folder"),
     "convert": ("toolkits.convert", "a Hugging Face folder to a checkpoint, and back"),
     "merge": ("toolkits.merge", "a LoRA adapter of PEFT into the weights of its Hugging Face folder"),
     "plan": ("toolkits.plan", "memory, time and cost of a run on any machine; layouts that suit it"),
@@ -33,13 +35,13 @@ COMMANDS = {
         "is a checkpoint's difference from its Hugging Face folder normal?",
     ),
 }
-"""Name: the module whose `main` takes the rest of the line, and what it does."""
+"""Name -> module whose `main` takes the rest of the command line, one-line description."""
 _REMOVED = {"timeline": "open OUTPUT_BASEPATH/log/traces in Perfetto"}
-"""Commands of earlier versions: what takes their place."""
+"""Command of an earlier version -> what to use instead."""
 
 
 def main() -> int:
-    """Run the program that the first argument names; returns its exit code, 2 for an unknown name."""
+    """Run the program that the first argument names; return its exit code, or 2 for an unknown name."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         return int(import_module(COMMANDS[name][0]).main(rest))

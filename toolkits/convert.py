@@ -10,7 +10,7 @@ from toolkits._arguments import ArgumentParser, exit_code_of, local, typed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, or the exit code of the error."""
+    """Run the command line; return 0, or the exit code of the error."""
     options = _parse(argv)
     return exit_code_of(lambda: _convert(options))
 
@@ -19,23 +19,23 @@ def _convert(options: argparse.Namespace) -> None:
     import torch
 
     from patch.compat import quick_start
-    from patch.preflight.stored_shape import has_hf_config
+    from patch.preflight.model_of_folder import has_hf_config
 
     with quick_start():
         from patch.convert import hf_to_mcore, mcore_to_hf
 
         if options.direction == "mcore2hf" and not has_hf_config(options.hf_config or options.load):
-            import patch.data.chat_templates  # noqa: F401 - for a run's tokenizer; takes 0.5 s more outside
-    torch.set_num_threads(1)  # OpenMP's would spin between copies, and hold up those that read and write
+            import patch.data.chat_templates  # noqa: F401 - for a run's tokenizer; later it takes 0.5 s more
+    torch.set_num_threads(1)  # OpenMP's threads would spin and slow the threads that read and write
     from patch.device import torch_dtype
     from patch.errors import ConversionError
-    from patch.storage.hub import fetch_model, hub_name
+    from patch.storage.hub import fetch, hub_name
     from patch.storage.places import any_path
 
     if options.direction == "hf2mcore":
         dtype = torch_dtype(options.params_dtype) if options.params_dtype else None
         name = hub_name(str(options.load), "model")
-        load = options.load if name is None else fetch_model(name, weights=True, error=ConversionError)
+        load = options.load if name is None else fetch(name, "weights", error_type=ConversionError)
         hf_to_mcore(load, options.save, dtype, overwrite=options.overwrite)
     else:
         mcore_to_hf(any_path(options.load), options.save, options.hf_config, overwrite=options.overwrite)

@@ -1,7 +1,7 @@
-"""llama-patch inspect: what a checkpoint holds, whether it is whole, how two differ.
+"""llama-patch inspect: the content of a checkpoint, whether it is intact, and how two checkpoints differ.
 
-Builds no model and executes nothing that a checkpoint holds. Exit code 0: whole, and equal to the second;
-1: whole, but they differ; 4: damaged, or no checkpoint.
+It builds no model and executes no code from a checkpoint. Exit code 0: intact, and equal to the second
+checkpoint; 1: intact, but different; 4: damaged, or not a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,25 +22,21 @@ if TYPE_CHECKING:
     from patch.checkpoint.inspect import Inspection
 
 _WIDTH = 160
-"""Columns where the output is no terminal."""
+"""Columns of the tables if the output is not a terminal."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, 1 if two checkpoints differ, 4, or the exit code of another error."""
+    """Run the command line; return 0, 1 if two checkpoints differ, 4, or the exit code of another error."""
     options = _parse(argv)
     return exit_code_of(lambda: _run(options.folders, options.json))
 
 
 _MARKS = ".metadata *data.json *sums.json common.pt *.distcp iter_* release mp_rank_* latest_*.txt".split()
-"""Names in checkpoints and in folders of checkpoints, damaged ones too."""
+"""File names in checkpoints and in folders of checkpoints, including damaged ones."""
 
 
 def _refuse_other_folder(load: Path) -> None:
-    """Refuse a folder without a checkpoint before torch is imported, which takes seconds.
-
-    Raises:
-        CheckpointError: it is a Hugging Face folder, or holds nothing that a checkpoint has.
-    """
+    """Refuse a folder without a checkpoint before the import of torch, which takes seconds."""
     from patch.errors import CheckpointError
     from patch.storage.names import find_checkpoint_root
 
@@ -84,7 +80,7 @@ def _run(folders: list[str], file: Path | None) -> int:
 
 
 class _Screen:
-    """Lines and tables, as wide as the terminal; no text of a file moves its cursor."""
+    """Lines and tables as wide as the terminal. Control characters in a file's text are escaped."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -93,8 +89,8 @@ class _Screen:
         self._console = Console(width=width, highlight=False, markup=False, emoji=False)
 
     def show(self, found: Inspection) -> None:
-        """Show a checkpoint."""
-        from patch.numbers import size_text
+        """Print a checkpoint."""
+        from patch.text import size_text
 
         self._say(found.folder, "bold")
         self._say(f"  format: {found.format}, saved {found.saved}")
@@ -124,7 +120,7 @@ class _Screen:
             self._say(f"  in its folder: {other.name}, {size_text(other.num_bytes)}{note}", "dim")
 
     def show_comparison(self, found: Comparison) -> None:
-        """How two checkpoints differ."""
+        """Print how two checkpoints differ."""
         self._say("comparison", "bold")
         self._say(f"  {found.num_equal} tensors are equal to the bit")
         rows = []
@@ -156,7 +152,6 @@ class _Screen:
 
 
 def _visible(text: str) -> str:
-    """Text of a file, without characters that move the cursor."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

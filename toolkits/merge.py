@@ -1,6 +1,6 @@
-"""llama-patch merge: a Hugging Face folder with a LoRA adapter of PEFT merged into its weights.
+"""llama-patch merge: merge a LoRA adapter of PEFT into the weights of a Hugging Face folder.
 
-W + scale * B A in fp32, rounded once to the type of the weight.
+W + scale * B A is computed in fp32 and rounded once to the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from toolkits._arguments import ArgumentParser, exit_code_of, local, typed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, or the exit code of the error."""
+    """Run the command line; return 0, or the exit code of the error."""
     options = _parse(argv)
     return exit_code_of(lambda: _merge(options))
 

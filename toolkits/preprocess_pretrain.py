@@ -1,4 +1,4 @@
-"""llama-patch preprocess: makes pre-training sets (.bin, .idx) from rows of text."""
+"""llama-patch preprocess: write pre-training sets (.bin, .idx) from rows of text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolkits._arguments import ArgumentParser, members, typed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, or the exit code of the error."""
+    """Run the command line; return 0, or the exit code of the error."""
     options = _parse(argv)
-    # Set before the first use of a tokenizer, which would start threads; the processes use all cores.
+    # Set before the first use of a tokenizer, which would start threads. The processes use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from patch.compat import quick_start
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import DataError, PatchError
     from patch.logger import configure_logging
-    from patch.storage.hub import fetch_tokenizer, hub_name
+    from patch.storage.hub import fetch, hub_name
 
     configure_logging()
     outputs = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         refuse_existing(outputs.values())
         folder = options.tokenizer_name_or_path
         if (name := hub_name(folder, "model")) is not None:
-            folder = str(fetch_tokenizer(name, error=DataError))
+            folder = str(fetch(name, "tokenizer", error_type=DataError))
         tokenizer = load_tokenizer(folder)
         files = [file for path in options.input for file in files_of(path, with_text=True)]
         written = write_indexed(

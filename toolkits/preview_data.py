@@ -1,4 +1,4 @@
-"""llama-patch preview: shows rows or documents as tokens, learned or not, and figures."""
+"""llama-patch preview: show rows or documents as tokens with their loss mask, and statistics of the sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patch.config.schema import DataConfig
 from patch.config.yaml_io import read_yaml
 from patch.errors import ConfigError
 from patch.preflight.hub_names import fetch_sets, take_models
-from patch.preflight.stored_shape import refuse_other_forms
+from patch.preflight.model_of_folder import refuse_other_forms
 from toolkits._arguments import ArgumentParser, exit_code_of, output_file, positive, typed
 
 _DATA_FLAGS = (
@@ -36,14 +36,14 @@ _DATA_FLAGS = (
     "cache_dir",
     "data_workers",
 )
-"""The fields that decide what becomes of raw rows."""
+"""Fields that decide how raw rows are read."""
 _GONE = "the terminal shows rows and figures, and --json FILE writes them"
 _LENGTH = 4096
-"""Tokens of a sample if neither a flag nor a run says it."""
+"""Tokens of a sample if neither a flag nor --config sets them."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, or the exit code of the error."""
+    """Run the command line; return 0, or the exit code of the error."""
     from patch.config import user_message
 
     options = _parser().parse_args(argv)
@@ -70,16 +70,8 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> tuple[DataConfig, str | None, bool]:
-    """The data settings: those of a run, if there is one, with environment variables and flags over them.
-
-    Returns:
-        The settings, whose `max_padding_length` of .bin/.idx is SEQ_LEN; folder or name of the tokenizer;
-        whether rows are pairs.
-
-    Raises:
-        ConfigError: no data is named, a value is out of range, or the file cannot be used.
-        DataError: a name of the hub cannot be had.
-    """
+    """Return the data settings, the tokenizer's folder or name, and whether rows are pairs. Flags win over
+    environment variables, which win over --config. For .bin/.idx `max_padding_length` is SEQ_LEN."""
     run = read_yaml(options.config) if options.config is not None else {}
     flags = fields_of(options, _DATA_FLAGS)
     values: dict[str, Any] = {**run, **read_variables(os.environ), **flags}

@@ -1,7 +1,7 @@
-"""llama-patch align: is a checkpoint's difference from its Hugging Face folder normal?
+"""llama-patch align: is the difference between a checkpoint and its Hugging Face folder normal?
 
-Compares every weight bit by bit and the logits of several prompts; names the first operation that differs and
-the difference that each fast kernel adds. Exit code 0: normal; 4: not normal; 2: wrong arguments.
+It compares every weight bit by bit, and the logits of several prompts. It names the first operation that
+differs, and the difference that each fast kernel adds. Exit code 0: normal; 4: not normal; 2: bad arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from toolkits._arguments import ArgumentParser, exit_code_of, local, output_file
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, 4 if the difference is not normal, or the exit code of an error."""
+    """Run the command line; return 0, 4 if the difference is not normal, or the exit code of an error."""
     options = _parse(argv)
     return exit_code_of(lambda: _verify(options))
 

@@ -1,7 +1,7 @@
-"""Trains a LLaMA from this repository without an installation; `toolkits.train` is the program.
+"""Train a LLaMA from this repository without an installation; `toolkits.train` is the program.
 
 `python pretrain_llama.py ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). torchrun
-may start it, too.
+may start it too.
 """
 
 import sys

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on many nodes under SLURM, and goes on by itself after time limits and lost nodes:
+# Trains on many nodes under SLURM, and resumes by itself after time limits and lost nodes:
 #
 #     sbatch examples/llama3_1/slurm.sh slurm MODEL_SIZE ... OUTPUT_BASEPATH --max-restarts 10 [flags]
 #
@@ -13,10 +13,10 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
-# So many seconds before the limit all launchers get SIGUSR1: a step and a checkpoint must fit in. Without "B:" it
-# goes to the job's steps; the batch shell would have to forward it, and learns of it from their exit code anyway.
+# All launchers get SIGUSR1 this many seconds before the limit. A step and a checkpoint must fit into this time.
+# Without "B:" SLURM signals the job's steps. The batch shell sees their exit code and need not forward a signal.
 #SBATCH --signal=USR1@300
-# After a lost node the others keep their allocation; if the first node is lost, they ask for the requeue.
+# If a node is lost, the other nodes keep their allocation. If it is the first node, they request the requeue.
 #SBATCH --no-kill
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -35,7 +35,7 @@ refuse() {
 [ $# -ge $num_positions ] || refuse "got $# arguments, expected at least the $num_positions positions"
 
 output="${*:num_positions:1}"
-# On a disk that all nodes share: a folder for each attempt with a log of each node, and one with a log of each rank.
+# On a shared disk: a folder for each attempt with a log of each node, and a folder with a log of each rank.
 all_logs="$output/log/slurm/$SLURM_JOB_ID"
 export ATTEMPT_LOGS="$all_logs/attempt_${SLURM_RESTART_COUNT:-0}" RANK_LOGS="$all_logs/ranks"
 mkdir -p "$ATTEMPT_LOGS" || exit 2
@@ -47,7 +47,7 @@ LAUNCHER="$(dirname "$original")/run_mcore_llama.sh"
 FIRST_NODE="${SLURMD_NODENAME:-$(hostname -s)}"
 export LAUNCHER FIRST_NODE
 
-# On each node: the launcher. What the first node's says is what the run says.
+# Runs the launcher on each node. The exit code of the first node's launcher is the run's.
 run_node() {
     local code=0
     run_launcher "$@" || code=$?
@@ -65,11 +65,11 @@ run_node() {
 # otherwise to all processes, and this shell must not end before the launcher.
 run_launcher() {
     local code name waited
-    # A --log-dir of the user's own comes later, and wins.
+    # The user's own --log-dir comes later, and wins.
     bash "$LAUNCHER" "${@:1:num_positions}" --log-dir "$RANK_LOGS" "${@:num_positions+1}" &
     launcher=$!
     for name in TERM USR1 USR2; do
-        # shellcheck disable=SC2064 # with the name of now
+        # shellcheck disable=SC2064 # expands the name now
         trap "signalled=yes; kill -s $name $launcher 2> /dev/null" $name
     done
     signalled=yes
@@ -103,14 +103,14 @@ echo "attempt ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, after step ${bef
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \
     --output="$ATTEMPT_LOGS/%N.%t.log" bash -c 'run_node "$@"' run_node "$@"
 code=$?
-# srun's code is the highest of all nodes, also of one that was lost while the others went on.
+# srun's code is the highest of all nodes, including a node that was lost while the other nodes went on.
 [ -s "$ATTEMPT_LOGS/exit_code" ] && code="$(< "$ATTEMPT_LOGS/exit_code")"
 
 # Done (0), wrong input (2, 3), bad checkpoint (4), stopped by a person (130: STOP, 143: scancel): the end.
 # So is a store that is away for longer than its driver tries (2 or 4).
 case $code in 0 | 2 | 3 | 4 | 130 | 143) exit "$code" ;; esac
 
-# The rest is worth another attempt: the limit (75, 138), a hang or lost machines (5), a crash. Not for ever.
+# Other codes get another attempt, but not for ever: the limit (75, 138), a hang or lost machines (5), a crash.
 after="$(progress)"
 in_vain=0
 [ "$before" != "$after" ] || in_vain=$(($(cat "$all_logs/in_vain" 2> /dev/null || echo 0) + 1))

@@ -1,8 +1,8 @@
-"""Is the difference between a checkpoint and its Hugging Face folder normal? See README.md.
+"""Judge whether the difference between a checkpoint and its Hugging Face folder is normal. See README.md.
 
-`verify` compares two folders in one process and returns a `Report` (JSON, table, plot) with a `Verdict`.
-It builds models of megatron-core: on a machine without a GPU the program calls
-`patch.compat.apply(cuda=False)` before.
+`verify` compares two folders in one process and returns a `Report` (JSON, table, plot) with a `Verdict`. It
+builds megatron-core models. On a machine without a GPU the caller first calls
+`patch.compat.apply(cuda=False)`.
 """
 
 from patch.alignment.report import Report, verify

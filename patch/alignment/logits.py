@@ -13,7 +13,7 @@ from patch.data import load_tokenizer
 from patch.storage.names import TOKENIZER_FILES
 
 PROMPT_LENGTHS = (5, 33, 129)
-"""In tokens; some kernels change with the length, for example at 64."""
+"""Tokens; some kernels change with the length, for example at 64."""
 _TEXT = (
     "The harbour was quiet before sunrise. Two boats lay at the pier, and a man counted crates: 17, 18, 19. "
     "'How many are missing?' asked the captain; nobody knew. By noon the answer was on the wall, in chalk, "
@@ -24,14 +24,13 @@ _TEXT = (
 
 
 class LogitStats(NamedTuple):
-    """Differences over all prompts; the fields are keys of the JSON report."""
+    """Differences over all prompts; field names are keys of the JSON report."""
 
     max: float
     """Largest absolute difference of a logit."""
     mean: float
-    """Mean absolute difference."""
     cosine: float
-    """Mean over positions of the cosine of the two vectors of logits."""
+    """Mean over positions of the cosine between the two logit vectors."""
     kl: float
     """Mean over positions of KL(theirs || ours), in nats."""
     top1: float
@@ -39,13 +38,7 @@ class LogitStats(NamedTuple):
 
 
 def make_prompts(folder: Path, vocab_size: int, longest: int) -> list[torch.Tensor]:
-    """Token ids [1, S] of several lengths: a text in the folder's tokenizer, or seeded random ids.
-
-    Args:
-        folder: the Hugging Face folder; without a tokenizer the ids are random.
-        vocab_size: every id is below it.
-        longest: the longest sequence that the model accepts.
-    """
+    """Return token ids [1, S] of several lengths: a text in the folder's tokenizer, or seeded random ids."""
     ids = _text_ids(folder)
     if len(ids) < max(PROMPT_LENGTHS) or max(ids) >= vocab_size:
         generator = torch.Generator().manual_seed(0)
@@ -63,26 +56,20 @@ def _text_ids(folder: Path) -> list[int]:
 def compute_logits(
     model: torch.nn.Module, prompts: Sequence[torch.Tensor], vocab_size: int
 ) -> list[torch.Tensor]:
-    """Float32 logits [S, V] of our model on the CPU, for each prompt.
-
-    Args:
-        model: our model.
-        prompts: token ids [1, S].
-        vocab_size: V, without padding.
-    """
+    """Return float32 logits [S, V] of our model on the CPU for each prompt [1, S]; V is without padding."""
     device = next(model.parameters()).device
     return [model(prompt.to(device), None, None)[0, :, :vocab_size].float().cpu() for prompt in prompts]
 
 
 @torch.no_grad()
 def compute_hf_logits(model: torch.nn.Module, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Float32 logits [S, V] of a transformers model on the CPU, for each prompt [1, S]."""
+    """Return float32 logits [S, V] of a transformers model on the CPU for each prompt [1, S]."""
     device = next(model.parameters()).device
     return [model(prompt.to(device), use_cache=False).logits[0].float().cpu() for prompt in prompts]
 
 
 def compare_logits(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> LogitStats:
-    """Statistics in float64 over all positions of all prompts; not finite if a logit is not finite."""
+    """Return statistics in float64 over all positions of all prompts; not finite if a logit is not finite."""
     got, expected = torch.cat(list(ours)).double(), torch.cat(list(theirs)).double()
     distance = (got - expected).abs()
     log_got, log_expected = got.log_softmax(-1), expected.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""All measurements that compare a checkpoint with its Hugging Face folder, in one process.
+"""Measurements that compare a checkpoint with its Hugging Face folder, in one process.
 
 find_checkpoint, load_ours, load_hf   both models                            stored.py
 compare_weights                       every weight, bit by bit               weights.py
@@ -29,8 +29,7 @@ from patch.alignment.routes import RouteComparison, recorded, replayed, summed
 from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, load_ours, rebuild
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightComparison, compare_weights
-from patch.config.execution import Execution
-from patch.config.schema import ModelConfig
+from patch.config.schema import ModelConfig, RunConfig
 from patch.device import DeviceContext, FloatType
 from patch.distributed.groups import alone
 from patch.errors import ConfigError
@@ -39,50 +38,47 @@ from patch.families.adapters import adapts_experts
 from patch.model import LlamaModel, sources_of
 
 SINGLE_FORM = ("rope",)
-"""Sources whose fast form and aligned form are the same, so there is nothing to switch."""
+"""Sources whose fast form and aligned form are the same: there is nothing to switch."""
 
 
 class Measurement(NamedTuple):
-    """All that was measured; the verdict is derived from it."""
+    """All measured values; the verdict is derived from them."""
 
     hf: str
-    """The Hugging Face folder."""
     mcore: str
-    """The checkpoint."""
     device: str
     """cpu or cuda."""
     precision: FloatType
-    """Type in which both models computed."""
+    """Dtype in which both models computed."""
     attention: HfAttention
-    """Attention implementation of transformers' model; eager where it has no other."""
+    """Attention implementation of transformers' model; "eager" if its class has no other."""
     prompt_lengths: list[int]
-    """In tokens."""
     weights: WeightComparison
     config_differences: list[ConfigDifference]
     logits: LogitComparison
     adapter: str | None = None
-    """The folder of adapters that both models have, and how transformers' model has them."""
+    """Folder of the adapters of both models, and how transformers' model has them."""
 
 
 class LogitComparison(NamedTuple):
-    """Logits of our model in two forms against those of transformers' model."""
+    """Logits of two forms of our model, compared with those of transformers' model."""
 
     fast: LogitStats
-    """Ours as it trains by default, against transformers."""
+    """Default training form."""
     aligned: LogitStats
-    """Ours with --precision-align, against transformers; where no operation can be aligned, as `fast`."""
+    """Form with --precision-align; equals `fast` if no operation can be aligned."""
     first: FirstDifference | None
-    """For the aligned form if its logits differ, otherwise for the fast form."""
+    """First difference of the aligned form if its logits differ, otherwise of the fast form."""
     sources: dict[str, float]
     """Largest change of a logit when one source alone takes its fast form."""
     routes: RouteComparison | None = None
-    """Choices of experts by the aligned form, which computes with transformers'; None without experts."""
+    """Expert choices of the aligned form while it uses transformers' choices, or None without experts."""
 
 
 def measure(
     hf: Path, mcore: Path, precision: FloatType | None, attention: HfAttention, adapter: Path | None
 ) -> Measurement:
-    """Compare the checkpoint `mcore` with the folder `hf`; arguments and errors as of `report.verify`."""
+    """Compare the checkpoint `mcore` with the folder `hf`; arguments and errors as for `report.verify`."""
     context = DeviceContext.select(0)
     if not (context.is_cuda or compat.is_applied_on_cpu()):
         raise ConfigError(
@@ -98,9 +94,9 @@ def measure(
         weights = compare_weights(ours, model, hf, is_tied=stored.is_hf_tied)
         theirs = load_hf(hf, stored, precision, attention, context.device)
         prompts = make_prompts(hf, model.vocab_size, model.max_position_embeddings)
-        execution = Execution(precision=precision, adapter=stored.adapter)
-        build_ours = partial(rebuild, ours, model, execution, groups, context)
-        # PEFT adds adapters of experts to their weights.
+        run = RunConfig.of_model(model, precision=precision, adapter=stored.adapter)
+        build_ours = partial(rebuild, ours, run, groups, context)
+        # PEFT merges adapters of experts into the weights.
         names = () if adapts_experts(model, stored.adapter) else sources_of(model)
         logits = _compare_forms(build_ours, theirs, prompts, model, names)
     return Measurement(
@@ -124,14 +120,8 @@ def _compare_forms(
     model: ModelConfig,
     names: Sequence[str],
 ) -> LogitComparison:
-    """Compare the fast and the aligned form of our model with transformers' model.
-
-    Args:
-        build_ours: builds our model; the given sources follow Hugging Face's order of operations.
-        theirs: transformers' model.
-        prompts: token ids [1, S].
-        model: the shape of both models.
-        names: the sources of difference.
+    """Compare the fast and the aligned form of our model with transformers' model; `names` are the sources.
+    `build_ours` takes the sources that follow Hugging Face's order of operations.
     """
     every, none = frozenset(names), frozenset[str]()
     with recorded(theirs, model) as recording:

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with its Hugging Face folder and reports the result as JSON, table and plot."""
+"""Compare a checkpoint with its Hugging Face folder, and report the result as JSON, table and plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Report(NamedTuple):
     verdict: Verdict
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values; its keys are a contract of `llama-patch align`."""
+        """Return the report as plain values; its keys are a contract of `llama-patch align`."""
         measured, verdict = self
         first, routes = measured.logits.first, measured.logits.routes
         return {
@@ -44,7 +44,9 @@ class Report(NamedTuple):
         }
 
     def table(self) -> list[str]:
-        """Lines for the terminal: what each fast form adds, and both forms compared with transformers."""
+        """Return lines for the terminal: the difference that each fast form adds, and statistics of both
+        forms.
+        """
         measured, logits = self.measurement, self.measurement.logits
         setting = f"{measured.precision} on {measured.device}, attention {measured.attention}"
         setting += f", adapter {measured.adapter}" if measured.adapter else ""
@@ -73,14 +75,12 @@ def verify(
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 
     Both models are loaded into this process, which initializes torch.distributed for one rank and shuts it
-    down. On a machine without a GPU call `patch.compat.apply(cuda=False)` before: megatron-core needs it.
+    down. On a machine without a GPU first call `patch.compat.apply(cuda=False)`: megatron-core needs it.
 
     Args:
-        hf: the Hugging Face folder.
-        mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint in it.
-        precision: type in which both models compute; None: the type of the checkpoint's weights.
-        attention: attention implementation of transformers' model.
-        adapter: a folder of PEFT, or a run's with adapters: both models have them.
+        mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint inside it.
+        precision: dtype in which both models compute, or None for the checkpoint's dtype.
+        adapter: a PEFT folder or a run's folder with adapters, which are given to both models.
     Raises:
         ConfigError: a folder is not of the expected kind, or `compat.apply` was not called on a CPU.
         CheckpointError: the checkpoint is damaged, or of another model.
@@ -92,7 +92,7 @@ def verify(
 
 
 def _plot(measured: Measurement, file: Path) -> None:
-    """Draw a bar for each source and for all of them, on a logarithmic scale; zeros have no bar."""
+    """Draw a bar for each source and for both forms, on a logarithmic scale; zeros have no bar."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter

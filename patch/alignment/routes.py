@@ -1,7 +1,7 @@
-"""Which experts transformers' model chooses: recorded, and replayed in ours.
+"""Expert choices of transformers' model, recorded and replayed in our model.
 
-Where two experts of a token have nearly the same score, rounding decides between them, and then all that
-follows differs. With transformers' choices in both models only wrong weights do that.
+If two experts of a token have nearly the same score, rounding decides between them, and everything after that
+differs. With transformers' choices in both models, only wrong weights cause such differences.
 """
 
 from __future__ import annotations
@@ -17,30 +17,25 @@ from patch.model import LlamaModel
 
 Topk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Recording = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
-"""By layer, for each prompt: the experts of each token [S, topk], and the router's logits [S, experts]."""
+"""Layer -> for each prompt the experts of each token [S, topk], and the router's logits [S, experts]."""
 
 
 class RouteComparison(NamedTuple):
-    """Choices of our routers beside those of transformers; the fields are keys of the JSON report."""
+    """Our routers' choices compared with those of transformers; field names are keys of the JSON report."""
 
     tokens: int
-    """Over all prompts and layers."""
+    """Number of tokens over all prompts and layers."""
     differing: int
-    """Tokens that would go to other experts."""
+    """Tokens for which our routers choose other experts."""
     largest_gap: float
-    """How much larger transformers' logit is of the expert that it chooses instead, at most: a share of the
-    layer's largest logit; 0 is a tie. What routers are given is normed, so rounding moves the logits of all
-    tokens alike, also where they happen to be small."""
+    """Largest gap between the transformers logits of the two choices, as a share of the layer's largest
+    logit; 0 is a tie. Router inputs are normed, so rounding moves all logits by a similar amount, even
+    small ones."""
 
 
 @contextmanager
 def recorded(theirs: torch.nn.Module, model: ModelConfig) -> Iterator[Recording]:
-    """Record the choices of transformers' model; empty without experts.
-
-    Args:
-        theirs: transformers' model.
-        model: its shape.
-    """
+    """Record the expert choices of transformers' model; the recording is empty without experts."""
     found: Recording = {}
     with ExitStack() as stack:
         for row in weight_rows(model):
@@ -64,11 +59,9 @@ def _recorder(passes: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., 
 
 
 class _Replay:
-    """Gives upstream's router the experts of a pass (moe/router_replay.py) and compares its own choice.
+    """Replay of recorded experts in upstream's router (moe/router_replay.py), which compares our choices.
 
-    Args:
-        passes: what was recorded.
-        own: the object that the router asks otherwise; None: it chooses itself.
+    `own` is the router's previous replay, or None if the router chooses by itself.
     """
 
     def __init__(self, passes: Sequence[tuple[torch.Tensor, torch.Tensor]], own: Any) -> None:
@@ -79,12 +72,9 @@ class _Replay:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores and numbers of transformers' experts, both [S, topk].
+        """Return our `scores` [S, experts] of transformers' experts, and their indices, both [S, topk].
 
-        Args:
-            scores: ours, [S, experts].
-            topk, num_groups, group_topk: of the model.
-            choose: finds our own.
+        `choose` is the router's own choice.
         """
         chosen, logits = next(self._passes)
         theirs, ours = torch.zeros_like(logits, dtype=torch.bool), torch.zeros_like(logits, dtype=torch.bool)
@@ -104,14 +94,10 @@ class _Replay:
 
 @contextmanager
 def replayed(ours: LlamaModel, recording: Recording, prompts: slice = slice(None)) -> Iterator[list[_Replay]]:
-    """Let our model choose the experts that transformers' model has chosen on the same prompts.
+    """Make our model use the recorded expert choices of transformers' model on these prompts.
 
-    Args:
-        ours: our model.
-        recording: of transformers' model.
-        prompts: those that follow.
     Yields:
-        one for each layer with experts, which has then compared the choices.
+        a replay per expert layer; its `compared` holds the comparison after the passes.
     """
     routers = {layer: ours.decoder.layers[layer].mlp.router for layer in recording}
     before = {layer: router.router_replay for layer, router in routers.items()}
@@ -126,7 +112,7 @@ def replayed(ours: LlamaModel, recording: Recording, prompts: slice = slice(None
 
 
 def summed(replays: Sequence[_Replay]) -> RouteComparison | None:
-    """The comparison over all layers; None if no layer has experts."""
+    """Return the comparison over all layers, or None if no layer has experts."""
     if not replays:
         return None
     tokens, differing, gaps = zip(*(replay.compared for replay in replays), strict=True)

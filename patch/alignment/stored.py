@@ -1,7 +1,7 @@
-"""Loads the two models that are compared: a checkpoint of ours, and its Hugging Face folder.
+"""Load the two models to compare: a checkpoint of ours, and its Hugging Face folder.
 
-The shape of our model is the stored one: its fields come from the config.yaml of the checkpoint's run or from
-the config.json beside a converted checkpoint; padding and tying come from the stored tensors.
+Our model has the stored shape. Its fields come from the config.yaml of the checkpoint's run, or from the
+config.json beside a converted checkpoint. Padding and tying come from the stored tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
-from patch.config.execution import Execution
-from patch.config.schema import ModelConfig
+from patch.config.schema import ModelConfig, RunConfig
 from patch.convert.live_adapters import import_adapter
 from patch.convert.merge import adapter_of, merge_adapter
 from patch.device import FLOAT_TYPES, DeviceContext, FloatType, torch_dtype
@@ -29,7 +28,7 @@ from patch.families import HfAttention, differences
 from patch.families.adapters import AdapterConfig, loads_whole
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
-from patch.preflight.stored_shape import is_hf_folder, read_hf_config, shape_at
+from patch.preflight.model_of_folder import is_hf_folder, read_hf_config, shape_at
 from patch.storage.names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_FOLDER,
@@ -43,17 +42,15 @@ from patch.storage.places import AnyPath
 
 _TIED = "untie_embeddings_and_output_weights"
 _HARMLESS = "max_position_embeddings"
-"""A field that has no effect on the results."""
+"""Field that has no effect on the results."""
 
 
 class ConfigDifference(NamedTuple):
-    """A field of ModelConfig that affects the results and has different values in the two models."""
+    """A field of ModelConfig that affects the results and differs between the two models."""
 
     field: str
     ours: Any
-    """Value in the checkpoint's configuration."""
     theirs: Any
-    """Value in the Hugging Face folder's config.json."""
 
 
 class StoredCheckpoint(NamedTuple):
@@ -62,25 +59,23 @@ class StoredCheckpoint(NamedTuple):
     folder: Path
     """The checkpoint itself (`iter_*`, `release`)."""
     model: ModelConfig
-    """Shape of the stored model."""
     precision: FloatType
-    """The type in which the weights are stored."""
     is_hf_tied: bool
     """Whether the Hugging Face folder's config.json ties the output layer to the embedding."""
     config_differences: list[ConfigDifference]
-    """Differences between the two configurations that still allow a comparison."""
+    """Differences that still allow a comparison."""
     adapter: AdapterConfig = AdapterConfig()
     adapter_folder: Path | None = None
-    """The folder of PEFT with adapters for both models."""
+    """PEFT folder with adapters for both models."""
 
     @property
     def is_by_peft(self) -> bool:
-        """Whether PEFT has the adapters beside transformers' weights; otherwise they are merged into them."""
+        """Whether PEFT holds the adapters beside transformers' weights; otherwise they are merged."""
         return find_spec("peft") is not None and loads_whole(self.model, self.adapter)
 
     @property
     def adapter_text(self) -> str | None:
-        """The adapters, and how transformers' model has them; None without."""
+        """The adapters and how transformers' model has them, or None without adapters."""
         how = "in PEFT's model" if self.is_by_peft else "merged: peft is not there, or would load only a part"
         return f"{self.adapter_folder} ({how})" if self.adapter_folder else None
 
@@ -89,11 +84,10 @@ def find_checkpoint(load: Path, hf_folder: Path, adapter: Path | None = None) ->
     """Find a checkpoint and read the shape of its model.
 
     Args:
-        load: a run's folder, its checkpoint/, a converted checkpoint, or one checkpoint in it.
-        hf_folder: the Hugging Face folder to compare with.
-        adapter: a folder of PEFT, or a run's, which has one.
+        load: a run's folder, its checkpoint/, a converted checkpoint, or one checkpoint inside it.
+        adapter: a PEFT folder, or a run's folder that contains one.
     Raises:
-        ConversionError: `adapter` has none that is supported.
+        ConversionError: `adapter` has no supported adapter.
         ConfigError: there is no checkpoint at `load`, or no Hugging Face model at `hf_folder`.
         CheckpointError: the checkpoint is damaged, or of another model.
     """
@@ -147,15 +141,9 @@ def _check_is_checkpoint(load: Path) -> None:
 
 
 def load_ours(stored: StoredCheckpoint, groups: ProcessGroupCollection, context: DeviceContext) -> LlamaModel:
-    """The stored model with its weights, in the stored type.
-
-    Args:
-        stored: the checkpoint.
-        groups: the process groups of this process.
-        context: the device.
-    """
-    execution = Execution(precision=stored.precision, adapter=stored.adapter)
-    (model,) = build_llama_model(stored.model, groups, context.device, execution)
+    """Return the stored model with its weights, in the stored dtype."""
+    run = RunConfig.of_model(stored.model, precision=stored.precision, adapter=stored.adapter)
+    (model,) = build_llama_model(run, groups, context.device)
     state = {"model": sharded_weights([model], adapters=False)}
     load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=stored.model.vocab_size)
     if stored.adapter_folder is not None:
@@ -166,23 +154,20 @@ def load_ours(stored: StoredCheckpoint, groups: ProcessGroupCollection, context:
 def load_hf(
     folder: Path, stored: StoredCheckpoint, precision: FloatType, attention: HfAttention, device: torch.device
 ) -> torch.nn.Module:
-    """transformers' model of a folder.
+    """Return transformers' model of a folder.
 
     Weights are copied out of the memory-mapped file, because for a single token the bits of MKL's results
     depend on the alignment of a weight to 64 bytes. Only weights are converted: RoPE's frequencies stay
-    float32. Experts are a loop, whose order of operations ours have.
+    float32. Experts run as a loop, which has the same order of operations as ours.
 
     Args:
-        folder: the Hugging Face folder.
-        stored: the checkpoint, to whose type the folder's weights are rounded first, and its adapters.
-        precision: type in which the model computes.
-        attention: attention implementation of transformers' model.
-        device: the device of the model.
+        stored: gives the adapters, and the dtype to which the folder's weights are rounded first.
+        precision: dtype in which the model computes.
     """
     adapter = stored.adapter_folder
     with TemporaryDirectory() as merged:
         if adapter is not None and not stored.is_by_peft:
-            # A copy is no part of its run, whose type and quantisation a merge would take for the base.
+            # Outside of its run, or the merge would use the run's dtype and quantization for the base.
             plain = shutil.copytree(adapter, Path(merged) / "adapter_alone")
             merge_adapter(folder, plain, Path(merged) / "model")
             folder = Path(merged) / "model"
@@ -202,23 +187,18 @@ def load_hf(
 
 def rebuild(
     weights: LlamaModel,
-    model: ModelConfig,
-    execution: Execution,
+    run: RunConfig,
     groups: ProcessGroupCollection,
     context: DeviceContext,
     aligned: frozenset[str],
 ) -> LlamaModel:
-    """A new model with the weights of another; weights of the same type share memory.
+    """Return a new model with the weights of another model; weights of the same dtype share memory.
 
     Args:
-        weights: the model that has the weights.
-        model: its shape; `precision_align` names the attention of the aligned form.
-        execution: the type in which the new model computes, and its adapters.
-        groups: the process groups of this process.
-        context: the device.
+        run: the model of `weights`; its `precision_align` names the attention of the aligned form.
         aligned: the sources that follow Hugging Face's order of operations.
     """
-    (rebuilt,) = build_llama_model(model, groups, context.device, execution, aligned=aligned)
+    (rebuilt,) = build_llama_model(run, groups, context.device, aligned=aligned)
     for parameter, weight in zip(rebuilt.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)
     return rebuilt.eval()

@@ -1,6 +1,6 @@
-"""Finds the first operation whose results differ between two models, with hooks on their common operations.
+"""Find the first operation whose results differ between two models, with hooks on their common operations.
 
-Operations have transformers' names; the output of our merged projections is split accordingly. Values are
+Operations have transformers' names. The outputs of our merged projections are split accordingly. Values are
 compared inside the hooks, before an in-place addition can change them.
 """
 
@@ -17,33 +17,31 @@ from patch.families import Kind, ModelConfig, WeightRow, traits_of, weight_rows
 from patch.model import LlamaModel
 
 Parts = dict[str, torch.Tensor]
-"""Operation -> value [S, features] of a prompt."""
+"""Operation -> value [S, features]."""
 Reading = Callable[[Any, Any], Parts]
-"""Gets the values of operations from a module's inputs and output."""
 
 _INPUTS = {
     "decoder.layers.*.self_attention.linear_proj.weight": "attention",
     "decoder.layers.*.pre_mlp_layernorm.weight": "attention residual",
     "decoder.layers.*.mlp.linear_fc2.weight": "swiglu",
 }
-"""Weights of modules whose input is compared too -> name of the operation that makes this input."""
+"""Weight of a module whose input is compared too -> name of the operation that produces this input."""
 
 
 class Operation(NamedTuple):
     """An operation that both models have."""
 
     layer: int | None
-    """Counted from 0; None outside of layers."""
+    """Counted from 0, or None outside of the layers."""
     name: str
-    """The name of transformers' module."""
 
 
 Listener = Callable[[Operation, torch.Tensor], None]
-"""Called with an operation and its value, [S, features]."""
+"""Called with an operation and its value [S, features]."""
 
 
 class FirstDifference(NamedTuple):
-    """The first operation whose results differ, and the largest difference."""
+    """The first operation whose results differ, and the largest absolute difference."""
 
     layer: int | None
     operation: str
@@ -51,8 +49,6 @@ class FirstDifference(NamedTuple):
 
 
 class _TracedModule(NamedTuple):
-    """A module, and the function that reads its inputs and output."""
-
     layer: int | None
     module: torch.nn.Module
     read: Reading
@@ -62,14 +58,7 @@ class _TracedModule(NamedTuple):
 def first_difference(
     ours: LlamaModel, theirs: torch.nn.Module, prompt: torch.Tensor, model: ModelConfig
 ) -> FirstDifference | None:
-    """The first operation, in the order of transformers, whose results differ; None if all are bit-equal.
-
-    Args:
-        ours: our model.
-        theirs: transformers' model.
-        prompt: token ids [1, S], on which both models run.
-        model: the shape of both, whose weight table relates their modules.
-    """
+    """Return the first differing operation, in transformers' order, or None if all results are bit-equal."""
     device = next(ours.parameters()).device
     expected: dict[Operation, torch.Tensor] = {}
     with _hooks_on(_hf_modules(theirs, model), expected.__setitem__):
@@ -108,25 +97,22 @@ def _first_output(output: Any) -> torch.Tensor:
 
 
 def _with_bias(output: Any) -> torch.Tensor:
-    """The result of one of our modules; a linear layer may leave its bias to the next operation."""
+    """Result of one of our modules, with the bias that a linear layer may leave to the next operation."""
     value = _first_output(output)
     return value if value is output or output[1] is None else value + output[1]
 
 
 def _path(parameter: str, layer: int | None) -> str:
-    """Path of the module of a weight; `*` in the name is replaced by the layer."""
     return parameter.removesuffix(".weight").replace("*", str(layer))
 
 
 def _operation(tensor: str) -> str:
-    """Name of an operation: the last part of transformers' module name."""
     return tensor.removesuffix(".weight").rpartition(".")[2]
 
 
 def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
-    """The rows whose modules both models have, with their layers; without embedding, output layer, experts.
-
-    What experts give shows in the residual behind them.
+    """Rows and layers of modules that both models have, except embedding, output layer and experts.
+    Errors of experts show in the residual after them.
     """
     for row in weight_rows(model):
         if row.part in ("attention", "norm", "mlp") and row.name.endswith(".weight"):
@@ -135,7 +121,7 @@ def _modules(model: ModelConfig) -> Iterator[tuple[WeightRow, int | None]]:
 
 
 def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
-    """Every operation of transformers' model that our model has too."""
+    """Operations of transformers' model that our model has too."""
 
     def reading(after: str, before: str | None = None) -> Reading:
         def read(inputs: Any, output: Any) -> Parts:
@@ -160,7 +146,7 @@ def _hf_modules(theirs: Any, model: ModelConfig) -> Iterator[_TracedModule]:
 
 
 def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule]:
-    """The same operations of our model; its hidden states are [S, 1, H]."""
+    """The same operations of our model, whose hidden states are [S, 1, H]."""
     layers, dtype = ours.decoder.layers, next(ours.parameters()).dtype
     embedding, num_vocab_rows = ours.embedding.word_embeddings, ours.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
@@ -180,7 +166,7 @@ def _our_modules(ours: LlamaModel, model: ModelConfig) -> Iterator[_TracedModule
 
 
 def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
-    """Splits the result [S, 1, ...] of a module in the same way as its weight into Hugging Face tensors."""
+    """Split a module's result [S, 1, ...] in the same way as its weight into Hugging Face tensors."""
     names, before = [_operation(tensor) for tensor in row.hf], _INPUTS.get(row.name)
 
     def read(inputs: Any, output: Any) -> Parts:
@@ -199,7 +185,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
 
 
 def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Tensor]:
-    """Split [S, Q + K + V], which is ordered group by group, into queries, keys and values."""
+    """Split [S, Q + K + V], ordered by key/value group, into queries, keys and values."""
     assert config.num_query_groups is not None, "ModelConfig always sets it"
     queries = config.num_attention_heads // config.num_query_groups
     heads = value.unflatten(-1, (config.num_query_groups, queries + 2, config.kv_channels))
@@ -207,13 +193,13 @@ def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Ten
 
 
 def _table(output: Any) -> torch.Tensor:
-    """Cosine and sine of whole heads, one behind the other; DeepSeek's are complex numbers of half a head."""
+    """Cosine and sine of whole heads, concatenated; DeepSeek's table has complex numbers of half a head."""
     if isinstance(output, tuple):
         return torch.cat(output, -1)[0]
     return torch.cat([part[0] for part in (output.real, output.real, output.imag, output.imag)], -1)
 
 
 def _cos_sin(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cosine and sine of whole heads, as our layers compute with them, from a table [2, S, 1, 1, D / 2]."""
+    """Cosine and sine of whole heads, as our layers use them, from a table [2, S, 1, 1, D / 2]."""
     cos, sin = table[:, :, 0, 0].to(dtype)
     return torch.cat((cos, cos, sin, sin), dim=-1)

@@ -1,4 +1,4 @@
-"""The verdict on a measurement, in plain words: is this difference normal?"""
+"""Verdict on a measurement, in plain words: is this difference normal?"""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from patch.alignment.logits import LogitStats
 from patch.alignment.measure import Measurement
 
 FP32_MAX = 1e-4
-"""Largest difference of a float32 logit that another order of operations explains."""
+"""Largest difference of a float32 logit that a different order of operations explains."""
 HALF_COSINE = 0.999
-"""Smallest cosine of the logits that another order of operations explains in bf16 and fp16."""
+"""Smallest cosine of the logits that a different order of operations explains in bf16 and fp16."""
 
 
 TIES = {"fp32": 1e-4, "fp16": 2**-8, "bf16": 2**-5}
-"""Largest gap between the logits of two experts, as a share of the layer's largest, that rounding closes."""
+"""Largest gap between the logits of two experts that rounding explains, as a share of the layer's largest."""
 
 
 class Verdict(NamedTuple):
-    """The answer to: is this difference normal?"""
+    """Answer to the question: is this difference normal?"""
 
     is_normal: bool
     text: str
@@ -84,19 +84,18 @@ def _first_difference_text(measured: Measurement) -> str:
 
 
 def _is_exact_expected(measured: Measurement) -> bool:
-    """Whether the logits must be bit-equal: on the CPU both models use the same kernels in the same order."""
+    """Whether the logits must be bit-equal: on a CPU both models use the same kernels in the same order."""
     return measured.device == "cpu" and bool(measured.logits.sources)
 
 
 def _is_within_bound(stats: LogitStats, precision: str) -> bool:
-    """Whether another order of operations explains the difference; it never explains NaN or infinity."""
+    """Whether a different order of operations explains the difference; it never explains NaN or infinity."""
     if precision == "fp32":
         return stats.max <= FP32_MAX and stats.top1 == 1
     return stats.cosine >= HALF_COSINE
 
 
 def _bound_text(precision: str) -> str:
-    """The bound in words."""
     return f"at most {FP32_MAX:g} and the same top-1" if precision == "fp32" else f"cosine {HALF_COSINE}"
 
 

@@ -1,4 +1,4 @@
-"""Compares every weight of a checkpoint with the Hugging Face folder, bit by bit, in plain words."""
+"""Compare every weight of a checkpoint with the Hugging Face folder, bit by bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class WeightDifference(NamedTuple):
-    """A Hugging Face tensor whose values in the checkpoint are not equal."""
+    """A Hugging Face tensor that is not bit-equal to its values in the checkpoint."""
 
     name: str
     what: str
@@ -28,25 +28,22 @@ class WeightDifference(NamedTuple):
 
 
 class WeightComparison(NamedTuple):
-    """The result of comparing all weights of a checkpoint with a Hugging Face folder."""
+    """Result of comparing all weights of a checkpoint with a Hugging Face folder."""
 
     num_tensors: int
-    """Number of tensors of the folder's model."""
+    """Tensors of the folder's model."""
     is_rounded: bool
-    """Whether the folder's weights had to be rounded to the type of the checkpoint."""
+    """Whether the folder's weights were rounded to the checkpoint's dtype."""
     differences: list[WeightDifference]
-    """The tensors that are not bit-equal."""
 
 
 def compare_weights(
     stage: LanguageModule, model: ModelConfig, folder: Path, *, is_tied: bool
 ) -> WeightComparison:
-    """Convert the checkpoint's weights back to Hugging Face tensors and compare them with the folder's.
+    """Convert the checkpoint's weights to Hugging Face tensors and compare them with the folder's tensors.
 
     Args:
-        stage: the whole model, in the stored type; the folder's weights are rounded to this type.
-        model: the shape of `stage`.
-        folder: the Hugging Face folder.
+        stage: the whole model in the stored dtype, to which the folder's weights are rounded.
         is_tied: whether config.json ties the output layer to the embedding.
     Raises:
         ConversionError: the folder cannot be read, or lacks a tensor of its model.
@@ -75,7 +72,6 @@ def compare_weights(
 def _differences(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 ) -> list[WeightDifference]:
-    """The differences in the tensors that make up one parameter."""
     return [
         WeightDifference(name, _describe(ours[name], expected, theirs))
         for name, expected in theirs.items()
@@ -84,13 +80,7 @@ def _differences(
 
 
 def _describe(got: torch.Tensor, expected: torch.Tensor, siblings: Mapping[str, torch.Tensor]) -> str:
-    """Describe in plain words what the checkpoint has instead of `expected`.
-
-    Args:
-        got: the tensor in the checkpoint.
-        expected: the tensor in the folder.
-        siblings: the tensors of the folder that make up the same parameter.
-    """
+    """Describe what the checkpoint has in place of `expected`; `siblings` make up the same parameter."""
     for name, other in siblings.items():
         if _is_same(got, other):
             return f"holds the values of {name}"
@@ -107,7 +97,7 @@ def _describe(got: torch.Tensor, expected: torch.Tensor, siblings: Mapping[str, 
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as integers: NaN equals itself, 0 and -0 differ."""
+    """Values as integers: NaN equals itself, 0 and -0 differ."""
     return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 

@@ -1,4 +1,4 @@
-"""Compares the tensors of two stored checkpoints, whatever the layouts in which they were saved."""
+"""Compares the tensors of two stored checkpoints; their layouts may differ."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from patch.checkpoint.stored import Box, Reader, intersection, windows
 from patch.errors import CheckpointError
 
 _WINDOW_ELEMENTS = 2**20
-"""Elements that are compared at once; it bounds the memory that a comparison needs."""
+"""Elements compared at a time; bounds the memory."""
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> type in which its bits are compared."""
+"""Bytes of an element -> dtype in which the bits are compared."""
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that the two checkpoints do not have in common to the bit."""
+    """A tensor whose shape, dtype or bits differ."""
 
     name: str
     first: list[int]
     second: list[int]
-    """Its shape in each of them."""
+    """The shapes in the first and the second checkpoint."""
     dtypes: list[str]
     num_different: int
-    """Elements of the common part with other bits, or with other values where the types differ."""
+    """Different elements of the common part: by bits, or by value if the dtypes differ."""
     largest: float | None
-    """The largest absolute difference in the common part; None if only one of them has a NaN somewhere."""
+    """Largest absolute difference in the common part, or None if only one tensor has a NaN somewhere."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Comparison:
     """The comparison of two checkpoints, as plain values."""
 
     is_equal: bool
-    """Whether the tensors are the same to the bit, with the same names."""
+    """Whether all names and all bits are equal."""
     num_equal: int
-    """Tensors with the same shape, type and bits."""
+    """Tensors with equal shape, dtype and bits."""
     differences: list[TensorDifference]
     only_first: list[str]
     only_second: list[str]
@@ -53,10 +53,7 @@ def compare(first: Reader, second: Reader, advance: Callable[[int], None]) -> Co
     """Compare all tensors, window by window.
 
     Args:
-        first: a checkpoint.
-        second: another one.
-        advance: called with the number of bytes of `first` after each window.
-
+        advance: called after each window with its bytes in `first`.
     Raises:
         CheckpointError: values cannot be read.
     """
@@ -107,7 +104,7 @@ def _compare_tensor(
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
-    """The number of elements that differ, and the largest absolute difference."""
+    """Return the number of different elements and the largest absolute difference."""
     if one.dtype == other.dtype:
         bits = _INTEGERS.get(one.element_size(), torch.uint8)
         ours, theirs = (values.contiguous().reshape(-1).view(bits) for values in (one, other))

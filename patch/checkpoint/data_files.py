@@ -1,10 +1,9 @@
-"""Writes data files: those of one rank by a few threads, or a whole checkpoint piece by piece in one process.
+"""Writes data files: one rank's files with a few threads, or a whole checkpoint piece by piece.
 
-The latter never has all of it in memory. Upstream's writer needs the whole state at once
-(megatron/core/dist_checkpointing/serialization.py:278). The format itself does not: a `.distcp` file is a
-sequence of torch.save records, and the pickled `.metadata` states where each piece of a tensor is stored
-(torch/distributed/checkpoint/metadata.py). A tensor may be tiled in any way; a reader with another layout
-takes what it needs from each piece.
+Writing piece by piece, in one process, needs little memory. Upstream's writer needs the whole state at once
+(megatron/core/dist_checkpointing/serialization.py:278). The format does not: a `.distcp` file is a sequence
+of torch.save records, and the pickled `.metadata` states where each piece of a tensor is stored
+(torch/distributed/checkpoint/metadata.py). A tensor may be tiled in any way.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import io
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -40,7 +39,7 @@ from patch.storage.names import COMMON_KEY, METADATA_FILE
 from patch.storage.places import AnyPath
 
 NUM_FILES = 2
-"""Files of each rank, which are written at the same time."""
+"""Files per rank, written at the same time."""
 
 Value = torch.Tensor | io.BytesIO
 
@@ -49,20 +48,20 @@ _crc32_users = 0
 
 
 class WrittenFiles(NamedTuple):
-    """The data files that a rank has written."""
+    """The data files of a rank."""
 
     places: np.ndarray
-    """(n, 3) int64: the file's number, and the offset and length in bytes of each value, in their order."""
+    """(n, 3) int64: file number, offset and length in bytes of each value, in the order of the values."""
     contents: dict[str, Checksum]
-    """Length and checksum of each file, by name."""
+    """Length and checksum by file name."""
 
 
 class CancelledError(Exception):
-    """The writing was given up."""
+    """The save was cancelled."""
 
 
 def data_file(rank: int, number: int) -> str:
-    """The name of a data file."""
+    """Return the name of a data file."""
     return f"__{rank}_{number}.distcp"
 
 
@@ -73,15 +72,11 @@ def write_data(
     cancelled: threading.Event,
     files: list[SummedFile],
 ) -> WrittenFiles:
-    """Write a rank's values and make them durable.
+    """Write a rank's values and sync the files to the disk.
 
     Args:
-        folder: the checkpoint's folder.
-        rank: of this process.
-        values: tensors and opaque objects.
-        cancelled: once it is set, the writing is given up before the next value.
-        files: each file is added when it is created, so that other threads can see how far it is.
-
+        cancelled: if it is set, writing stops before the next value.
+        files: each file is appended when it is created, so that other threads can read the progress.
     Raises:
         OSError: a file cannot be written.
         CancelledError: `cancelled` was set.
@@ -94,9 +89,19 @@ def write_data(
     def write(number: int) -> None:
         name = data_file(rank, number)
         try:
-            contents[name] = _write_file(
-                folder / name, number, values, shares[number], places, cancelled, files
-            )
+            with closing(SummedFile(folder / name)) as file:
+                files.append(file)
+                for index in shares[number]:
+                    if cancelled.is_set():
+                        raise CancelledError
+                    value = values[index]
+                    if isinstance(value, io.BytesIO):
+                        begin = file.tell()
+                        # Not getbuffer: after an error its memory may be freed twice (python/cpython#111049).
+                        places[index] = (number, begin, file.write(value.getvalue()))
+                    else:
+                        places[index] = (number, *write_record(file, value))
+                contents[name] = file.finish()
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
 
@@ -113,38 +118,10 @@ def write_data(
     return WrittenFiles(places, contents)
 
 
-def _write_file(
-    path: AnyPath,
-    number: int,
-    values: Sequence[Value],
-    share: list[int],
-    places: np.ndarray,
-    cancelled: threading.Event,
-    files: list[SummedFile],
-) -> Checksum:
-    file = SummedFile(path)
-    files.append(file)
-    try:
-        for index in share:
-            if cancelled.is_set():
-                raise CancelledError
-            value = values[index]
-            if isinstance(value, io.BytesIO):
-                begin = file.tell()
-                # Not getbuffer, whose memory an error may free twice (python/cpython#111049).
-                places[index] = (number, begin, file.write(value.getvalue()))
-            else:
-                places[index] = (number, *write_record(file, value))
-        return file.finish()
-    finally:
-        file.close()
-
-
 @contextmanager
 def _no_zip_checksums() -> Iterator[None]:
-    """Make torch.save skip its CRC-32, which takes as long as writing and which torch.load never checks.
-
-    It is a setting of the process: while any thread is in this context, no thread computes them.
+    """Make torch.save skip CRC-32, which takes as long as writing and is never checked by torch.load.
+    It is a process-wide setting: it is off while any thread is in this context.
     """
     global _crc32_users
     with _crc32_lock:
@@ -160,19 +137,20 @@ def _no_zip_checksums() -> Iterator[None]:
 
 
 def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
-    """Append a record; its offset and length in bytes.
+    """Append a record, and return its offset and length in bytes.
 
     Args:
-        stream: the data file.
         value: a tensor, or an opaque object in the format of megatron-core's ShardedObject.
-
     Raises:
         OSError: the file cannot be written.
     """
     begin = stream.tell()
     try:
         with _no_zip_checksums():
-            torch.save(_alone(value) if isinstance(value, torch.Tensor) else value, cast(IO[bytes], stream))
+            torch.save(
+                _with_own_storage(value) if isinstance(value, torch.Tensor) else value,
+                cast(IO[bytes], stream),
+            )
     except RuntimeError:  # torch's zip writer raises it instead of the stream's error
         if stream.error is not None:
             raise stream.error from None
@@ -180,12 +158,9 @@ def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
     return begin, stream.tell() - begin
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor with a storage of its own size, which is all that torch.save writes.
-
-    What is on a disk (patch/memory/disk.py) is read now, so that no more than this is in memory.
-
-    A view of a larger CPU storage is not copied.
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous CPU tensor with a storage of its size, because torch.save writes whole storages.
+    A tensor on disk is read only now, to bound memory. A view of a larger CPU storage is not copied.
     """
     tensor = on_host(tensor.detach()).contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -197,7 +172,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split(values: Sequence[Value]) -> list[list[int]]:
-    """The values of each file by index, so that the files are about equally long; none is empty."""
+    """Return the value indices of each file; the files have similar lengths and none is empty."""
     files: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(NUM_FILES)]
     for index in sorted(range(len(values)), key=lambda index: -_num_bytes(values[index])):
         size, number, share = heapq.heappop(files)
@@ -211,11 +186,7 @@ def _num_bytes(value: Value) -> int:
 
 
 class PieceWriter:
-    """Writes the data file of a checkpoint piece by piece; `finish` adds the other files.
-
-    Args:
-        folder: an existing, empty folder.
-    """
+    """Writes a checkpoint piece by piece into an existing, empty folder; `finish` adds the other files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -223,11 +194,7 @@ class PieceWriter:
         self._index = Metadata(state_dict_metadata={}, storage_data={})
 
     def add(self, piece: Piece, shape: tuple[int, ...]) -> None:
-        """Append a piece of a tensor. The pieces of one key must tile the tensor and have the same dtype.
-
-        Args:
-            piece: the piece.
-            shape: the shape of the whole tensor.
+        """Append a piece of a tensor of this shape; a key's pieces tile the tensor and have one dtype.
 
         Raises:
             OSError: the file cannot be written.
@@ -253,11 +220,7 @@ class PieceWriter:
         self._index.storage_data[index] = StorageInfo(data_file(0, 0), begin, length)
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Finish the data file and write the other files of the checkpoint; the checksums last.
-
-        Args:
-            common: plain values.
-        """
+        """Finish the data file and write the other files; the checksums last."""
         if COMMON_IS_OBJECT:
             self.add_object(COMMON_KEY, common)
         contents = {data_file(0, 0): self._stream.finish()}

@@ -4,8 +4,8 @@ root/iter_0000100/         .metadata  __<rank>_<n>.distcp  common.pt  metadata.j
 root/iter_0000200.tmp/     being written; never read
 root/latest_checkpointed_iteration.txt "100"
 
-In a store, which cannot rename, a checkpoint is written under its own name: it counts once checksums.json is
-there, and the file .unfinished says whose remains may be removed.
+A store cannot rename, so a checkpoint is written under its final name. It counts as complete when it has
+checksums.json. The file .unfinished marks remains that may be removed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _logger = get_logger(__name__)
 _PARTIAL = ".tmp"
 _REPLACED = ".old"
 _REMOVED = ".removed_"
-"""The beginning of the name of a checkpoint that is being deleted."""
+"""Name prefix of a checkpoint that is being deleted."""
 _RESUME_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
 _LOAD_CURE = "bring the files back, or give another checkpoint"
 _RELEASE_CURE = "it is not what was saved; convert the model again"
@@ -56,26 +56,23 @@ _FOLDER_CURE = "it is not what was saved; take another checkpoint"
 
 
 class NoWholeCheckpointError(CheckpointError):
-    """There are checkpoints, or remains of them, but none is whole."""
+    """There are checkpoints, or remains of checkpoints, but none is complete and undamaged."""
 
 
 def iteration_folder(root: AnyPath, iteration: int) -> AnyPath:
-    """The folder of one checkpoint."""
+    """Return the folder of one checkpoint."""
     return root / iteration_name(iteration)
 
 
 def latest_iteration(root: AnyPath) -> int | None:
-    """The newest undamaged checkpoint in `root`; None if nothing was ever saved there.
+    """Return the newest undamaged checkpoint in `root`, or None if nothing was ever saved there.
 
-    That is the checkpoint named by the tracker, or else the next newest one, with a warning that names the
-    damaged file. A folder without checksums.json is damaged too, because that file is written last. A
-    collective in a job: rank 0 lists the checkpoints, and all ranks verify them.
+    It is the checkpoint that the tracker names, or else the next newest one, with a warning that names the
+    damaged file. A folder without checksums.json counts as damaged, because that file is written last. In a
+    job this is a collective: rank 0 lists the checkpoints, and all ranks verify them.
 
-    Args:
-        root: the folder of a run's checkpoints.
     Raises:
-        CheckpointError: there are checkpoints, but none is undamaged, and training must not start over beside
-            them.
+        CheckpointError: all checkpoints are damaged. Training must not start over beside them.
     """
     damaged: list[str] = []
     field = "save" if isinstance(root, RemotePath) else "output_path"
@@ -96,9 +93,9 @@ def latest_iteration(root: AnyPath) -> int | None:
 
 
 def _saved_iterations(root: AnyPath) -> list[int]:
-    """The iterations of the checkpoints in `root`, damaged ones included, in no particular order."""
+    """Return the iterations of the checkpoints in `root`, including damaged ones, in any order."""
     iterations = all_iterations(root)
-    if isinstance(root, RemotePath):  # the others are uploads that were interrupted
+    if isinstance(root, RemotePath):  # unmarked ones are interrupted uploads
         return [iteration for iteration in iterations if is_marked(iteration_folder(root, iteration))]
     return iterations
 
@@ -108,15 +105,12 @@ def weights_folder(load: Path) -> Path: ...
 @overload
 def weights_folder(load: AnyPath) -> AnyPath: ...
 def weights_folder(load: AnyPath) -> AnyPath:
-    """The folder of the checkpoint from which weights are read; a collective in a job.
+    """Return the folder of the checkpoint from which weights are read; a collective in a job.
 
     Args:
-        load: the folder of a checkpoint, a folder of checkpoints (ours, Megatron-LM's or converted), or a
-            run's folder.
-
+        load: a checkpoint, a folder of checkpoints (ours, Megatron-LM's or converted), or a run's folder.
     Returns:
-        The folder of a complete checkpoint, or of a legacy one (`mp_rank_*`).
-
+        the folder of a complete checkpoint, or of a legacy checkpoint (`mp_rank_*`).
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
@@ -126,9 +120,8 @@ def weights_folder(load: AnyPath) -> AnyPath:
 
 
 def unverified_weights(load: AnyPath) -> tuple[AnyPath, Callable[[], None]]:
-    """The folder that `weights_folder` returns, and what verifies it, for a caller that reads it meanwhile.
-
-    Both are collectives in a job, and raise what `weights_folder` does.
+    """Return the folder of `weights_folder`, and a function that verifies it while the caller reads.
+    Both are collectives in a job and raise the errors of `weights_folder`.
     """
     with fail_together(f"{load} cannot be read", CheckpointError):
         found, cure = from_rank_0(lambda: _find_weights(load))
@@ -143,8 +136,8 @@ def unverified_weights(load: AnyPath) -> tuple[AnyPath, Callable[[], None]]:
 
 
 def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
-    """The folder of the checkpoint, and the cure if it is damaged; None: it has no checksums."""
-    load = load.resolve() if isinstance(load, Path) else load  # a link to the best one has another name
+    """Return the checkpoint's folder, and the advice if it is damaged, or None if it has no checksums."""
+    load = load.resolve() if isinstance(load, Path) else load  # `best` and `last` are links
     if is_marked(load):
         return load, _RELEASE_CURE if load.name == RELEASE else _FOLDER_CURE
     if is_complete(load) or any(load.glob("mp_rank_*")):
@@ -164,7 +157,7 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             f"folder with .metadata{hint_of_store(load)}"
         )
-    # Who only reads weights is never given an older checkpoint, since users expect the newest.
+    # A load of weights never takes an older checkpoint, because users expect the newest.
     cure = (
         "the newest checkpoint is not what was saved; to take an older one, name its own folder "
         f"({root / 'iter_*'}), or let a resume of that run train the lost steps again"
@@ -173,7 +166,7 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
 
 
 def _legacy_folder(root: AnyPath) -> AnyPath:
-    """The legacy checkpoint that the tracker names; the first one if the tracker names none."""
+    """Return the legacy checkpoint that the tracker names, or the first one if it names none."""
     tracked = read_tracker(root) or ""
     names = sorted({path.parent.name for path in root.glob("*/mp_rank_*")})
     iteration = iteration_in(tracked)
@@ -186,13 +179,8 @@ def _legacy_folder(root: AnyPath) -> AnyPath:
 
 
 def _newest_first(root: AnyPath, iterations: list[int], cure: str, field: str) -> list[int]:
-    """The newest iteration first (see `newest_of`), then the tracker's, then the others from new to old.
-
-    Args:
-        root: the folder of checkpoints.
-        iterations: those of the checkpoints in it.
-        cure: what a user can do if there are only remains of checkpoints.
-        field: the configuration field that names the folder.
+    """Return the newest iteration (see `newest_of`), then the tracker's, then the rest from new to old.
+    If there are only remains of checkpoints, raise an error with the advice `cure`.
     """
     tracked, newest = iteration_in(read_tracker(root)), newest_of(root, iterations)
     if newest is None:
@@ -211,8 +199,7 @@ def _newest_first(root: AnyPath, iterations: list[int], cure: str, field: str) -
 
 
 def _refuse_remains(root: AnyPath, cure: str, field: str) -> None:
-    """Refuse a folder with a tracker or a checkpoint under another name in it.
-
+    """Refuse a folder with a tracker or with a checkpoint under another name.
     A run that was killed during its first save leaves neither, so it may start again.
     """
     remains = []
@@ -228,15 +215,14 @@ def _refuse_remains(root: AnyPath, cure: str, field: str) -> None:
 
 
 class MarkedFolder(NamedTuple):
-    """The folder of one checkpoint in a store: as `StagedFolder`, but it is written under its own name.
-
+    """The folder of one checkpoint in a store. Unlike `StagedFolder`, it is written under its final name.
     All methods raise OSError if the store fails.
     """
 
     partial: RemotePath
 
     def open(self) -> None:
-        """Remove what has this name, its marker first, and begin anew."""
+        """Remove an older folder of this name, its marker first, and begin a new one."""
         unfinished = self.partial / UNFINISHED_FILE
         if self.partial.is_dir():
             unfinished.write_bytes(b"")
@@ -245,7 +231,7 @@ class MarkedFolder(NamedTuple):
         unfinished.write_bytes(b"")
 
     def publish(self, *, files_are_synced: bool) -> None:
-        """Nothing but a hint is left to remove: the marker, the last file, has published it."""
+        """Remove the file .unfinished; the marker, the last file, has published the folder already."""
         try:
             (self.partial / UNFINISHED_FILE).unlink(missing_ok=True)
         except OSError as error:
@@ -255,7 +241,7 @@ class MarkedFolder(NamedTuple):
 
 
 def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
-    """The folder of one checkpoint, with the temporary names used while it is written or replaced."""
+    """Return the folder of one checkpoint, with the temporary names for writing or replacing it."""
     if isinstance(target, RemotePath):
         return MarkedFolder(target)
     return StagedFolder(
@@ -264,9 +250,8 @@ def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
 
 
 def open_staging(target: AnyPath) -> AnyPath:
-    """Create an empty temporary folder for `target`; those that killed runs left are removed.
-
-    The caller has made sure that the lock is still its own.
+    """Remove the folders that killed runs left, and create an empty temporary folder for `target`.
+    The caller has checked that it still holds the lock.
 
     Raises:
         OSError: the folder cannot be created, or an old one cannot be removed.
@@ -292,10 +277,9 @@ def _remove_unfinished(root: RemotePath) -> None:
 
 
 def publish(target: AnyPath) -> None:
-    """Give the written folder its name, replacing an older one, and update the tracker.
+    """Rename the written folder to its final name, replacing an older one, and update the tracker.
 
-    The files have been flushed to the disk already. The order (data, name, tracker) leaves a complete
-    checkpoint on the disk after every step.
+    The files are synced already. The order (data, name, tracker) always leaves a complete checkpoint on disk.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -313,10 +297,9 @@ def publish(target: AnyPath) -> None:
         ) from error
 
 
-def set_aside(folder: AnyPath) -> None:
-    """Take the name of a checkpoint, whole; `delete_set_aside` then frees its space.
-
-    In a store, which cannot rename, the file .removed in it says so, and its marker goes.
+def mark_removed(folder: AnyPath) -> None:
+    """Rename a checkpoint so that it no longer counts; `delete_removed` then frees its space.
+    A store cannot rename: there the file .removed marks the checkpoint, and its checksums.json is removed.
 
     Raises:
         OSError: it cannot be renamed.
@@ -329,13 +312,11 @@ def set_aside(folder: AnyPath) -> None:
     if hidden.exists():
         shutil.rmtree(hidden)
     folder.rename(hidden)
-    sync(folder.parent)  # its files must not be gone, after a crash of the machine, while it has its old name
+    sync(folder.parent)  # else a crash could leave the old name without files
 
 
-def delete_set_aside(root: AnyPath) -> None:
-    """Delete the checkpoints that were set aside, also by a process that was killed before it could.
-
-    Two threads may call it at once.
+def delete_removed(root: AnyPath) -> None:
+    """Delete the checkpoints that were set aside, also by a killed process. Two threads may call this.
 
     Raises:
         OSError: a store fails.

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in host memory, from which a checkpoint is written while training goes on."""
+"""Copies of a rank's state in host memory, from which a checkpoint is written while training continues."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ _ALIGNMENT = 64
 
 
 class HostCopies:
-    """One buffer that is kept from save to save, because memory that is new to a process is slow.
-
-    It is pinned where states are on a GPU, so that copies have the full rate of the bus.
+    """A buffer that is reused by all saves, because the first write to new memory is slow.
+    It is pinned if states are on a GPU, so that copies run at the full rate of the bus.
     """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def prepare(self, values: list[Value]) -> Callable[[], list[Value]]:
-        """Prepare to copy values as all work that is queued on their GPU by now leaves them.
+        """Return a function that copies the values in any thread, after the work now queued on their GPU.
+
+        The function returns the list when the copies are complete. They are valid until the next copy. It
+        raises MemoryError or RuntimeError if host memory is too small.
 
         Args:
-            values: tensors on the host or one GPU; opaque objects and tensors on a disk, which are not
-                copied. The function replaces each tensor by its copy, so that one that only this list holds
-                is freed at once.
-
-        Returns:
-            a function that copies, in any thread, and returns the list; the copies are complete then, and
-            valid until the next one is called. It raises MemoryError or RuntimeError if the system has not
-            enough memory.
+            values: tensors on the host or one GPU. Opaque objects and tensors on disk are not copied. Each
+                tensor in this list is replaced by its copy, which frees a tensor that only the list holds.
         """
         gpus = {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
         assert len(gpus) < 2, "a rank has one GPU"
@@ -58,7 +54,7 @@ class HostCopies:
                 copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
                 values[index] = copy.copy_(value.detach(), non_blocking=True)
                 if value.is_cuda:
-                    value.record_stream(stream)  # its memory is free when the copy is done, not before
+                    value.record_stream(stream)  # keeps its memory until the copy is done
             copied = streams.Event()
             copied.record(stream)
         copied.synchronize()
@@ -67,18 +63,18 @@ class HostCopies:
     def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
         if self._buffer.numel() >= num_bytes:
             return
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
         if is_pinned:
             try:
                 self._buffer = allocate_pinned(num_bytes, torch.uint8)
                 return
             except MemoryError as error:
-                _logger.warning("copies for checkpoints are not pinned, and so slower: %s", error)
+                said = "host copies for checkpoints use unpinned memory and are slower: %s"
+                _logger.warning(said, error)
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _room(value: Value) -> int:
-    """Bytes of a value's place in the buffer."""
     if isinstance(value, io.BytesIO) or is_on_disk(value):
         return 0
     return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -34,7 +34,7 @@ from patch.storage.places import AnyPath, file_sizes, file_stats, subfolders
 from patch.storage.text_files import parse_yaml
 
 _GROUPS = {"optimizer": "optimizer states", "random": "random states", "rng_state": "random states"}
-"""First part of a name -> group; everything else is weights."""
+"""First part of a name -> group; other names are weights."""
 _NAME = re.compile(r"iter_\d+")
 _LAYER = re.compile(r"layers\.\d+\.")
 _LAYOUT = (
@@ -46,12 +46,12 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class FileState:
-    """A file of a checkpoint, after its comparison with its checksum."""
+    """A checkpoint's file, compared with its checksum."""
 
     name: str
     num_bytes: int
     complaint: str | None
-    """The fault, in words."""
+    """The fault, or None."""
     is_verified: bool
     """Whether it has a checksum."""
 
@@ -63,50 +63,50 @@ class Neighbour:
     name: str
     num_bytes: int
     note: str
-    """Such as "best", or "incomplete"."""
+    """Such as "best" or "incomplete"."""
 
 
 @dataclass(frozen=True)
 class AlikeTensors:
-    """Tensors that differ only in the number of their layer."""
+    """Tensors that differ only in their layer number."""
 
     name: str
     group: str
-    """weights, optimizer states, random states"""
+    """weights, optimizer states or random states"""
     num_tensors: int
     num_bytes: int
-    """Bytes of all of them."""
     shape: list[int]
     dtype: str
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that is known of a checkpoint, as plain values."""
+    """The known facts of a checkpoint, as plain values."""
 
     folder: str
     format: str
-    """torch_dist, or mp_rank: Megatron-LM's old one."""
+    """torch_dist, or mp_rank for Megatron-LM's old format"""
     saved: str
-    """Time of the newest of its files."""
+    """Time of the newest file."""
     files: list[FileState]
     complaints: list[str]
-    """All faults, damaged files included."""
+    """All faults, including damaged files."""
     facts: dict[str, Any]
-    """Iteration, versions, layout: those that are known."""
+    """Iteration, versions and layout, if known."""
     tensors: list[AlikeTensors]
     num_objects: int
     neighbours: list[Neighbour]
 
 
 def find_stored(load: AnyPath) -> AnyPath:
-    """The checkpoint at `load`, damaged or not: itself, or the one whose weights would be loaded, or remains.
+    """Return the checkpoint at `load`, damaged or not.
+
+    It is `load` itself, the checkpoint whose weights would be loaded, or a checkpoint's remains.
 
     Args:
         load: a run's folder, a folder of checkpoints, or one checkpoint.
-
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
         OSError: a store does not answer, also in the functions below.
     """
     is_itself = any((load / name).is_file() for name in (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE))
@@ -122,19 +122,18 @@ def find_stored(load: AnyPath) -> AnyPath:
 
 
 def num_bytes_of(folder: AnyPath) -> int:
-    """Bytes of all files in a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(file_sizes(folder).values())
 
 
 def inspect(folder: AnyPath, advance: Callable[[int], None]) -> tuple[Inspection, Reader | None]:
-    """Read everything about a checkpoint but its values, and compare its files with their checksums.
+    """Read all facts about a checkpoint except its values, and verify its checksums.
 
     Args:
         folder: the checkpoint itself, from `find_stored`.
         advance: called with the number of bytes of each file that was read.
-
     Returns:
-        The inspection, and a reader of the values; None if the checkpoint cannot be read.
+        the inspection, and a reader of the values, or None if the checkpoint cannot be read.
     """
     files, complaints = _verify(folder, advance)
     try:
@@ -161,7 +160,6 @@ def inspect(folder: AnyPath, advance: Callable[[int], None]) -> tuple[Inspection
 
 
 def _verify(folder: AnyPath, advance: Callable[[int], None]) -> tuple[list[FileState], list[str]]:
-    """The files, and what is wrong with them; also the files that should be there."""
     manifest = read_manifest(folder)
     saved = manifest if isinstance(manifest, dict) else {}
     there = file_sizes(folder)
@@ -192,12 +190,11 @@ def _group(name: str) -> str:
 
 
 def type_name(tensor: StoredTensor) -> str:
-    """The type of a tensor's values, such as bfloat16."""
+    """Return the dtype's name, such as bfloat16."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _facts(folder: AnyPath, common: dict[str, Any]) -> dict[str, Any]:
-    """Its plain values, the run's layout, and how many processes have written the checkpoint."""
     facts = {key: value for key, value in plain_values(common).items() if key not in ("config", "args")}
     text = common.get("config")
     with suppress(ValueError, AttributeError, TypeError):  # a file may say anything
@@ -210,7 +207,7 @@ def _facts(folder: AnyPath, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_values(common: dict[str, Any]) -> dict[str, Any]:
-    """The texts and numbers among them, and dicts of them; in a hostile file dicts may have no end."""
+    """Return the texts, the numbers and flat dicts of them. Dicts in a hostile file may nest without end."""
     found = {}
     for name, value in common.items():
         parts = value.items() if isinstance(value, dict) else [(name, value)]
@@ -224,7 +221,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _neighbours(folder: AnyPath) -> list[Neighbour]:
-    """All checkpoints in its folder, from old to new."""
     root = folder.parent
     complete = set(map(iteration_name, complete_iterations(root)))
     links = [root / name for name in (LAST_LINK, BEST_LINK)] if isinstance(root, Path) else []

@@ -1,7 +1,7 @@
-"""Loads checkpoints: everything is checked on all ranks before a value of the model changes.
+"""Loads checkpoints; all ranks check everything before a value of the model changes.
 
-A load that fails in the middle leaves tensors half read, so every name, shape, dtype and file size is checked
-before. The loading run may have any layout (TP, PP, DP): each rank reads its part of each tensor.
+A load that fails in the middle leaves tensors half read. So all names, shapes, dtypes and file sizes are
+checked first. The loading run may have any layout (TP, PP, DP): each rank reads its part of each tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import (
-    NO_CURES,
-    AnyWeights,
-    Cure,
+    NO_FIXES,
+    Fix,
+    WeightsOnly,
     check_files,
     check_fit,
     copied,
@@ -52,30 +52,25 @@ _MOST_COMMON_BYTES = 1 << 30
 
 
 def load_checkpoint(
-    root: AnyPath, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, Cure] = NO_CURES
+    root: AnyPath, iteration: int, sharded_state: dict[str, Any], fixes: Mapping[str, Fix] = NO_FIXES
 ) -> dict[str, Any]:
     """Load the sections in `sharded_state` in place; a collective over all ranks.
 
     Args:
         root: the folder of a run's checkpoints.
-        iteration: the iteration of the checkpoint.
-        sharded_state: sections as given to save_checkpoint, in any layout. Sections that are left out are not
-            read: {"model": ...} loads only the weights.
-        cures: prefix of tensor names -> what a user can do if such a tensor is missing or unexpected. The
-            first prefix that matches is used. The caller gives them, because it knows its tensors and flags.
-
+        sharded_state: sections as given to save_checkpoint, in any layout. Omitted sections are not read:
+            {"model": ...} loads only the weights.
+        fixes: name prefix -> advice if such a tensor is missing or unexpected; the first match counts.
     Returns:
-        The same nesting with tensors and objects instead of shards, and the common state added.
-
+        the same nesting with tensors and objects instead of shards, and the common state added.
     Raises:
-        CheckpointError: on all ranks: the checkpoint is missing, damaged, contains code, or does not fit the
-            state (the message names the tensor and both shapes). The state is unchanged unless reading the
-            tensors failed.
+        CheckpointError: on all ranks: the checkpoint is missing, damaged, contains code, or does not fit (the
+            message names the tensor and both shapes). The state is unchanged unless reading tensors failed.
     """
     folder = iteration_folder(root, iteration)
     with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
         common = read_common(root, iteration)
-    merge(common, _load(folder, sharded_state, cures))
+    merge(common, _load(folder, sharded_state, fixes))
     return common
 
 
@@ -85,33 +80,29 @@ def load_only_weights(
     *,
     prefixes: tuple[str, ...],
     vocab_size: int,
-    cures: Mapping[str, Cure] = NO_CURES,
+    fixes: Mapping[str, Fix] = NO_FIXES,
 ) -> None:
     """Load a model's weights in place, from any checkpoint with megatron-core's keys; a collective.
 
-    Unlike a resume, this accepts weights of another dtype (they are rounded to nearest even, with a warning)
-    and another vocabulary padding, and ignores everything else in the checkpoint.
+    Unlike a resume, this accepts another vocabulary padding, and another dtype (rounded to nearest even, with
+    a warning). `fixes` and errors are those of `load_checkpoint`.
 
     Args:
         folder: the folder of the checkpoint itself (see `weights_folder`).
         sharded_state: the model's section, in any layout.
-        prefixes: prefixes of the names of a model's tensors; the checkpoint's other tensors are ignored.
-        vocab_size: rows of the vocabulary without padding; the checkpoint must have at least these.
-        cures: see `load_checkpoint`.
-
-    Raises:
-        CheckpointError: see `load_checkpoint`.
+        prefixes: name prefixes of a model's tensors; other tensors of the checkpoint are ignored.
+        vocab_size: rows of the vocabulary without padding; the least that the checkpoint must have.
     """
-    _load(folder, sharded_state, cures, AnyWeights(prefixes, vocab_size))
+    _load(folder, sharded_state, fixes, WeightsOnly(prefixes, vocab_size))
 
 
 def _load(
     folder: AnyPath,
     sharded_state: dict[str, Any],
-    cures: Mapping[str, Cure],
-    weights: AnyWeights | None = None,
+    fixes: Mapping[str, Fix],
+    weights: WeightsOnly | None = None,
 ) -> dict[str, Any]:
-    """Check and load shards in place; a collective. Returns the same nesting with tensors and objects."""
+    """Check and load shards in place; return the nesting with tensors and objects. A collective."""
     with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
         index = read_metadata(folder / METADATA_FILE)
         if dist.get_rank() == 0:
@@ -120,7 +111,7 @@ def _load(
         shards = shards_of(sharded_state)
     requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
     with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
-        check_fit(folder, index, shards, requested, cures, weights)
+        check_fit(folder, index, shards, requested, fixes, weights)
     if weights is not None:
         _warn_of_rounding(folder, index, shards)
     failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
@@ -135,10 +126,8 @@ def _load(
 
 
 def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """Read all that the shards want.
-
-    As megatron-core's load (dist_checkpointing/serialization.py:55), which reads through torch's planner: no
-    rank waits for another one here, and nothing is unpickled but by our own readers.
+    """Read all values of the shards, as megatron-core's load does (dist_checkpointing/serialization.py:55).
+    Upstream reads through torch's planner. Here no rank waits for another, and only our readers unpickle.
     """
     state, _, factories = load_preprocess(copied(sharded_state))
     targets = []
@@ -150,16 +139,16 @@ def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str,
         if shard.data is None:
             shard.init_data("cpu")
         data = shard.data.detach()
-        if shard.allow_shape_mismatch:  # the stored one may have fewer rows
+        if shard.allow_shape_mismatch:  # the stored tensor may have fewer rows
             data.zero_()
-        stacked = data[(None,) * shard.prepend_axis_num]  # layers that are one tensor with a leading axis
+        stacked = data[(None,) * shard.prepend_axis_num]  # stacked layers have a leading axis
         targets.append((shard.key, Box(tuple(shard.global_offset), tuple(stacked.shape)), stacked))
         return data
 
     loaded = dict_list_map_outplace(value_of, extract_sharded_base(state)[0])
     reader.fill(target for target in targets if not is_on_disk(target[2]))
     for key, box, target in targets:
-        if is_on_disk(target):  # on a disk: one part after the other, so that memory holds no more
+        if is_on_disk(target):  # one part at a time, to bound memory
             write_values(target, reader.read(key, box).to(target.dtype))
     return apply_factory_merges(loaded, factories)
 
@@ -174,7 +163,6 @@ def _refuse_non_finite(shards: list[ShardedBase]) -> None:
 
 
 def _warn_of_rounding(folder: AnyPath, index: Metadata, shards: list[ShardedBase]) -> None:
-    """Log a warning if stored weights are rounded to the run's dtype."""
     wanted = {shard.key: shard.dtype for shard in shards if isinstance(shard, ShardedTensor)}
     stored = {
         metadata.properties.dtype
@@ -190,10 +178,10 @@ def _warn_of_rounding(folder: AnyPath, index: Metadata, shards: list[ShardedBase
 
 
 def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
-    """The plain values that were saved with the tensors; not a collective.
+    """Return the plain values that were saved with the tensors; not a collective.
 
     Raises:
-        CheckpointError: they are missing, damaged, or more than plain values.
+        CheckpointError: they are missing, damaged, or contain other types.
     """
     folder = iteration_folder(root, iteration)
     path = folder / COMMON_FILE
@@ -218,7 +206,7 @@ def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
 
 
 def _without_absent_extra_state(sharded_state: dict[str, Any], index: Metadata) -> dict[str, Any]:
-    """A copy of the state without those `_extra_state` objects (scales of 8 bits) that a checkpoint lacks."""
+    """Copy the state without the `_extra_state` objects (fp8 scales) that the checkpoint lacks."""
     kept, _ = extract_matching_values(
         sharded_state,
         lambda value: not isinstance(value, ShardedObject) or value.unique_key in index.state_dict_metadata,

@@ -1,7 +1,7 @@
-"""checksums.json: lengths and checksums of a checkpoint's files when they were saved, and its iteration.
+"""checksums.json: iteration of a checkpoint, and lengths and checksums of its files.
 
-It is written last, so it marks a checkpoint that is complete. Its own last value is the checksum of the rest.
-Checkpoints of other programs have none.
+It is written last, so it marks a complete checkpoint. Its last value is the checksum of the rest. Checkpoints
+of other programs have none.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from patch.device import same_device
+from patch.device import device_setter
 from patch.distributed.collectives import all_gather_object, fail_together, from_rank_0
 from patch.errors import CheckpointError
-from patch.numbers import to_int
 from patch.storage.atomic import sync
 from patch.storage.checksums import Checksum, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
 from patch.storage.places import AnyPath, file_sizes
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import parse_json, read_small
+from patch.text import to_int
 
 _OWN = "crc32"
 _NUM_THREADS = 2
 
 
 def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Checksum]) -> None:
-    """Write checksums.json, the last file of a checkpoint, and make it durable.
+    """Write checksums.json, the last file of a checkpoint, and sync it to the disk.
 
     Args:
-        folder: the checkpoint.
-        iteration: its iteration.
         contents: lengths and checksums of all other files.
     Raises:
         OSError: the file cannot be written.
@@ -48,15 +46,15 @@ def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Checksum
 
 
 def is_marked(folder: AnyPath) -> bool:
-    """Whether the folder has the marker of a complete checkpoint of ours, readable or not."""
+    """Return whether the folder has our marker of a complete checkpoint, readable or not."""
     return (folder / CHECKSUMS_FILE).exists()
 
 
 def damage(folder: AnyPath) -> str | None:
-    """How the folder differs from what was saved, in words; None if it does not.
+    """Return how the folder differs from what was saved, or None if it does not.
 
-    In a job this is a collective: rank 0 reads checksums.json, and each rank checks the files that the rank
-    of its number wrote. At the same layout it reads them again to load them, now from its machine's memory.
+    In a job this is a collective: rank 0 reads checksums.json, and each rank checks the files of the same
+    rank number. At the same layout it loads these files next, then from the page cache.
 
     Raises:
         CheckpointError: a store does not answer.
@@ -72,14 +70,14 @@ def damage(folder: AnyPath) -> str | None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
     names = [name for name in sorted(files) if _writer(name) % world_size == rank]
     with fail_together(f"{folder} cannot be verified", CheckpointError):
-        with ThreadPoolExecutor(_NUM_THREADS, initializer=same_device()) as pool:
+        with ThreadPoolExecutor(_NUM_THREADS, initializer=device_setter()) as pool:
             differences = list(pool.map(lambda name: difference(folder / name, files[name]), names))
     complaint = next(filter(None, differences), None)
     return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
 
 def _writer(name: str) -> int:
-    """The rank that wrote a file."""
+    """Return the rank that wrote a file."""
     match = re.match(r"__(\d+)_", name)
     return to_int(match[1]) or 0 if match else 0
 
@@ -93,7 +91,7 @@ def _own_checksum(manifest: dict[str, Any]) -> str:
 
 
 def has_saved_lengths(folder: AnyPath) -> bool:
-    """Whether the folder has checksums.json and the files that it names, as long as they were."""
+    """Return whether the folder has checksums.json, and all its files with their saved lengths."""
     try:
         files, lengths = read_manifest(folder), file_sizes(folder)
     except OSError:
@@ -102,7 +100,7 @@ def has_saved_lengths(folder: AnyPath) -> bool:
 
 
 def read_manifest(folder: AnyPath) -> dict[str, Checksum] | str | None:
-    """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing.
+    """Return the checksums by file name, the fault of checksums.json as a text, or None if it is missing.
 
     Raises:
         OSError: a store does not answer.
@@ -121,7 +119,7 @@ def read_manifest(folder: AnyPath) -> dict[str, Checksum] | str | None:
             raise
         return f"{path} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        return f"{path} is no list of checksums: {type(error).__name__}"
+        return f"{path} is damaged ({type(error).__name__}), expected the checksums of the files"
     if text != _text({**manifest, _OWN: _own_checksum(manifest)}):
         return f"{path} has CRC-32 {_own_checksum(manifest)}, expected {own}"
     if not files:

@@ -1,9 +1,8 @@
-"""Saves checkpoints into a temporary folder, which is then renamed; errors leave earlier ones intact.
+"""Saves checkpoints into a temporary folder, which is then renamed; errors leave earlier checkpoints intact.
 
-A save is planned by all ranks together; then a thread of each rank writes that rank's files, and at last a
-thread of rank 0 writes the index and the checksums and renames the folder. Training may go on meanwhile.
-
-A store has no renaming: the checksums, written last, publish a checkpoint there.
+All ranks plan a save together. A thread of each rank writes the rank's files. Then a thread of rank 0 writes
+the index and the checksums, and renames the folder. Training may continue meanwhile. A store cannot rename:
+there the checksums, written last, publish a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from patch.checkpoint.data_files import Value, WrittenFiles, data_file, write_data
 from patch.checkpoint.folder import (
-    delete_set_aside,
+    delete_removed,
     iteration_folder,
     open_staging,
     publish,
@@ -40,17 +39,17 @@ from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.memory import is_on_disk
-from patch.numbers import size_text
 from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Checksum, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
 from patch.storage.places import AnyPath
+from patch.text import size_text
 
 _logger = get_logger(__name__)
 
 _FOLDER_IS_SEEN_S = 90.0
-"""For so long a machine may not see a folder that another one has created."""
+"""Longest time until a host sees a folder that another host created."""
 
 
 def save_checkpoint(
@@ -60,11 +59,10 @@ def save_checkpoint(
 
     Args:
         root: the folder of a run's checkpoints, shared by all ranks; created if missing.
-        iteration: the number of finished optimizer steps. A checkpoint of the same iteration is replaced.
-        sharded_state: sections of sharded state dicts ("model", "optimizer", "random"); it is not changed.
-            The model's keys are upstream's; the keys of another section begin with the section's name.
+        iteration: number of finished optimizer steps. A checkpoint of the same iteration is replaced.
+        sharded_state: sections of sharded state dicts ("model", "optimizer", "random"); not changed. Model
+            keys are upstream's; keys of other sections begin with the section's name.
         common: values of plain (JSON) types, the same on every rank; rank 0 writes them.
-
     Raises:
         CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
     """
@@ -78,13 +76,11 @@ def start_save(
     common: dict[str, Any],
     host_copies: HostCopies | None = None,
 ) -> Save:
-    """Plan a checkpoint and begin to write it; a collective.
+    """Plan a checkpoint and start to write it; a collective with the arguments of `save_checkpoint`.
 
     Args:
-        root, iteration, sharded_state, common: see `save_checkpoint`.
-        host_copies: where this rank's part is copied to, in the background. The state may be changed after
+        host_copies: the buffer for background copies of this rank's part. The state may be changed after
             `Save.wait_for_copies`; without copies, only after `Save.finish`.
-
     Raises:
         CheckpointError: on all ranks, if any rank could not begin.
     """
@@ -98,7 +94,7 @@ def start_save(
         needed = sum(all_gather_object(num_bytes))
         with fail_together(f"checkpoint {target} was not started", CheckpointError):
             if dist.get_rank() == 0:
-                check_held(target)  # what `open_staging` removes would be another run's
+                check_held(target)  # else `open_staging` would remove files of another run
                 open_staging(target)
                 if isinstance(target, Path):
                     _check_space(target, needed)
@@ -110,24 +106,17 @@ def start_save(
 
 
 class Writing(NamedTuple):
-    """How far a rank is with writing a checkpoint; any progress changes it."""
+    """The progress of a rank's save; any change is progress."""
 
     iteration: int
     is_publishing: bool
     """Whether only the last files of rank 0 are missing."""
     num_bytes: int
-    """Written to this rank's data files so far."""
+    """Bytes in this rank's data files so far."""
 
 
 class Save:
-    """A checkpoint that is being written. All ranks call its collective methods at the same points.
-
-    Args:
-        target: the checkpoint's folder.
-        iteration: its iteration.
-        planner: holds what is to be written.
-        host_copies: see `start_save`.
-    """
+    """A checkpoint that is being written. All ranks call its collective methods at the same points."""
 
     def __init__(
         self,
@@ -145,8 +134,7 @@ class Save:
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
         self._reads_disk = any(map(is_on_disk, planner.values))
-        """Whether values lie on a disk, of which there are no copies: the state may change once all is
-        written."""
+        """Whether values are on disk. They are not copied, so the state may change only after the write."""
         self._copy: Callable[[], list[Value]] | None = None
         if host_copies is not None:
             self._copy = host_copies.prepare(planner.values)
@@ -154,7 +142,7 @@ class Save:
             torch.cuda.synchronize()  # the thread reads on another stream
         self._begin = time.perf_counter()
         self.seconds = 0.0
-        """From the start until the checkpoint was complete; known on rank 0 once it is."""
+        """Seconds from start to completion; set on rank 0."""
         self._thread: threading.Thread | None = None
         self._start(self._write)
 
@@ -169,7 +157,7 @@ class Save:
         return thread is not None and thread.is_alive()
 
     def progress(self) -> Writing | None:
-        """How far this rank is; None if it writes nothing at present. Not a collective, and of any thread."""
+        """Return this rank's progress, or None if it writes nothing. Not a collective; for any thread."""
         if not self.is_busy:
             return None
         return Writing(self.iteration, self._is_publishing, sum(file.tell() for file in self._files))
@@ -179,11 +167,10 @@ class Save:
         self._copied.wait()
 
     def advance(self) -> bool:
-        """Go on when no rank is busy any more, or else wait for that; a collective.
+        """Wait for the current phase on all ranks and start the next one; a collective.
 
         Returns:
-            whether the checkpoint is complete; if not, call it again later.
-
+            whether the checkpoint is complete; if not, call again later.
         Raises:
             CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
         """
@@ -205,16 +192,12 @@ class Save:
         return False
 
     def finish(self) -> None:
-        """Wait until the checkpoint is complete; a collective.
-
-        Raises:
-            CheckpointError: see `advance`.
-        """
+        """Wait until the checkpoint is complete; a collective that raises the errors of `advance`."""
         while not self.advance():
             pass
 
     def abandon(self) -> None:
-        """Give the checkpoint up, for a run that fails; not a collective. Its folder stays, unpublished."""
+        """Stop the save of a run that fails; not a collective. The folder stays, unpublished."""
         self._cancelled.set()
         self._join()
 
@@ -248,7 +231,7 @@ class Save:
             self._copied.set()
 
     def _publish(self, by_rank: list[WrittenFiles]) -> None:
-        """Write the index and the checksums, and publish the folder; in a thread of rank 0."""
+        """Write the index and the checksums, and publish the folder; runs in a thread of rank 0."""
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
         for name, data in self._planner.small_files.items():
@@ -273,13 +256,7 @@ class Save:
 
 
 def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
-    """Wait until this machine sees the folder that rank 0 has created.
-
-    Over NFS a machine may remember for 30 to 60 s that something was not there.
-
-    Raises:
-        CheckpointError: it does not see it.
-    """
+    """Wait until this host sees the folder of rank 0; NFS may cache its absence for 30 to 60 s."""
     begin = time.monotonic()
     while not folder.is_dir() and not cancelled.is_set():
         if time.monotonic() - begin > _FOLDER_IS_SEEN_S:
@@ -293,10 +270,8 @@ def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
 
 @contextmanager
 def _discarding(target: AnyPath) -> Iterator[None]:
-    """A context of all ranks: on a CheckpointError rank 0 removes what was written of the checkpoint.
-
-    Not if another run has taken the lock over, which may write the same checkpoint; and in a store the next
-    save does it, because the store may be the reason of the error.
+    """Let rank 0 remove the partial checkpoint after a CheckpointError on all ranks.
+    Skip it if another run took the lock, or in a store, which may be the cause: its next save removes it.
     """
     try:
         yield
@@ -315,8 +290,8 @@ def _failure(target: AnyPath) -> str:
 
 def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
-    if free < needed:  # what the last save superseded is still being deleted, perhaps
-        delete_set_aside(target.parent)
+    if free < needed:  # a superseded checkpoint may still be being deleted
+        delete_removed(target.parent)
         free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise CheckpointError(

@@ -1,7 +1,4 @@
-"""The shards of a state dict on this rank; checks that a checkpoint is complete and fits it.
-
-No tensor is read.
-"""
+"""The shards of a state dict on this rank; checks that a checkpoint is complete and fits. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ from patch.storage.text_files import read_json
 
 _NAMED = 5
 _OVERHEAD = 2048
-"""A small tensor's file record (torch.save's zip) is about 1.6 kB, its line in the index 0.4 kB."""
+"""Bytes of a small tensor: about 1.6 kB for its record (torch.save's zip), 0.4 kB in the index."""
 
 
-class Cure(NamedTuple):
+class Fix(NamedTuple):
     """Advice for a checkpoint that does not fit the run."""
 
     advice: str
@@ -40,18 +37,18 @@ class Cure(NamedTuple):
     """The configuration field to change."""
 
 
-_SAME_LAYOUT = Cure("resume with the TP, PP and number of processes that the checkpoint was saved with")
-_SAME_MODEL = Cure(
+_SAME_LAYOUT = Fix("resume with the TP, PP and number of processes that the checkpoint was saved with")
+_SAME_MODEL = Fix(
     "take the model shape and the tokenizer that the checkpoint was trained with", "model_size"
 )
-SAME_PRECISION = Cure("take the checkpoint's precision", "precision")
-SAME_MOMENTS = Cure("take its --exp-avg-dtype and --exp-avg-sq-dtype", "exp_avg_dtype")
-_SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
-NO_CURES: Mapping[str, Cure] = MappingProxyType({})
+SAME_PRECISION = Fix("take the checkpoint's precision", "precision")
+SAME_MOMENTS = Fix("take its --exp-avg-dtype and --exp-avg-sq-dtype", "exp_avg_dtype")
+_SECTION_FIXES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
+NO_FIXES: Mapping[str, Fix] = MappingProxyType({})
 
 
 def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
-    """This rank's ShardedTensors and ShardedObjects. A factory (fc1: gate and up) is expanded to shards."""
+    """Return this rank's ShardedTensors and ShardedObjects; factories (fc1: gate and up) are expanded."""
     shards: list[ShardedBase] = []
     for value in nested_values(sharded_state):
         if isinstance(value, ShardedTensorFactory):
@@ -62,10 +59,8 @@ def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
 
 
 def copied(sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the nesting and the shards that shares the tensors.
-
-    Upstream changes what it is given: it expands factories in place, and adds a leading axis to the data of
-    stacked layers.
+    """Copy the nesting and the shards, but share the tensors.
+    Upstream expands factories of its argument in place, and adds an axis to the data of stacked layers.
     """
     return dict_list_map_outplace(
         lambda value: copy.copy(value) if isinstance(value, ShardedBase) else value, sharded_state
@@ -73,12 +68,12 @@ def copied(sharded_state: dict[str, Any]) -> dict[str, Any]:
 
 
 def index_key(shard: ShardedBase) -> str:
-    """The shard's key in the checkpoint's index."""
+    """Return the shard's key in the checkpoint's index."""
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 
 def bytes_to_write(shards: list[ShardedBase]) -> int:
-    """Bytes of the tensors that this rank writes. Replicas count once; objects are small and ignored."""
+    """Return the bytes of the tensors that this rank writes; small objects are ignored."""
     written = [
         shard for shard in shards if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]
@@ -87,11 +82,7 @@ def bytes_to_write(shards: list[ShardedBase]) -> int:
 
 
 def check_files(folder: AnyPath, index: Metadata) -> None:
-    """Check that metadata.json can be read, and that every data file exists and is as long as the index says.
-
-    Args:
-        folder: the checkpoint.
-        index: its parsed `.metadata`.
+    """Check metadata.json and the existence and lengths of all data files.
 
     Raises:
         CheckpointError: a file is missing, damaged or truncated; the message names it.
@@ -100,7 +91,10 @@ def check_files(folder: AnyPath, index: Metadata) -> None:
     lengths: dict[str, int] = defaultdict(int)
     for place in index.storage_data.values():
         if PurePath(place.relative_path).name != place.relative_path:
-            raise CheckpointError(f"{folder} names a data file outside of itself: {place.relative_path}")
+            raise CheckpointError(
+                f"{folder} names the data file {place.relative_path}, expected a file in the folder; take "
+                "another checkpoint"
+            )
         lengths[place.relative_path] = max(lengths[place.relative_path], place.offset + place.length)
     sizes = file_sizes(folder)
     for name, expected in lengths.items():
@@ -114,20 +108,23 @@ def check_files(folder: AnyPath, index: Metadata) -> None:
 
 
 def _check_description(path: AnyPath) -> None:
-    """Check metadata.json before upstream reads it in the middle of a load; only torch_dist is accepted."""
+    """Refuse a bad metadata.json before upstream reads it in the middle of a load."""
     try:
         backend = read_json(path)["sharded_backend"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; take another checkpoint") from error
     if backend != "torch_dist":
-        raise CheckpointError(f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'")
+        raise CheckpointError(
+            f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'; save it again as "
+            "torch_dist, or take another checkpoint"
+        )
 
 
-class AnyWeights(NamedTuple):
-    """A model's weights from any checkpoint, whose dtypes and vocabulary padding may differ."""
+class WeightsOnly(NamedTuple):
+    """Weights of any checkpoint; their dtypes and vocabulary padding may differ."""
 
     prefixes: tuple[str, ...]
-    """Prefixes of the keys of a model's tensors; other keys of the checkpoint are ignored."""
+    """Key prefixes of the model's tensors; other keys are ignored."""
     vocab_size: int
     """Rows of the vocabulary without padding."""
 
@@ -137,87 +134,82 @@ def check_fit(
     index: Metadata,
     shards: list[ShardedBase],
     requested: set[str],
-    cures: Mapping[str, Cure],
-    weights: AnyWeights | None = None,
+    fixes: Mapping[str, Fix],
+    weights: WeightsOnly | None = None,
 ) -> None:
     """Check that the checkpoint has exactly the requested keys, with the same shapes and dtypes.
 
-    Sections of which no rank requests a key are not compared.
+    Sections without a requested key are not compared.
 
     Args:
-        folder: the checkpoint, for messages.
-        index: its parsed `.metadata`.
-        shards: the shards that this rank loads.
-        requested: the keys that all ranks together load.
-        cures: prefix of keys -> what to do if such a key is missing or unexpected.
-        weights: only weights are loaded, and these may differ.
-
+        requested: keys that all ranks together load.
+        fixes: key prefix -> advice if such a key is missing or unexpected.
+        weights: given if only weights are loaded; their dtypes and padding may differ.
     Raises:
-        CheckpointError: it does not fit; the message names the tensors, both shapes or dtypes, and for a
-            missing tensor the nearest stored name.
+        CheckpointError: the checkpoint does not fit. The message names the tensors, both shapes or dtypes,
+            and the stored name nearest to a missing one.
     """
     stored = index.state_dict_metadata
     keys = {key for key in stored if weights is None or key.startswith(weights.prefixes)} - {COMMON_KEY}
-    _check_names(folder, keys, requested, cures)
+    _check_names(folder, keys, requested, fixes)
     for shard in shards:
         if isinstance(shard, ShardedTensor):
             _check_tensor(folder, shard, stored[shard.key], weights)
 
 
-def _check_names(folder: AnyPath, stored: set[str], requested: set[str], cures: Mapping[str, Cure]) -> None:
+def _check_names(folder: AnyPath, stored: set[str], requested: set[str], fixes: Mapping[str, Fix]) -> None:
     stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
     missing = sorted(requested - stored)
     if missing:
         hint = nearest(missing[0], sorted(stored))
-        cure = _cure(missing, cures)
-        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {cure.advice}", field=cure.field)
+        fix = _fix_for(missing, fixes)
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {fix.advice}", field=fix.field)
     sections = {_section(key) for key in requested}
     unexpected = sorted(key for key in stored - requested if _section(key) in sections)
     if unexpected:
-        cure = _cure(unexpected, cures)
+        fix = _fix_for(unexpected, fixes)
         raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this run does not have; {cure.advice}",
-            field=cure.field,
+            f"{folder} holds {_listed(unexpected)}, which this run does not have; {fix.advice}",
+            field=fix.field,
         )
 
 
-def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights: AnyWeights | None) -> None:
+def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights: WeightsOnly | None) -> None:
     if not isinstance(stored, TensorStorageMetadata):
         raise CheckpointError(f"{folder}: {shard.key} is an object, expected a tensor")
     got, expected = tuple(stored.size), tuple(shard.global_shape)
     is_padded = weights is not None and shard.allow_shape_mismatch and got[0] >= weights.vocab_size
     if got != expected and not (is_padded and got[1:] == expected[1:]):
-        cure = _SECTION_CURES[_section(shard.key)]
+        fix = _SECTION_FIXES[_section(shard.key)]
         raise CheckpointError(
-            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; {cure.advice}",
-            field=cure.field,
+            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; {fix.advice}",
+            field=fix.field,
         )
     if weights is None and stored.properties.dtype != shard.dtype:
-        cure = SAME_MOMENTS if ".exp_avg" in shard.key else SAME_PRECISION
+        fix = SAME_MOMENTS if ".exp_avg" in shard.key else SAME_PRECISION
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
-            + cure.advice,
-            field=cure.field,
+            + fix.advice,
+            field=fix.field,
         )
 
 
-def _cure(keys: list[str], cures: Mapping[str, Cure]) -> Cure:
-    """The advice for keys that are missing or unexpected."""
-    for prefix, cure in cures.items():
+def _fix_for(keys: list[str], fixes: Mapping[str, Fix]) -> Fix:
+    for prefix, fix in fixes.items():
         if any(key.startswith(prefix) for key in keys):
-            return cure
-    cure = _SECTION_CURES[_section(keys[0])]
-    return cure._replace(advice=f"it was saved by another model: {cure.advice}")
+            return fix
+    fix = _SECTION_FIXES[_section(keys[0])]
+    return fix._replace(advice=f"it was saved by another model: {fix.advice}")
 
 
 def _section(key: str) -> str:
-    """The section of a key: its first part, or "model", whose keys have no prefix."""
+    """Return the first part of a key, or "model", whose keys have no prefix."""
     first = key.split(".", 1)[0]
-    return first if first in _SECTION_CURES else "model"
+    return first if first in _SECTION_FIXES else "model"
 
 
 def _is_extra_state(key: str) -> bool:
-    """Whether the key is that of a layer's opaque object, which only some layer implementations have."""
+    """Return whether the key is an opaque object of a layer, which only some implementations have."""
     return "._extra_state/" in key
 
 

@@ -1,9 +1,9 @@
-"""The tensors of a stored checkpoint, without a model or a job: names, shapes, types, any part of the values.
+"""Reads a stored checkpoint without a model or a job: names, shapes, dtypes, and any part of a tensor.
 
-A reader does not depend on how the tensors were cut into pieces when they were saved. Files on a disk are
-mapped, so a reader needs memory for what it returns and one window; torch's own FileSystemReader has a whole
-stored piece in memory for each part of it that is wanted. From a store, the pieces of one tensor are read
-whole. If a mapped file is cut while it is read, SIGBUS ends the process; lengths are checked before.
+A reader does not depend on how tensors were sharded when they were saved. Files on disk are mapped, so a
+reader needs memory for its results and one window. torch's FileSystemReader holds a whole stored piece for
+each part that is read. From a store, the pieces of one tensor are read whole. If a mapped file is truncated
+during a read, SIGBUS ends the process; lengths are checked first.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from patch.storage.text_files import read_small
 
 LEGACY_FILE = "model_optim_rng.pt"
 WINDOW_BYTES = 2 * 2**20
-"""Bytes copied at once. They fit the processor's cache."""
+"""Bytes copied at a time; they fit the processor's cache."""
 _MOST_MAPPED = 64
-"""Files that are mapped at once: each keeps a file open."""
+"""Most files mapped at a time; each keeps a file open."""
 _MOST_COMMON_BYTES = 1 << 30
 _MAPPED_BYTES = 256 * 2**20
-"""After this many bytes a file of the old format is mapped again, so that its pages leave the memory."""
+"""A file of the old format is mapped again after this many bytes, to release its pages."""
 _KEPT_BYTES = 16 * 2**20
-"""After this many bytes the pages of mapped files that were read leave the memory of this process."""
+"""The pages of mapped files are released after this many bytes."""
 
 
 class StoredTensor(NamedTuple):
-    """Shape and dtype of a stored tensor, known without reading it."""
+    """Shape and dtype of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -66,24 +66,21 @@ class Piece(NamedTuple):
 
     key: str
     offsets: tuple[int, ...]
-    """The index of its first element in the whole tensor."""
+    """The index of the first element in the whole tensor."""
     tensor: torch.Tensor
 
 
 class _StoredPiece(NamedTuple):
-    """Where a piece of a tensor is stored."""
-
     box: Box
     place: StorageInfo
 
 
 class TorchDistReader:
-    """Reads a torch_dist checkpoint, ours or another program's.
+    """Reads a torch_dist checkpoint of this project or another program.
 
     Args:
         folder: the checkpoint itself (`iter_*`, `release`).
-        index: its parsed `.metadata`, if the caller has read it and has its files checked.
-
+        index: its parsed `.metadata`, if the caller has read it and checks the files.
     Raises:
         CheckpointError: the index cannot be read, or a data file is missing or truncated.
     """
@@ -105,29 +102,30 @@ class TorchDistReader:
             }
             self._stored = _stored_pieces(folder, index, self._places)
         except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder / METADATA_FILE} is no index of tensors: {error}") from error
+            what = f"cannot be read as a checkpoint index: {error}; take another checkpoint"
+            raise CheckpointError(f"{folder / METADATA_FILE} {what}") from error
         self._records: dict[tuple[str, int], np.ndarray] = {}
-        """The bytes of the pieces of the tensor that was read last, by file and offset."""
+        """The bytes of the pieces of the last read tensor, by file and offset."""
         self._last_key: str | None = None
         self._mapped: dict[Path, mmap.mmap] = {}
         self._num_bytes = 0
-        """Bytes that were read since pages left the memory."""
+        """Bytes read since pages were released."""
 
     def common(self) -> dict[str, Any]:
-        """The plain values beside the tensors; objects of a program's own classes are empty stand-ins.
+        """Return the plain values beside the tensors; objects of other classes become empty stand-ins.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the values cannot be read.
         """
         place = None if (self.folder / COMMON_FILE).is_file() else self._places.get((COMMON_KEY, ()))
         return _load_dict(self.folder / (place.relative_path if place else COMMON_FILE), place)
 
     def boxes(self, key: str) -> list[Box]:
-        """The pieces in which a tensor is stored, in the order of the files."""
+        """Return the boxes of a tensor's stored pieces, in the order of the files."""
         return [stored.box for stored in sorted(self._stored.get(key, ()), key=_position)]
 
     def read(self, key: str, box: Box) -> torch.Tensor:
-        """A copy of a part of a tensor, from all pieces that have values of it.
+        """Return a copy of a part of a tensor, from all pieces that overlap it.
 
         Raises:
             CheckpointError: a piece cannot be read, or the pieces do not cover the part.
@@ -137,14 +135,11 @@ class TorchDistReader:
         return values
 
     def fill(self, targets: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Read parts of tensors into others, in the order of the files.
+        """Read parts of stored tensors into target tensors, in the order of the files; errors as in `read`.
 
         Args:
-            targets: the stored tensor, the part of it, and where its values go, converted to that type. What
-                lies outside of the stored tensor stays as it is.
-
-        Raises:
-            CheckpointError: see `read`.
+            targets: key, part and target tensor. Values are converted to the target's dtype. Elements outside
+                of the stored tensor are not changed.
         """
         parts = []
         for key, box, target in targets:
@@ -165,10 +160,10 @@ class TorchDistReader:
             self._read_part(key, piece, common, target)
 
     def read_object(self, key: str) -> Any:
-        """The value of an opaque object, which holds nothing but tensors and plain values.
+        """Return the value of an opaque object.
 
         Raises:
-            CheckpointError: it cannot be read, or it holds something else.
+            CheckpointError: it cannot be read, or holds anything but tensors and plain values.
         """
         place = self._places[key, ()]
         path = self.folder / place.relative_path
@@ -177,7 +172,7 @@ class TorchDistReader:
             return value
 
     def pieces(self, keys: set[str]) -> Iterator[Piece]:
-        """All values of these tensors in the order of the files, a window of neighbouring rows at a time.
+        """Yield all values of these tensors in the order of the files, one window of adjacent rows at a time.
 
         Raises:
             CheckpointError: values cannot be read; the message names the file and the tensor.
@@ -189,13 +184,12 @@ class TorchDistReader:
                 yield Piece(key, window.offsets, self._window(key, stored, window))
 
     def _read_part(self, key: str, stored: _StoredPiece, part: Box, target: torch.Tensor) -> None:
-        """Read a part of a stored piece; the values are converted to the target's dtype."""
+        """Read a part of a stored piece, converted to the target's dtype."""
         for window in windows(part, WINDOW_BYTES // self.tensors[key].dtype.itemsize):
             where = _slices(_relative(window, part), window.sizes)
             target[where].copy_(self._window(key, stored, window))
 
     def _window(self, key: str, stored: _StoredPiece, window: Box) -> torch.Tensor:
-        """A copy of a part of a stored piece."""
         path, position = self.folder / stored.place.relative_path, _position(stored)
         dtype = self.tensors[key].dtype
         if key != self._last_key:
@@ -213,13 +207,8 @@ class TorchDistReader:
         return torch.from_numpy(copied).view(-1).view(dtype).view(window.sizes)
 
     def _record(self, path: AnyPath, stored: _StoredPiece, dtype: torch.dtype) -> np.ndarray:
-        """The bytes of a stored tensor, those of a number along a last axis; mapped from a file on a disk.
-
-        That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
-
-        Raises:
-            OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it
-                is another one than the index says.
+        """Return a stored piece as bytes [*shape, itemsize], mapped if the file is on disk.
+        The device `meta` reads no values since torch 2.11 (pytorch pull request 170619).
         """
         box, place = stored
         found = _load_record(path, place, "meta" if isinstance(path, Path) else "cpu")
@@ -241,7 +230,6 @@ class TorchDistReader:
         return found.contiguous().view(-1).view(torch.uint8).numpy().reshape(shape)
 
     def _map(self, path: Path) -> mmap.mmap:
-        """A file as memory."""
         if path not in self._mapped:
             if len(self._mapped) == _MOST_MAPPED:
                 self._records.clear()
@@ -255,8 +243,7 @@ class LegacyReader:
     """Reads a checkpoint in Megatron-LM's old format: one pickle for each rank, with the rank's own tensors.
 
     Args:
-        folder: the folder with `mp_rank_*`. A tensor's name begins with that of its rank.
-
+        folder: the folder with `mp_rank_*`. A tensor's name begins with the name of its rank's folder.
     Raises:
         CheckpointError: a file cannot be read.
     """
@@ -279,20 +266,20 @@ class LegacyReader:
         return sorted(self.folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
 
     def common(self) -> dict[str, Any]:
-        """The numbers that the files hold beside the tensors."""
+        """Return the numbers that the files hold beside the tensors."""
         return self._common
 
     def boxes(self, key: str) -> list[Box]:
-        """The whole tensor."""
+        """Return one box: the whole tensor."""
         shape = self.tensors[key].shape
         return [Box((0,) * len(shape), shape)]
 
     def read(self, key: str, box: Box) -> torch.Tensor:
-        """A part of a tensor, mapped from its file."""
+        """Return a part of a tensor, mapped from its file."""
         return self._values[key][_slices(*box)]
 
     def pieces(self, keys: set[str]) -> Iterator[Piece]:
-        """All values of these tensors, one after the other; a piece is valid until the next one is read."""
+        """Yield these tensors whole; a piece is valid until the next piece is read."""
         for path in self._files():
             values, num_bytes = {}, _MAPPED_BYTES
             of_rank = [key for key in self._values if key.startswith(f"{path.parent.name}.")]
@@ -307,12 +294,12 @@ Reader = TorchDistReader | LegacyReader
 
 
 def is_legacy_checkpoint(folder: AnyPath) -> bool:
-    """Whether this folder itself holds a checkpoint in Megatron-LM's old format."""
+    """Return whether this folder itself holds a checkpoint in Megatron-LM's old format."""
     return any(folder.glob("mp_rank_*"))
 
 
 def open_stored(folder: AnyPath) -> Reader:
-    """The reader of a checkpoint.
+    """Return the reader of a checkpoint.
 
     Raises:
         CheckpointError: it is damaged.
@@ -325,7 +312,7 @@ def open_stored(folder: AnyPath) -> Reader:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """The common part of two boxes with the same number of dimensions; None if it is empty."""
+    """Return the common part of two boxes with equal numbers of dimensions, or None if it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = [
         min(begin + size, other_begin + other_size)
@@ -336,7 +323,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def windows(box: Box, num_elements: int) -> Iterator[Box]:
-    """Cut a box into smaller ones of at most so many elements, in the order of memory."""
+    """Divide a box into boxes of at most `num_elements` elements, in the order of memory."""
     if math.prod(box.sizes) <= num_elements:
         yield box
         return
@@ -353,11 +340,8 @@ def windows(box: Box, num_elements: int) -> Iterator[Box]:
 def _stored_pieces(
     folder: AnyPath, index: Metadata, places: dict[tuple[str, tuple[int, ...]], StorageInfo]
 ) -> dict[str, list[_StoredPiece]]:
-    """Where the pieces of each tensor are, by the places of all records by key and first element.
-
-    Raises:
-        CheckpointError: the index names no file for a piece.
-        AttributeError, TypeError, ValueError: it is no index.
+    """Return where each tensor's pieces are; `places` is by key and offsets. A piece without a file raises
+    CheckpointError; a malformed index raises AttributeError, TypeError or ValueError.
     """
     pieces: dict[str, list[_StoredPiece]] = {}
     for key, stored in index.state_dict_metadata.items():
@@ -378,12 +362,10 @@ def _stored_pieces(
 
 
 def _position(stored: _StoredPiece) -> tuple[str, int]:
-    """The file and the offset of a piece."""
     return stored.place.relative_path, stored.place.offset
 
 
 def _relative(part: Box, whole: Box) -> list[int]:
-    """The offsets of a part within a box that contains it."""
     return [begin - origin for begin, origin in zip(part.offsets, whole.offsets, strict=True)]
 
 
@@ -392,7 +374,7 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _load_dict(path: AnyPath, place: StorageInfo | None = None) -> dict[str, Any]:
-    """The dict in a file, or in an object's place in a file, where it is the only value of a list."""
+    """Return the dict of a file, or of one record in it, a list with the dict as its only value."""
     try:
         if place is not None:
             if place.length > _MOST_COMMON_BYTES:
@@ -412,7 +394,7 @@ def _load_dict(path: AnyPath, place: StorageInfo | None = None) -> dict[str, Any
 
 
 def _load_rank(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The contents of a rank's file in the old format, and all its tensors, mapped, by their names in it."""
+    """Return the contents of a rank's file in the old format, and its mapped tensors by nested name."""
     contents = _load_dict(path)
     try:
         return contents, dict(_nested_tensors(contents, path.parent.name, set()))
@@ -421,13 +403,8 @@ def _load_rank(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in nested dicts and lists, with the names on the way to them.
-
-    Args:
-        values: a tensor, a container, or something else, which is ignored.
-        prefix: the name of `values`.
-        seen: ids of containers whose tensors are known. A hostile file may hold one in itself, or so often
-            that they would never end.
+    """Yield all tensors in nested dicts and lists, by nested name. `seen` has the ids of visited containers:
+    a hostile file may nest a container in itself, or repeat it endlessly.
     """
     if isinstance(values, torch.Tensor):
         yield prefix, values
@@ -445,7 +422,6 @@ def _load_record(path: AnyPath, place: StorageInfo, device: str | None = None) -
 
 @contextmanager
 def _record(path: AnyPath, place: StorageInfo) -> Iterator[IO[bytes]]:
-    """An object's place in a file, as a file."""
     if isinstance(path, RemotePath):
         yield io.BytesIO(path.read_bytes(place.offset, place.offset + place.length))
         return

@@ -1,17 +1,19 @@
-"""The rules of what is recomputed and what is in host memory: activations, weights, optimizer states."""
+"""Rules of recomputed activations, and of activations, weights and optimizer states in host memory."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 from patch.checks.model import divisors
 from patch.config.choices import ZeroStage
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.numbers import counted
+from patch.text import counted
 
 
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """Full recomputation divides a stage's layers into equal blocks."""
+    """Require blocks of full recomputation that divide each stage's layers."""
     block, stages = config.training.recompute_num_layers, sorted(set(config.stage_layers))
     is_uniform = config.training.recompute_method == "uniform"
     is_full = config.training.recompute_granularity == "full"
@@ -21,17 +23,9 @@ def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def check_activation_layers(config: RunConfig, machine: MachineFacts) -> None:
-    """Check that offload and recomputation of layers go together, and that the stages have so many layers.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that stages have enough layers for those that are offloaded or recomputed."""
     training, most = config.training, max(config.stage_layers)
     is_full, is_uniform = training.recompute_granularity == "full", training.recompute_method == "uniform"
-    if training.cpu_offloading and is_full and is_uniform:
-        expected = "block, or --recompute-granularity selective or none"
-        why = "it recomputes all layers, so --cpu-offloading finds none whose activations could travel"
-        refuse("recompute_method", "uniform", expected, why)
     has = f"the largest stage has {counted(most, 'layer')}"
     recomputed = training.recompute_num_layers if is_full and not is_uniform else 0
     if recomputed > most - training.cpu_offloading:
@@ -47,27 +41,16 @@ def check_activation_layers(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def check_activation_choice(config: RunConfig, machine: MachineFacts) -> None:
-    """Check that `auto` has a memory to fit, knows what it fits, and is not told what to choose.
-
-    Raises:
-        ConfigError: it has not, does not, or is.
-    """
-    training, field = config.training, "recompute_granularity"
-    if training.recompute_granularity != "auto":
-        return
-    if not machine.cuda_devices and not config.optimizer.simulated_device_memory:
+    """Check that `auto` has a memory limit."""
+    is_auto = config.training.recompute_granularity == "auto"
+    if is_auto and not machine.cuda_devices and not config.optimizer.simulated_device_memory:
         expected = "none, selective, full, or auto with --simulated-device-memory BYTES"
-        refuse(field, "auto", expected, "there is no GPU whose memory the activations should fit")
-    if config.model.precision_align is not None:
-        expected = "none, selective or full, or none at --precision-align"
-        refuse(field, "auto", expected, "it is not planned what transformers' order of operations keeps")
-    if training.cpu_offloading:
-        expected = "false, or --recompute-granularity none or selective"
-        refuse("cpu_offloading", "true", expected, "--recompute-granularity auto chooses the layers itself")
+        why = "there is no GPU whose memory the activations should fit"
+        refuse("recompute_granularity", "auto", expected, why)
 
 
 def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """The policy `auto` needs a device whose memory it can watch."""
+    """Require a device whose memory can be watched for the policy `auto`."""
     optimizer = config.optimizer
     is_auto = optimizer.optimizer_offload_policy == "auto"
     if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
@@ -75,8 +58,14 @@ def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
         refuse("optimizer_offload_policy", "auto", expected, "there is no GPU whose memory could be watched")
 
 
-def weights_can_leave(config: RunConfig, machine: MachineFacts) -> None:
-    """Weights in host memory come to the device as those of other ranks do; `auto` needs a device to fit."""
+def refuse_weights_on_host() -> NoReturn:
+    """Refuse weights in host memory whose states are on the device."""
+    expected = f"false, or static or auto at {where('optimizer_offload_policy')}, of as large a share"
+    refuse("cpu_offloading_weights", "true", expected, "weights in host memory are updated there")
+
+
+def weight_offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """Check that weights in host memory are ZeRO-3 shards updated there; `auto` needs a device to fit."""
     optimizer = config.optimizer
     if not optimizer.cpu_offloading_weights:
         return
@@ -87,9 +76,7 @@ def weights_can_leave(config: RunConfig, machine: MachineFacts) -> None:
     policy, share = optimizer.optimizer_offload_policy, optimizer.cpu_offloading_weights_fraction
     states = optimizer.optimizer_offload_fraction if policy == "static" else float(policy is not None)
     if states < (share or 0):
-        expected = f"static or auto at {where('optimizer_offload_policy')}, of as large a share"
-        why = "weights in host memory are updated there"
-        refuse("cpu_offloading_weights", "true", f"false, or {expected}", why)
+        refuse_weights_on_host()
     is_auto, has_device = optimizer.cpu_offloading_weights_fraction is None, machine.cuda_devices
     if is_auto and not has_device and not optimizer.simulated_device_memory:
         expected = "0 to 1, or auto with --simulated-device-memory BYTES"

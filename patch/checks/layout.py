@@ -1,6 +1,6 @@
-"""The rules of how a model, a sequence and a batch are split over processes, and on how many machines.
+"""Rules of how a model, a sequence and a batch are split over ranks, and over how many machines.
 
-`usable_sizes` and `set_spares_aside` answer with how few machines a run can go on (--min-nodes).
+`usable_sizes` and `set_spares_aside` tell on how few machines a run can continue (--min-nodes).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from patch.checks.run_length import global_batch_divides
 from patch.config.choices import ZeroStage
 from patch.config.fields import value_of
 from patch.config.positions import refuse, where
-from patch.config.schema import RANK_AXES, RunConfig
+from patch.config.schema import RANK_AXES, OptimizerConfig, RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import tensor_parallel_units
 from patch.layout.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
-from patch.numbers import counted
+from patch.text import counted
 
 
 def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """TP divides the number of query heads, of key/value groups and of MLP channels."""
+    """Require TP to divide the number of query heads, key/value groups and MLP channels."""
     tp_size, cuts = config.parallel.tensor_model_parallel_size, tensor_parallel_units(config.model)
     if any(count % tp_size for count in cuts.values()):
         found = ", ".join(f"{count} {what}" for what, count in cuts.items())
@@ -32,7 +32,7 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """With interleaving every process has several stages, all with the same number of layers."""
+    """Require interleaving to give every rank several stages, all with the same number of layers."""
     pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
     layers = config.parallel.num_layers_per_virtual_pipeline_stage
     if layers and pp_size == 1:
@@ -49,14 +49,8 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def context_parallel_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse what context parallelism cannot do."""
+    """Require heads that context-parallel ranks can share, for all-to-all."""
     cp_size, tp_size = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
-    if cp_size == 1:
-        return
-    if config.model.precision_align is not None:
-        expected = f"1, or none at {where('precision_align')}"
-        why = "transformers sums the scores of a whole sequence in one process, parts of it have other bits"
-        refuse("context_parallel_size", cp_size, expected, why)
     heads = config.model.num_attention_heads // tp_size
     if config.parallel.cp_comm_type == "a2a" and not config.heads_divide_by_cp:
         of_rank = f" of a TP={tp_size} rank" if tp_size > 1 else ""
@@ -65,7 +59,7 @@ def context_parallel_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """The processes make up whole replicas, and on a machine with GPUs each process has its own GPU."""
+    """Require whole replicas, and on a machine with GPUs one GPU for each process."""
     parallel = config.parallel
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     sizes = (tp_size, pp_size, parallel.context_parallel_size)
@@ -84,18 +78,18 @@ _LAYOUT = "pipeline_model_parallel_layout"
 _OVERLAP, _FLUSH = "overlap_p2p_communication", "overlap_p2p_communication_warmup_flush"
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 _MOST_NAMED = 8
-ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Flags that let embedding and loss count as layers."""
+SPLIT_ACCOUNTING_FLAGS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Flags that count embedding and loss as layers."""
 
 
 def layout_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Stages by hand have all layers of the model, and each pipeline rank has as many; nothing else cuts."""
+    """Require all layers in a manual layout, equally many stages per pipeline rank, and no other split."""
     parallel, num_layers = config.parallel, config.model.num_layers
     layout, pp_size = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
     if layout is None:
         return
     layers = layout_layers(layout)
-    for field in ("num_layers_per_virtual_pipeline_stage", *ACCOUNTED):
+    for field in ("num_layers_per_virtual_pipeline_stage", *SPLIT_ACCOUNTING_FLAGS):
         if value := value_of(config, field):
             instead = "false" if value is True else "0"
             why = "stages by hand say already how layers are cut"
@@ -112,7 +106,6 @@ def layout_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _example(num_layers: int, pp_size: int) -> str:
-    """A layout of such a model with one stage for each pipeline rank, as part of a message."""
     is_short = num_layers < pp_size
     if num_layers + 2 * is_short < pp_size:
         return ""
@@ -121,7 +114,7 @@ def _example(num_layers: int, pp_size: int) -> str:
 
 
 def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Every pipeline stage has a layer, or what counts as one."""
+    """Require a layer in every pipeline stage; embedding and loss may count as layers."""
     parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
     layers = parallel.num_split_layers(config.model.num_layers)
     if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
@@ -130,7 +123,7 @@ def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
-    """Interleaving needs PP micro-batches or more: so many pass a stage before the process changes stages."""
+    """Require at least PP micro-batches for interleaving: that many pass a stage before its rank switches."""
     count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
     if config.virtual_pipeline_size > 1 and count < pp_size:
         training = config.training
@@ -140,7 +133,7 @@ def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) ->
 
 
 def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
-    """The order of ranks names each axis once; axes of size 1 may be left out."""
+    """Require --rank-order to name each axis once; axes of size 1 may be omitted."""
     parallel = config.parallel
     named, expected = parallel.rank_order.split("-"), "tp, cp, dp and pp in any order, such as tp-cp-pp-dp"
     if len({*named}) < len(named) or not {*named} <= {*RANK_AXES, "ep"}:
@@ -150,8 +143,8 @@ def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
             refuse("rank_order", parallel.rank_order, expected, f"{axis} is missing, its size is {size}")
 
 
-def messages_can_travel(config: RunConfig, machine: MachineFacts) -> None:
-    """Messages between interleaved stages that do not overlap need three processes, and never overlap."""
+def p2p_overlap_is_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """Require overlapped p2p communication for interleaving at PP=2 and for warm-up and flush."""
     parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
     is_overlapped = parallel.overlap_p2p_communication
     if config.virtual_pipeline_size > 1 and pp_size == 2 and not is_overlapped:
@@ -164,7 +157,7 @@ def messages_can_travel(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def micro_batch_groups_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """The micro-batches of a step make up groups that upstream's interleaved schedule takes."""
+    """Require micro-batch groups that megatron-core's interleaved schedule accepts."""
     size, pp_size = value_of(config, _GROUP), config.parallel.pipeline_model_parallel_size
     count = config.num_micro_batches
     if size is None or config.virtual_pipeline_size == 1 or can_be_micro_batch_group(size, count, pp_size):
@@ -176,14 +169,14 @@ def micro_batch_groups_fit(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def counted_layers(config: RunConfig, number: int) -> str:
-    """So many layers, and what else was counted as one, in words."""
-    words = zip(ACCOUNTED, ("embedding", "loss"), strict=True)
+    """Return a number of layers in words, with a remark if embedding and loss are counted."""
+    words = zip(SPLIT_ACCOUNTING_FLAGS, ("embedding", "loss"), strict=True)
     counted = [word for field, word in words if value_of(config, field)]
     return f"{number} layers" + (f" ({' and '.join(counted)} counted)" if counted else "")
 
 
-def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
-    """The flags that choose what replicas share do not contradict each other."""
+def sharding_flags_agree(config: RunConfig, machine: MachineFacts) -> None:
+    """Refuse flags that contradict each other about the state that replicas share."""
     parallel = config.parallel
     if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
         why = "it shards gradients in addition to the optimizer's states"
@@ -194,31 +187,30 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def instances_share_states(config: RunConfig, machine: MachineFacts) -> None:
-    """Every instance of the distributed optimizer has equally many ranks, which share something."""
+    """Require distributed optimizer instances of equal size, with at least two ranks that share states."""
     instances, copies = config.parallel.num_distributed_optimizer_instances, config.num_weight_copies
     if instances == 1:
         return
     if config.sharding is ZeroStage.NONE:
-        why = f"{where('data_parallel_sharding')} none: replicas share nothing"
+        why = f"{where('data_parallel_sharding')} none: replicas shard no state"
         refuse("num_distributed_optimizer_instances", instances, "1", why)
     if copies % instances or copies == instances:
         fitting = [str(number) for number in range(1, copies) if copies % number == 0] or ["1"]
         why = f"{copies} replicas (DP x CP) form instances of equally many, at least two, ranks"
         refuse("num_distributed_optimizer_instances", instances, " or ".join(fitting), why)
-    if config.optimizer.cpu_offloading_weights:
-        why = "instances sum gradients on the device, and those of weights in host memory lie there too"
-        expected = f"1 beside {where('cpu_offloading_weights')}"
-        refuse("num_distributed_optimizer_instances", instances, expected, why)
 
 
 def gradients_can_be_rounded(config: RunConfig, machine: MachineFacts) -> None:
-    """Gradients that travel as bf16 are added up in fp32 by the rank that keeps the sum."""
-    sharding = config.sharding
-    if not config.optimizer.grad_reduce_in_bf16 or sharding == "auto":
-        return
-    if sharding.sums_on_the_way(config.num_weight_copies):
+    """Check rounded gradients of a run whose sharding is known."""
+    if config.sharding != "auto":
+        check_rounded_gradients(config.optimizer, config.sharding, config.num_weight_copies)
+
+
+def check_rounded_gradients(optimizer: OptimizerConfig, stage: ZeroStage, num_copies: int) -> None:
+    """Refuse bf16 gradient reduction by all-reduce: it sums in bf16, while a sharded sum stays in fp32."""
+    if optimizer.grad_reduce_in_bf16 and not stage.shards_states and num_copies > 1:
         expected = f"false, or {where('data_parallel_sharding')} optimizer, gradients or auto"
-        refuse("grad_reduce_in_bf16", "true", expected, "an all-reduce adds up in the type that travels")
+        refuse("grad_reduce_in_bf16", "true", expected, "an all-reduce sums in the dtype of the message")
 
 
 _SIZE_RULES = (
@@ -231,20 +223,14 @@ _SIZE_RULES = (
 
 
 def usable_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
-    """The numbers of machines, from --min-nodes to --nnodes, that layout and global batch allow."""
+    """Return the numbers of machines, from --min-nodes to --nnodes, that layout and global batch allow."""
     return sorted({*_fitting_sizes(config, machine), config.parallel.nnodes})
 
 
 def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """If layout and global batch do not allow all machines: the run on as many as they allow.
+    """Return the run on as many machines as layout and global batch allow, and a log line if machines remain.
 
-    Without --min-nodes and --max-restarts, which make the others spares, nothing changes.
-
-    Args:
-        config: the run on all machines.
-        machine: one of them.
-    Returns:
-        The run, and a line for the log if machines are left over.
+    Without --min-nodes and --max-restarts nothing changes; with them, the remaining machines are spares.
     """
     parallel = config.parallel
     if parallel.min_nodes is None or not parallel.max_restarts:
@@ -265,7 +251,7 @@ def _fitting_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
 
 
 def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:
-    """The run can go on with --min-nodes machines: layout and global batch allow it, and it may restart."""
+    """Require that layout, global batch and --max-restarts allow a run on --min-nodes machines."""
     parallel = config.parallel
     if parallel.min_nodes is None:
         return
@@ -282,7 +268,6 @@ def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _obstacle(config: RunConfig, machine: MachineFacts, size: int) -> ConfigError | None:
-    """Why the run is not possible on so many machines; None if it is."""
     smaller = replace(config, parallel=replace(config.parallel, nnodes=size))
     try:
         for rule in _SIZE_RULES:

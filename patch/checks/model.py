@@ -1,10 +1,9 @@
-"""The rules of a model's shape, and of the length of its sequences."""
+"""Rules of a model's shape, and of the length of its sequences."""
 
 from __future__ import annotations
 
 import math
 
-from patch.config.fields import scalar_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -13,21 +12,21 @@ from patch.families import (
     LATENT_FIELDS,
     UNUSED_ROTARY_BASE,
     family_of,
-    no_class,
+    reason_without_hf_class,
     traits_of,
 )
 
 
 def divisors(*numbers: int) -> str:
-    """The common divisors of the numbers, as the legal values in a message."""
+    """Return the common divisors of the numbers, as the legal values in a message."""
     common = math.gcd(*numbers)
-    # A number above 1e10 is a typing error; some of its divisors are left out, since finding all takes long.
+    # A number above 1e10 is a typo. Some of its divisors are omitted, because finding all takes long.
     small = [n for n in range(1, math.isqrt(min(common, 10**10)) + 1) if common % n == 0]
     return ", ".join(map(str, sorted({*small, *(common // n for n in small)})))
 
 
 def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """Every key/value group has the same number of query heads."""
+    """Require the same number of query heads in every key/value group."""
     model = config.model
     if model.num_attention_heads % model.num_query_groups:
         legal = divisors(model.num_attention_heads)
@@ -39,9 +38,9 @@ _HEADS = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
-    """Latent attention has all of its sizes, and each head a key and a value; another has none of them."""
+    """Require all sizes of latent attention, and a key and value per head; refuse them elsewhere."""
     model = config.model
-    if model.kv_lora_rank is None:
+    if not model.is_latent:
         for field in sorted(LATENT_FIELDS):
             if getattr(model, field) is not None:
                 refuse(field, getattr(model, field), "0", f"only latent attention ({_LATENT}) has it")
@@ -72,60 +71,34 @@ def latent_attention_is_whole(config: RunConfig, machine: MachineFacts) -> None:
 _LATENT = where("kv_lora_rank")
 
 
-def latent_attention_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse what is not built for latent attention."""
-    model, traits = config.model, traits_of(config.model)
-    if model.kv_lora_rank is None:
-        return
-    if not traits.is_llama_like:
-        why = f"{model.model_type}'s layers have no RoPE that could be a part of a head"
-        refuse("kv_lora_rank", model.kv_lora_rank, "0", why)
-    why = f"it is not built for latent attention ({_LATENT})"
-    for field in ("add_qkv_bias", "qk_layernorm"):
-        if getattr(model, field):
-            refuse(field, "true", "false", why)
-    if model.window_size is not None:
-        refuse("window_size", scalar_of(config, "window_size"), "none", why)
-    if config.has_8_bits:
-        refuse("precision", "fp8", "bf16, fp16 or fp32", "latent attention has no 8-bit products yet")
-
-
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
-    """A model can be exported only if transformers has a class for it."""
+    """Refuse the export of a model without a class in transformers."""
     if config.checkpoint.export_hf and family_of(config.model) is None:
-        why, cure = no_class(config.model)
+        why, cure = reason_without_hf_class(config.model)
         refuse("export_hf", "true", f"{cure}, or no export", why)
 
 
 def flags_are_of_the_layers(config: RunConfig, machine: MachineFacts) -> None:
-    """Layers that are not like LLaMA's are asked for nothing that only those have."""
+    """Refuse settings of LLaMA-like layers for layers that are not like LLaMA's."""
     model, traits = config.model, traits_of(config.model)
     if traits.is_llama_like:
         return
     its = f"{model.model_type}'s layers have"
     if not traits.has_rope:
         why = f"{its} ALiBi instead of RoPE"
-        if model.use_rope_scaling:
-            refuse("use_rope_scaling", "true", "false", why)
         if model.rotary_base != UNUSED_ROTARY_BASE:
             refuse("rotary_base", model.rotary_base, f"{UNUSED_ROTARY_BASE:g}, which nothing reads", why)
         if model.max_position_embeddings > ALIBI_POSITIONS:
             why = f"{its} ALiBi, whose further positions are not exact in 16 bits"
             expected = f"at most {ALIBI_POSITIONS}"
             refuse("max_position_embeddings", model.max_position_embeddings, expected, why)
-    for field, what in (("add_qkv_bias", "biases anyway"), ("qk_layernorm", "no RMSNorm of heads")):
-        if getattr(model, field):
-            refuse(field, "true", "false", f"{its} {what}")
-    if model.precision_align is not None and not traits.is_bloom_like:
-        why = f"{its} one order of operations, within 1e-4 of transformers' logits in fp32"
-        refuse("precision_align", model.precision_align, "none", why)
     if model.precision_align == "sdpa":
         why = f"transformers computes {model.model_type}'s attention in one way"
         refuse("precision_align", "sdpa", "eager or none", why)
 
 
 def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """A type of scaling is not named in vain."""
+    """Refuse a type of RoPE scaling without --use-rope-scaling."""
     model = config.model
     if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
         why = "without it the frequencies are not scaled"
@@ -133,7 +106,7 @@ def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
-    """The band between the two borders of llama3's scaling, or YaRN's, is not empty; NTK's factor extends."""
+    """Require a non-empty band between the borders of llama3's or YaRN's scaling, and an NTK factor >= 1."""
     model = config.model
     if not model.use_rope_scaling:
         return
@@ -154,7 +127,7 @@ def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """PAD_LEN <= SEQ_LEN <= the model's longest sequence; TP and CP cut it evenly."""
+    """Require PAD_LEN <= SEQ_LEN <= the model's longest sequence, and even splits by TP and CP."""
     model, padding = config.model, config.data.max_padding_length
     if padding > model.seq_length:
         expected = f"at most {model.seq_length}"
@@ -167,7 +140,7 @@ def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _cuts_are_even(config: RunConfig) -> None:
-    """CP divides each sequence into 2 x CP chunks, and SP the part of a rank over TP."""
+    """Require CP to divide each sequence into 2 x CP chunks, and SP to divide a rank's part over TP."""
     tp_size, cp_size = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     is_cut_over_tp = config.parallel.sequence_parallel and tp_size > 1
     chunks = math.lcm(2, tp_size if is_cut_over_tp else 1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from patch.checks.layout import ACCOUNTED
-from patch.config.backends import no_transformer_engine
+from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
 from patch.config.choices import ZeroStage
 from patch.config.experts import ExpertsConfig
 from patch.config.fields import FIELDS, scalar_of, value_of
@@ -14,6 +13,8 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.families import EXPERT_FIELDS
 from patch.families.adapters import AdapterConfig
+from patch.features.backends import no_transformer_engine
+from patch.features.table import TP_OVERLAP, WITHOUT_TP_OVERLAP
 
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _INTERLEAVING = (
@@ -23,12 +24,12 @@ _INTERLEAVING = (
 )
 _STAGES = (
     "pipeline_model_parallel_layout",
-    *ACCOUNTED,
+    *SPLIT_ACCOUNTING_FLAGS,
 )
 
 
 def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """One line for each value that is legal but has no effect in this run, or not the usual one."""
+    """Yield one line for each legal value that has no effect in this run, or is unusual."""
     for is_idle, fields, why in (*_idle_layout(config), *_idle_kernels(config, machine), *_idle_data(config)):
         for field in fields if is_idle else ():
             if value_of(config, field) != FIELDS[field].default:
@@ -38,10 +39,10 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    """Whether fields about layout and memory are idle, those fields, and where they have no effect."""
+    """Yield (are the fields idle, the fields, end of the message) for fields about layout and memory."""
     parallel, training, optimizer = config.parallel, config.training, config.optimizer
     policy = optimizer.optimizer_offload_policy
-    sharded_by_none = config.sharding != "auto" and not config.gathers_8_bit_weights
+    sharded_by_none = config.sharding != "auto" and not config.gathers_fp8_weights
     with_policy = f" with {where('optimizer_offload_policy')} {scalar_of(config, 'optimizer_offload_policy')}"
     has_one_stage = config.virtual_pipeline_size == 1
     yield parallel.tensor_model_parallel_size == 1, ("sequence_parallel", "tp_comm_overlap"), " at TP=1"
@@ -73,7 +74,6 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
 
 
 def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    """The same for fields about precision and kernels."""
     parallel, training, optimizer, model = config.parallel, config.training, config.optimizer, config.model
     is_cuda, wish = bool(machine.cuda_devices), model.attention_backend
     is_aligned, precision = model.precision_align is not None, training.precision
@@ -84,10 +84,8 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
     yield is_cuda and is_aligned, ("attention_backend",), aligned
     ring = f" with {where('cp_comm_type')} p2p"
     yield is_cuda and rings and wish in ("fused", "unfused"), ("attention_backend",), ring
-    overlaps = bool(parallel.tp_comm_overlap)
-    yield overlaps and is_aligned and parallel.tensor_model_parallel_size > 1, ("tp_comm_overlap",), aligned
-    yield overlaps and config.has_8_bits, ("tp_comm_overlap",), " on layers with 8-bit products"
-    yield overlaps and bool(config.adapter.quantize_base), ("tp_comm_overlap",), " on matrices in 4 bits"
+    for feature, end in WITHOUT_TP_OVERLAP.items():
+        yield TP_OVERLAP.is_on(config) and feature.is_on(config), (TP_OVERLAP.field,), end
     fuses, fusion = bool(optimizer.gradient_accumulation_fusion), ("gradient_accumulation_fusion",)
     is_own = model.transformer_impl == "local" or bool(no_transformer_engine(config, machine))
     yield fuses and is_aligned, fusion, aligned
@@ -96,7 +94,7 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
     of_ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     without_ends = f" without {where('first_last_layers_bf16')}"
     yield not training.first_last_layers_bf16, of_ends, without_ends
-    once = " with one micro-batch: 8-bit weights are not kept then"
+    once = " with one micro-batch: fp8 weights are not kept then"
     yield config.num_micro_batches == 1, ("disable_parameter_transpose_cache",), once
     without_fp16 = f" without fp16 at {where('precision')}"
     yield precision != "fp16", ("loss_scale", *_LOSS_SCALE), without_fp16
@@ -106,7 +104,6 @@ def _idle_kernels(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[bo
 
 
 def _idle_data(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    """The same for fields about rows, beside a set of tokens."""
     is_indexed = config.data.dataset_type == "idxmap"
     is_shorter = config.data.max_padding_length != config.model.seq_length
     of_tokens = " on .bin/.idx"
@@ -116,7 +113,6 @@ def _idle_data(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str]]
 
 
 def _offload_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """A simulated memory that nothing fills, and a threshold above all memory."""
     optimizer, policy = config.optimizer, config.optimizer.optimizer_offload_policy
     threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory
     if simulated is not None and policy is None and not machine.cuda_devices:
@@ -134,7 +130,6 @@ def _offload_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Remarks on --precision-align, on 16 and 8 bits on a CPU, and on RoPE at the end of a document."""
     tp_size, precision = config.parallel.tensor_model_parallel_size, config.training.precision
     is_aligned = config.model.precision_align is not None
     if is_aligned and tp_size > 1:
@@ -145,17 +140,17 @@ def _numerics_remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]
     if is_aligned and config.is_packed:
         yield (
             f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
-            "but a product of a whole pack has other bits than that of one sequence"
+            "but a matmul of a whole pack has other bits than that of one sequence"
         )
     if precision != "fp32" and not machine.cuda_devices and not machine.multiplies_16_bits:
         yield (
-            f"{where('precision')} {precision}: this CPU has no instructions for products in 16 bits, so a "
+            f"{where('precision')} {precision}: this CPU has no instructions for 16-bit matmuls, so a "
             "step may take 10 times as long as with fp32, and more"
         )
-    if config.has_8_bits and not machine.cuda_devices:
-        yield f"{where('precision')} {precision} is slower than bf16 on a CPU, which has no 8-bit arithmetic"
+    if config.is_fp8 and not machine.cuda_devices:
+        yield f"{where('precision')} {precision} is slower than bf16 on a CPU, which has no fp8 arithmetic"
     if config.data.reset_attention_mask and not config.data.reset_position_ids:
         yield (
-            f"{where('reset_attention_mask')}: positions begin again at each document too, which RoPE, which "
-            "knows distances only, does not notice"
+            f"{where('reset_attention_mask')}: positions also restart at each document; with RoPE this "
+            "changes nothing, because RoPE uses only distances"
         )

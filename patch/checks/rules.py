@@ -1,7 +1,6 @@
-"""All rules that need arithmetic only, in order. Each is a small function that returns or raises.
+"""All rules that need arithmetic only, in order. Each rule is a small function that returns or raises.
 
-An error names the field, what was got, the legal values and the reason; `user_message` adds the flag and the
-position.
+An error names the field, the value, the legal values and the reason. `user_message` adds flag and position.
 """
 
 from __future__ import annotations
@@ -15,25 +14,31 @@ from patch.config.positions import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.features.table import refuse_conflicts
 
 Rule = Callable[[RunConfig, MachineFacts], None]
 
 
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
-    """No value needs a feature that is not built yet."""
+    """Refuse values that need a feature that is not built yet."""
     if not config.checkpoint.distributed_checkpointing:
-        why = "a checkpoint written by one rank alone is not built yet"
+        why = "a checkpoint written by one rank alone is not supported yet"
         refuse("distributed_checkpointing", "false", "true", why)
 
 
+def features_agree(config: RunConfig, machine: MachineFacts) -> None:
+    """Refuse two features that exclude each other."""
+    refuse_conflicts(config)
+
+
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
-    """Every number is within the bounds that its field states."""
+    """Require every number to be within the bounds of its field."""
     for field in FIELDS.values():
         check_range(field, value_of(config, field.name))
 
 
 def check_range(field: Field, value: Any) -> None:
-    """Refuse a number that is not within the bounds of its field; other values pass."""
+    """Refuse a number outside the bounds of its field; values of other types pass."""
     if field.kind in (int, float) and value is not None and not field.bounds.hold(float(value)):
         refuse(field.name, value, str(field.bounds), field.help)
 
@@ -51,10 +56,9 @@ RULES: tuple[Rule, ...] = (
     run_length.tasks_are_asked_for,
     numbers_are_in_range,
     activations.offload_is_possible,
-    activations.weights_can_leave,
+    activations.weight_offload_is_possible,
     model.heads_fit,
     model.latent_attention_is_whole,
-    model.latent_attention_is_possible,
     model.export_has_a_class,
     model.flags_are_of_the_layers,
     model.rope_scaling_is_asked_for,
@@ -67,7 +71,7 @@ RULES: tuple[Rule, ...] = (
     activations.check_activation_layers,
     activations.recompute_divides,
     precision.backends_exist,
-    precision.eight_bits_fit,
+    precision.fp8_fits,
     precision.loss_scale_fits,
     model.sequence_fits,
     layout.context_parallel_fits,
@@ -77,14 +81,14 @@ RULES: tuple[Rule, ...] = (
     experts.experts_are_distributed,
     experts.experts_share_pipelines,
     adapters.adapters_are_asked_for,
+    features_agree,
     adapters.adapters_are_possible,
-    adapters.base_can_have_4_bits,
     precision.moments_are_whole_blocks,
     run_length.global_batch_divides,
     layout.interleaving_has_enough_batches,
     layout.micro_batch_groups_fit,
-    layout.messages_can_travel,
-    layout.sharding_is_said_once,
+    layout.p2p_overlap_is_possible,
+    layout.sharding_flags_agree,
     layout.instances_share_states,
     layout.gradients_can_be_rounded,
     run_length.run_has_steps,
@@ -95,7 +99,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def is_legal(config: RunConfig, machine: MachineFacts) -> bool:
-    """Whether no rule refuses the run."""
+    """Return whether no rule refuses the run."""
     try:
         for rule in RULES:
             rule(config, machine)

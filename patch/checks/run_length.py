@@ -1,8 +1,7 @@
-"""The rules of what a run reads, and of its length in samples and steps: batches, warm-up, what is saved.
+"""Rules of a run's data, and of its length in samples and steps: batches, warm-up, saved checkpoints.
 
-The length of pre-training is a number of samples (position 23 counts tokens), and so is that of
-`--train-epochs`; other fine-tuning has a number of steps. The two differ once the global batch size was
-changed on a resume.
+The length of pre-training and of `--train-epochs` is a number of samples (position 23 counts tokens). Other
+fine-tuning has a number of steps. The two differ if a resume has changed the global batch size.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.numbers import to_int
+from patch.text import to_int
 
 _SHORTEST_PAIR = 4
-"""Tokens of a row for a pair."""
+"""Fewest tokens of a row for a pair."""
 
 
 def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
-    """The map of columns and the variables of the chat template can be read, and columns are known."""
+    """Require readable --columns with known names, and readable --chat-template-kwargs."""
     parse_columns(config.data.columns)
     parse_template_kwargs(config.data.chat_template_kwargs)
 
 
 def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:
-    """Pre-training reads .bin/.idx, SFT also raw rows."""
+    """Require .bin/.idx in pre-training; SFT also reads raw rows."""
     if not config.training.sft and config.data.dataset_type == "raw":
         why = "pre-training reads .bin/.idx, which llama-patch preprocess makes from rows"
         refuse("dataset_type", "raw", "idxmap, or SFT=true", why)
 
 
 def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
-    """A built-in objective is that of the run's data."""
+    """Require a built-in objective to match the kind of the run, pre-training or SFT."""
     name, kind = config.training.objective, "sft" if config.training.sft else "pretrain"
     if name in ("sft", "pretrain") and name != kind:
         refuse("objective", name, kind, f"SFT={str(config.training.sft).lower()} says what is read")
@@ -46,7 +45,7 @@ def objective_is_of_its_kind(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def pairs_are_rows(config: RunConfig, machine: MachineFacts) -> None:
-    """Pairs are read from rows and stay whole; what is said about them has pairs."""
+    """Require raw, undivided rows for pairs, and pairs for the flags of DPO."""
     training, data = config.training, config.data
     if training.objective != "dpo":
         for field in ("dpo_beta", "dpo_loss_type", "dpo_sft_weight"):
@@ -72,7 +71,7 @@ def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
             why = "it is about the documents of a pre-training set"
             refuse(field, str(scalar_of(config, field)).lower(), "none or false, or SFT=false", why)
     if data.reset_position_ids and not data.reset_attention_mask:
-        why = "positions that begin again while attention goes on are not built; RoPE knows distances only"
+        why = "positions that restart while attention goes on are not supported; RoPE uses only distances"
         refuse("reset_position_ids", "true", "false, or --reset-attention-mask too", why)
     if data.split is None:
         return
@@ -83,16 +82,17 @@ def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
-    """Check that flags of tasks have tasks, code has a folder, and the best checkpoint has scores."""
+    """Check that flags of tasks have tasks, trusted code has a folder, and the best checkpoint has scores."""
     data, best, every = config.data, config.checkpoint.metric_for_best_model, config.checkpoint.save_interval
     for field in FIELDS if data.eval_tasks is None else ():
         is_of_tasks = field.startswith("eval_tasks_") or field == "metric_for_best_model"
         if is_of_tasks and value_of(config, field) != FIELDS[field].default:
             refuse(field, str(scalar_of(config, field)), "--eval-tasks too", "no task is named")
     if data.eval_tasks_allow_code and data.eval_tasks_path is None:
-        refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "its code is meant")
+        refuse("eval_tasks_allow_code", "true", "--eval-tasks-path too", "it allows the code in that folder")
     if not (data.eval_tasks_fewshot_as_multiturn or data.eval_tasks_apply_chat_template):
-        refuse("eval_tasks_fewshot_as_multiturn", "false", "--eval-tasks-apply-chat-template", "no chat")
+        expected, why = "--eval-tasks-apply-chat-template too", "without a chat template there are no turns"
+        refuse("eval_tasks_fewshot_as_multiturn", "false", expected, why)
     if best is None:
         return
     if "/" not in best:
@@ -104,14 +104,14 @@ def tasks_are_asked_for(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:
-    """Conversations are packed; a pre-training sequence is full already."""
+    """Refuse packing in pre-training, whose sequences are full already."""
     if config.data.packing and not config.training.sft:
         why = "sequences of pre-training are full; --reset-attention-mask keeps their documents apart"
         refuse("packing", "true", "false, or SFT=true", why)
 
 
 def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """Every replica computes the same number of whole micro-batches."""
+    """Require the same number of whole micro-batches on every replica."""
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     unit = micro * config.data_parallel_size
     if batch % unit:
@@ -122,14 +122,14 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def run_has_steps(config: RunConfig, machine: MachineFacts) -> None:
-    """The run has at least one step, or a number of epochs."""
+    """Require at least one step, or a number of epochs."""
     training = config.training
     if training.train_iters < 1 and training.train_epochs is None:
         refuse("train_iters", training.train_iters, "at least 1, or --train-epochs", "steps of the run")
 
 
 def retained_are_saved(config: RunConfig, machine: MachineFacts) -> None:
-    """The checkpoints that are to stay are saved at all."""
+    """Require --save-retain-every to be a multiple of --save-interval."""
     every, interval = config.checkpoint.save_retain_every, config.checkpoint.save_interval
     if every and every % interval:
         why = "a checkpoint stays only if it is saved"
@@ -137,7 +137,7 @@ def retained_are_saved(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def warmup_fits(config: RunConfig) -> None:
-    """The warm-up is shorter than the run, whose steps are known."""
+    """Require a warm-up that is shorter than the run, whose steps must be known."""
     warmup, iters = config.optimizer.lr_warmup_iters, config.training.train_iters
     if warmup >= iters:
         got, expected = length_text(config, warmup), length_text(config, iters)
@@ -145,7 +145,7 @@ def warmup_fits(config: RunConfig) -> None:
 
 
 def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """The warm-up ends within the run, and the last learning rate is not above the highest one."""
+    """Require a warm-up that ends within the run, and final learning rates below the highest ones."""
     optimizer = config.optimizer
     if config.training.train_epochs is None:
         warmup_fits(config)
@@ -161,40 +161,35 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def profiled_steps(text: str | None) -> range | None:
-    """The steps of START:END, both included and counted from 1; None: the text names none.
-
-    Args:
-        text: the value of --profile.
-    """
+    """Return the steps of --profile START:END, inclusive and counted from 1, or None if it is malformed."""
     found = re.fullmatch(r"(\d+):(\d+)", text or "")
     first, last = (to_int(found[1]), to_int(found[2])) if found else (0, 0)
     return range(first, last + 1) if first and last and first <= last else None
 
 
 def profile_names_steps(config: RunConfig, machine: MachineFacts) -> None:
-    """--profile is START:END."""
+    """Require --profile to be START:END."""
     text = config.checkpoint.profile
     if text is not None and profiled_steps(text) is None:
         refuse("profile", text, "START:END, such as 10:12", "the first and the last step of the trace")
 
 
 def is_counted_in_samples(config: RunConfig) -> bool:
-    """Whether the run's length is fixed in samples: another global batch size changes its number of steps."""
+    """Return whether the run's length is a number of samples, so that the global batch decides its steps."""
     return not config.training.sft or config.training.train_epochs is not None
 
 
 def num_train_samples(config: RunConfig, one_pass: int, *, ahead: int = 0) -> int:
-    """How many samples the run takes: whole global batches, and those it is ahead.
+    """Return how many samples the run takes: whole global batches, plus the samples that the run is ahead.
 
-    A run of `--train-epochs` takes each sample at least so often: where the last global batch goes beyond
-    the last epoch, it is filled with the first samples of the next one. Pre-training takes `train_iters`
-    batches of the present size, whatever sizes it had before.
+    A run of `--train-epochs` takes each sample at least that often. If the last global batch exceeds the last
+    epoch, it is filled with the first samples of the next epoch. Pre-training takes `train_iters` batches of
+    the present size, whatever sizes it had before.
 
     Args:
-        config: the run.
         one_pass: samples of one pass over the training set.
-        ahead: samples that were consumed beyond one global batch a step; negative if they were fewer. It is 0
-            unless the global batch size was changed on a resume.
+        ahead: consumed samples minus one global batch per step; may be negative. It is 0 unless a resume has
+            changed the global batch size.
     """
     training, size = config.training, config.training.global_batch_size
     if not is_counted_in_samples(config):
@@ -207,12 +202,7 @@ def num_train_samples(config: RunConfig, one_pass: int, *, ahead: int = 0) -> in
 
 
 def with_samples(config: RunConfig, num_samples: int, *, ahead: int = 0) -> RunConfig:
-    """The run with the steps that take so many samples.
-
-    Args:
-        config: the run.
-        num_samples: what `num_train_samples` returned.
-        ahead: as given to it.
+    """Return the run with the steps that take `num_samples` samples; arguments as in `num_train_samples`.
 
     Raises:
         ConfigError: the warm-up is not shorter than the run.
@@ -224,12 +214,9 @@ def with_samples(config: RunConfig, num_samples: int, *, ahead: int = 0) -> RunC
 
 
 def place_in_schedule(config: RunConfig, iteration: int, *, ahead: int = 0) -> tuple[float, float]:
-    """How far a run is after a step, and its length, in steps of the present global batch size.
+    """Return the run's progress after a step, and its length, in steps of the present global batch size.
 
-    Args:
-        config: the run, with its steps.
-        iteration: of the step, counted from 0.
-        ahead: as given to `num_train_samples`.
+    `iteration` counts from 0; `ahead` is that of `num_train_samples`.
     """
     offset = ahead / config.training.global_batch_size if is_counted_in_samples(config) else 0
     return iteration + 1 + offset, config.training.train_iters + offset

@@ -1,8 +1,8 @@
-"""The only package that uses private names, and corrects what megatron-core gets wrong; see README.md.
+"""The only package that uses private names, and corrects faults of megatron-core; see README.md.
 
-Importing it changes nothing and does not import megatron-core, because `quick_start` must come before that.
-`apply` changes functions of megatron-core for the whole process, so the program that starts a process calls
-it: the worker of a run, a command line, a host program. No other package does.
+Importing it changes nothing. It does not import megatron-core either, because `quick_start` must come first.
+`apply` changes functions of megatron-core for the whole process. So only the program that starts a process
+calls it: a run's worker, a command line, or a host program.
 """
 
 from patch.compat.overhead import quick_start
@@ -25,7 +25,7 @@ def apply(cuda: bool) -> None:
 
 
 def is_applied_on_cpu() -> bool:
-    """Whether `apply(cuda=False)` was called, without which megatron-core's models need a GPU."""
+    """Return whether `apply(cuda=False)` was called, without which megatron-core's models need a GPU."""
     from patch.compat import cpu
 
     return cpu.is_applied()

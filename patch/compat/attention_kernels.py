@@ -1,14 +1,14 @@
 """torch's fused attention with the log-sum-exp of its scores, and its backward for a part of the keys.
 
-Context parallelism computes attention key piece by key piece. To merge the results it needs the log-sum-exp,
-and in backward it gives each piece the log-sum-exp and the output of all pieces. torch's public function
-returns neither; `varlen_attn` does, on CUDA and in forward only. torch's own ring
+Context parallelism computes attention one key chunk at a time. To merge the results it needs the log-sum-exp.
+In backward it gives each chunk the log-sum-exp and the output over all chunks. torch's public function
+returns neither; `varlen_attn` does, on CUDA and in forward only. torch's own ring attention
 (torch/distributed/tensor/experimental/_context_parallel/_attention.py:658-900) calls the same private
 functions; it has no kernel for CPUs, takes no mask, and is itself private. Delete when torch has a public
 attention, forward and backward, that takes and returns the log-sum-exp.
 
     CPU                             flash kernel: fp64, fp32, bf16, fp16; masks; grouped heads
-    CUDA, fp16 or bf16, no mask     cuDNN if it is wanted (its plan is for one shape), else FlashAttention:
+    CUDA, fp16 or bf16, no mask     cuDNN on request (its plan is for one shape), else FlashAttention:
                                     grouped heads
     CUDA otherwise                  memory-efficient attention: masks; heads are repeated
 
@@ -25,9 +25,9 @@ _NO_DROPOUT = 0.0
 _LARGEST_FLASH_HEAD = 256
 _LARGEST_CUDNN_HEAD = 128
 _LSE_ALIGNMENT = 32
-"""The memory-efficient kernel's log-sum-exp is padded to a multiple of this (kAlignLSE)."""
+"""The memory-efficient kernel pads the log-sum-exp to a multiple of this (kAlignLSE)."""
 _BIAS_ALIGNMENT = 16
-"""And rows of its bias begin at multiples of this many elements."""
+"""Rows of the memory-efficient kernel's bias begin at multiples of this many elements."""
 
 
 def attend_with_lse(
@@ -40,14 +40,14 @@ def attend_with_lse(
     scale: float,
     takes_cudnn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the log-sum-exp of the scores.
+    """Return the attention output and the log-sum-exp of the scores.
 
     Args:
         query: [B, N, Q, D]; key, value: [B, G, K, D].
-        bias: [Q, K] of the same dtype, added to the scores; -inf where a query does not see a key.
-        is_causal: query i sees keys 0 to i; without bias and with Q == K.
-        scale: of the scores.
-        takes_cudnn: whether cuDNN attends on CUDA, where it can.
+        bias: [Q, K] of the same dtype, added to the scores; -inf hides a key from a query.
+        is_causal: query i sees keys 0 to i; only without bias and with Q == K.
+        scale: factor of the scores.
+        takes_cudnn: use cuDNN on CUDA if it supports the inputs.
     Returns:
         [B, N, Q, D] of the same dtype, and [B, N, Q] in float32 (float64 for float64).
     """
@@ -84,15 +84,13 @@ def attend_backward(
     scale: float,
     takes_cudnn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of queries, keys and values, as far as they come from these keys.
+    """Return the gradients of queries, keys and values, as far as they come from these keys.
 
     Args:
         gradient: [B, N, Q, D], of the output over all keys.
         query, key, value, bias, is_causal, scale, takes_cudnn: as in `attend_with_lse`.
         out: [B, N, Q, D], the output over all keys.
         lse: [B, N, Q], the log-sum-exp over all keys.
-    Returns:
-        tensors with the shapes of query, key and value.
     """
     lse = lse.contiguous()
     if not query.is_cuda:
@@ -107,14 +105,14 @@ def attend_backward(
             key.shape[2], _NO_DROPOUT, is_causal, scale=scale,
         )  # fmt: skip
     if _takes_16_bits(query, bias, _LARGEST_FLASH_HEAD):
-        # Gradient and output as they are: the kernel takes [B, Q, N, D], which is how one row lies in memory.
+        # No copies: the kernel takes [B, Q, N, D], which is the memory layout of one row.
         random = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
         return _aten._scaled_dot_product_flash_attention_backward(
             gradient, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], _NO_DROPOUT,
             is_causal, *random, scale=scale,
         )  # fmt: skip
-    # With 16 bits the kernel reads the output as the forward kernel lays it out, [B, Q, N, D], whatever its
-    # strides (mem_eff_attention/kernel_backward.h:684).
+    # In fp16 and bf16 the kernel assumes the forward kernel's layout, [B, Q, N, D], and ignores the strides
+    # of the output (mem_eff_attention/kernel_backward.h:684).
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     gradient = gradient.contiguous()
     lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=torch.inf)
@@ -138,12 +136,12 @@ def _takes_16_bits(query: torch.Tensor, bias: torch.Tensor | None, largest_head:
 
 
 def _repeat(query: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """[B, G, K, D] to [B, N, K, D]: each head once for each of its queries' heads."""
+    """Repeat each head for its query heads: [B, G, K, D] to [B, N, K, D]."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
 
 
 def _aligned_bias(query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """[Q, K] as [B, N, Q, K] without a copy for each head, in rows of aligned memory."""
+    """Expand [Q, K] to [B, N, Q, K] without a copy for each head, with aligned rows."""
     if bias is None:
         return None
     num_keys = bias.shape[1]

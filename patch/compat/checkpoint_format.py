@@ -1,17 +1,16 @@
-"""The checkpoint format of megatron-core and torch: what a save would write, and where a record is stored.
+"""The checkpoint format of megatron-core and torch: the plan of a save, and the place of a record.
 
-megatron-core's planning, with the writing left to the caller:
-megatron/core/dist_checkpointing/serialization.py:402 and strategies/torch.py:643 plan and write in one go.
-Their writer (strategies/filesystem_async.py) needs a GPU, starts processes, computes no checksums, waits for
-ever where one rank fails, and puts all plans into `.metadata` beside the index. The private functions that
-turn megatron-core's shards into those of torch are used here as that code uses them. Delete when upstream's
-strategy takes a StorageWriter and a save reports errors on all ranks.
+This is megatron-core's planning without its writing: megatron/core/dist_checkpointing/serialization.py:402
+and strategies/torch.py:643 plan and write together. Their writer (strategies/filesystem_async.py) needs a
+GPU, starts processes, computes no checksums, waits forever if one rank fails, and puts all plans into
+`.metadata` beside the index. The private functions that turn megatron-core's shards into torch's are used as
+upstream uses them. Delete when upstream's strategy takes a StorageWriter, and all ranks report errors.
 
-Parts of torch's format that have no public name; delete when they have one:
+Parts of torch's format without a public name; delete when they have one:
 
 - torch/distributed/checkpoint/filesystem.py:75 `_StorageInfo`: the position of a record in a .distcp file.
-  The pickled `.metadata` contains objects of this class, in checkpoints of torch and of megatron-core, so
-  code that writes the format itself needs it.
+  The pickled `.metadata` of torch and megatron-core contains objects of this class, so code that writes the
+  format needs it.
 - torch/distributed/checkpoint/utils.py:427 `_create_file_view`: a part of a file as a file object.
 """
 
@@ -46,7 +45,7 @@ COMMON_IS_OBJECT = RELEASE >= (0, 19)
 
 
 def common_files(common: dict[str, Any]) -> dict[str, bytes]:
-    """The contents of metadata.json and, where the release has it, common.pt, by name."""
+    """Return the contents of metadata.json and, if the release has it, common.pt, by name."""
     description = dataclasses.asdict(CheckpointingConfig("torch_dist", 1))
     files = {METADATA_JSON_FILE: json.dumps(description).encode()}
     if not COMMON_IS_OBJECT:
@@ -75,9 +74,8 @@ class SavePlanner:
 
         Args:
             state: shards and plain values, nested in any way; its factories are expanded in place.
-
         Raises:
-            CheckpointingException: on rank 0 alone: the shards of all ranks do not make up whole tensors.
+            CheckpointingException: on rank 0 only, if the shards of all ranks do not make up whole tensors.
         """
         self._shards, common = save_preprocess(state)
         if COMMON_IS_OBJECT:  # rank 0 writes it
@@ -87,7 +85,7 @@ class SavePlanner:
             self.small_files = common_files(common)
 
     def plan(self) -> None:
-        """Plan who writes which values; a collective. An error on one rank is raised on all.
+        """Plan which rank writes which values; a collective. An error on one rank is raised on all.
 
         Raises:
             RuntimeError: on all ranks, the error of the first rank that failed.

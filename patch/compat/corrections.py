@@ -1,54 +1,52 @@
-"""Corrections of megatron-core 0.16.1 to 0.19.2 for every device; each entry can go by itself.
+"""Corrections of megatron-core 0.16.1 to 0.19.2 for every device; entries are independent.
 
 An entry names the releases that need it, and is applied only there. Lines are those of 0.16.1.
 
 Tensor parallelism, before 0.19: tensor_parallel/mappings.py:20-33 (`_reduce`) all-reduces
-`input_.contiguous()` but returns `input_`. For a non-contiguous tensor, such as the gradient of a
-transposed view when the micro-batch is larger than one, the copy is reduced and the unreduced original is
-returned. Delete `_reduce` with the support of 0.18.
+`input_.contiguous()` but returns `input_`. If the tensor is not contiguous, the copy is reduced and the
+unreduced original is returned. An example is the gradient of a transposed view at a micro-batch size above 1.
+Delete `_reduce` with the support of 0.18.
 
 Recomputation: tensor_parallel/random.py:635-636 treats `fp8=False` as fp8 (`fp8 is not None`), and fp8 uses
-names that only Transformer Engine defines (588-596): without it recomputed norms raise a NameError. With it
-they ask for a GPU, and so fail on a machine without one. TransformerLayer creates such an object for each
-recomputed norm (transformer_layer.py:577, 672). Delete `_init` when megatron-core reads the flag's value.
+names that only Transformer Engine defines (588-596). Without Transformer Engine recomputed norms raise a
+NameError. With it they need a GPU, and so fail on a machine without one. TransformerLayer creates such an
+object for each recomputed norm (transformer_layer.py:577, 672). Delete `_init` when upstream reads the value.
 
-What is saved for that recomputation are detached copies of the inputs that ask for gradients
-(random.py:599). Autograd keeps such a leaf together with what accumulates its gradient, and that refers to
-the leaf: hooks of saved tensors can take its content away, but its memory stays (AC=offload). Saved here
-are the inputs themselves; the recomputation detaches what it gets in any case (708-713). Delete `_forward`
-when megatron-core saves the inputs.
+That recomputation saves detached copies of the inputs that require gradients (random.py:599). Autograd keeps
+such a leaf together with its gradient accumulator, which refers to the leaf. So saved-tensor hooks can
+offload the content, but its memory stays (AC=offload). Here the inputs themselves are saved; the
+recomputation detaches them anyway (708-713). Delete `_forward` when megatron-core saves the inputs.
 
 Evaluation of interleaved stages: pipeline_parallel/schedules.py:1499-1518. With
-`overlap_p2p_comm_warmup_flush` a send is waited for after the next one, and the last send of a rank never.
-In training, gradients come back only after it has arrived. An evaluation just returns, and gloo takes back
-a message whose handle is gone: the receiver waits for ever. Delete `last_sends_arrive` when upstream waits
-for the last send at the end of the schedule.
+`overlap_p2p_comm_warmup_flush` each send is waited for after the next send, and the last send of a rank
+never. In training, gradients arrive only after that send. An evaluation just returns, and gloo cancels a
+message whose handle is gone: the receiver waits forever. Delete `last_sends_arrive` when upstream waits for
+the last send at the end of the schedule.
 
-Layers of a stage: transformer/pipeline_parallel_layer_layout.py:152-195. The methods take the pipeline
-rank, but the callers (transformer_block.py:90-93, transformer_layer.py:50-53) do not pass it on. Of
-interleaved stages they always count the first one, unless parallel_state knows their number: every stage of
-a rank would have the layers of its first one. Delete `StageLayout` when upstream's callers pass `pp_rank`,
-and the methods need nothing of parallel_state.
+Layers of a stage: transformer/pipeline_parallel_layer_layout.py:152-195. The methods take the pipeline rank,
+but the callers (transformer_block.py:90-93, transformer_layer.py:50-53) do not pass it. For interleaved
+stages they count the first stage, unless parallel_state knows the stage's number: every stage of a rank would
+have the layers of its first stage. Delete `StageLayout` when upstream's callers pass `pp_rank`, and the
+methods do not need parallel_state.
 
-Experts without Transformer Engine, before 0.17: transformer/moe/moe_utils.py:25-38 imports its functions in
-a `try` whose `except` leaves their names undefined, and the router's product reads one of them (1192,
-1225). Delete the line in `name_what_is_absent` with the support of 0.16.
+Experts without Transformer Engine, before 0.17: transformer/moe/moe_utils.py:25-38 imports its functions in a
+`try` whose `except` leaves their names undefined, and the router's product reads one of them (1192, 1225).
+Delete the line in `define_missing_te_names` with the support of 0.16.
 
 Latent attention without Transformer Engine: before 0.17 transformer/multi_latent_attention.py:57-66 takes a
-stand-in of its extension module for Transformer Engine, and asks (185) whether a layer is of a class that
-is none. Since then the module's name for a whole linear layer is None there (0.19.2: 61-75), so that this
-layer is refused as unknown (528). Delete the first line in `name_what_is_absent` with the support of 0.16,
-the last when upstream imports the layer in any case.
+stand-in of its extension module for Transformer Engine. It then checks a layer against a name that is no
+class (185). Since 0.17 the module's name for a whole linear layer is None there (0.19.2: 61-75), so this
+layer is refused as unknown (528). Delete the first line in `define_missing_te_names` with the support of
+0.16, the last line when upstream always imports the layer.
 
 Recomputation of norms and activations, since 0.17: tensor_parallel/random.py (0.19.2: 44-79) compiles a C++
-extension in the first backward, for which every machine of a run needs a compiler and ninja. Instead the
-output gets a copy of what was computed again, as in 0.16. Delete `_refill` when upstream has this extension
-in its wheel.
+extension in the first backward, for which every machine of a run needs a compiler and ninja. Here the output
+gets a copy of the recomputed values, as in 0.16. Delete `_refill` when upstream's wheel has it.
 
-Warnings: since 0.19 every TransformerConfig without CUDA graphs warns (transformer_config.py:2415) of a
-setting that it made itself. dist_checkpointing/strategies/torch.py:138 uses torch's deprecated
-ShardedTensor, which would warn at every save; tensor_parallel/mappings.py uses collectives that torch 2.13
-renamed. A user cannot change that. Delete a row of `_WARNINGS` when no supported release has the warning.
+Warnings: since 0.19 every TransformerConfig without CUDA graphs warns (transformer_config.py:2415) about a
+setting that it made itself. dist_checkpointing/strategies/torch.py:138 uses torch's deprecated ShardedTensor,
+which would warn at every save; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed. A user
+cannot change that. Delete a row of `_WARNINGS` when no supported release has the warning.
 """
 
 from __future__ import annotations
@@ -81,8 +79,8 @@ _upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 
 def apply() -> None:
-    """Correct the reduction, the recomputation, router, latent attention and the warnings in this process."""
-    name_what_is_absent()
+    """Apply all corrections of this module in this process."""
+    define_missing_te_names()
     if RELEASE >= (0, 17):
         random._get_share_storage = lambda: _refill
     if RELEASE < (0, 19):
@@ -93,8 +91,11 @@ def apply() -> None:
         warnings.filterwarnings("ignore", message, kind)
 
 
-def name_what_is_absent() -> None:
-    """Define what megatron-core lacks or takes for present without Transformer Engine; no number changes."""
+def define_missing_te_names() -> None:
+    """Define names that megatron-core leaves undefined or sets wrongly without Transformer Engine.
+
+    Results do not change.
+    """
     if RELEASE < (0, 17):
         multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
         vars(moe_utils).setdefault("te_general_gemm", None)
@@ -112,7 +113,7 @@ def _reduce(input_: torch.Tensor, group: torch.distributed.ProcessGroup) -> torc
 
 @torch.no_grad()
 def _refill(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """Give an output whose memory was freed the bytes of what was computed again."""
+    """Give an output whose memory was freed a copy of the recomputed values."""
     memory = recomputed.untyped_storage()
     output.untyped_storage().resize_(memory.size())
     output.untyped_storage().copy_(memory)
@@ -133,7 +134,7 @@ def _forward(
 
 @contextmanager
 def last_sends_arrive() -> Iterator[None]:
-    """A context whose end waits for the last message that was sent to each neighbour within it."""
+    """On exit, wait for the last message that was sent to each neighbour in this context."""
     send_and_receive = p2p_communication._p2p_ops
     last: dict[str, Any] = {}
 
@@ -148,17 +149,17 @@ def last_sends_arrive() -> Iterator[None]:
     finally:
         p2p_communication._p2p_ops = send_and_receive
     for request in last.values():
-        if not request.is_completed():  # gloo can wait for a message once only
+        if not request.is_completed():  # gloo can wait for a message only once
             request.wait()
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """The layers of all pipeline stages, and which of them a stage of this rank has.
+    """The layers of all pipeline stages, and the layers of this rank's stages.
 
     Args:
-        stage_layers: layers of each stage in the order in which a batch passes them.
-        pp_size: pipeline ranks.
-        pp_rank: this one.
+        stage_layers: layers of each stage, in the order of the forward pass.
+        pp_size: number of pipeline ranks.
+        pp_rank: this pipeline rank.
     """
 
     def __init__(self, stage_layers: list[int], pp_size: int, pp_rank: int) -> None:
@@ -174,7 +175,7 @@ class StageLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Layers of a stage; other types of layers have no number here."""
+        """Return the number of layers of a stage; only decoder layers are counted."""
         return self._stage_layers[self._stage(layer_type, vp_stage, pp_rank)]
 
     def get_layer_offset(
@@ -183,7 +184,7 @@ class StageLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Layers before a stage."""
+        """Return the number of layers before a stage."""
         return sum(self._stage_layers[: self._stage(layer_type, vp_stage, pp_rank)])
 
     def _stage(self, layer_type: LayerType, vp_stage: int | None, pp_rank: int | None) -> int:

@@ -1,8 +1,8 @@
 """Lets megatron-core 0.16.1 run on a machine without CUDA.
 
-A CPU run uses code of megatron-core that gets the current device from `torch.cuda` or writes
-`device="cuda"`. A patch of torch.cuda itself would affect transformers and all other libraries, so only the
-*name* `torch` inside the listed modules is replaced, by a stand-in that returns the CPU.
+A CPU run uses code of megatron-core that gets the current device from `torch.cuda` or writes `device="cuda"`.
+A patch of torch.cuda itself would affect transformers and all other libraries. So only the *name* `torch` in
+the listed modules is replaced by a stand-in that returns the CPU.
 
 Never applied in a process with CUDA. Delete an entry when megatron-core uses the device of its inputs there.
 """
@@ -38,13 +38,13 @@ _CPU = torch.device("cpu")
 
 
 class StreamOnCpu(nullcontext):
-    """Stands in for a stream, and for an event: what was queued is done."""
+    """A stand-in for a stream and an event; queued work is already done."""
 
     def wait_stream(self, other: StreamOnCpu) -> None:
         """Do nothing."""
 
     def record_event(self) -> StreamOnCpu:
-        """Something that can be waited for."""
+        """Return an event to wait for."""
         return self
 
     def synchronize(self) -> None:
@@ -52,18 +52,18 @@ class StreamOnCpu(nullcontext):
 
 
 class CudaOnCpu:
-    """Stands in for torch.cuda: what megatron-core calls there works on the CPU; the rest is unchanged."""
+    """A stand-in for torch.cuda: functions that megatron-core calls work on the CPU."""
 
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda *unused: torch.get_rng_state())
     Stream = current_stream = StreamOnCpu
 
     def stream(self, stream: StreamOnCpu) -> StreamOnCpu:
-        """A context that changes nothing."""
+        """Return a context that changes nothing."""
         return stream
 
     def current_device(self) -> torch.device:
-        """The CPU."""
+        """Return the CPU."""
         return _CPU
 
     def synchronize(self, *unused: Any) -> None:
@@ -74,7 +74,7 @@ class CudaOnCpu:
 
 
 class TorchOnCpu:
-    """Stands in for the name `torch` in a module of megatron-core: `device="cuda"` becomes the CPU."""
+    """A stand-in for the name `torch` in a module of megatron-core: `device="cuda"` becomes the CPU."""
 
     cuda = CudaOnCpu()
 
@@ -83,7 +83,7 @@ class TorchOnCpu:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function `factory` of torch, with `device="cuda"` replaced by the CPU."""
+    """Wrap a factory function of torch: `device="cuda"` becomes the CPU."""
 
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
@@ -115,14 +115,13 @@ def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def apply() -> None:
-    """Replace `torch` in MODULES, and the state of the CUDA generator by that of the CPU generator.
+    """Replace `torch` in MODULES, and the state of the CUDA generator by the state of the CPU generator.
 
     tensor_parallel/random.py:40-106 reads that state from torch.cuda.default_generators, for the RNG tracker
     (sequence parallelism) and for activation recomputation.
 
-    The number of tokens that a rank sends to the experts of another must be no tensor in torch 2.13;
-    moe_utils.py:1093 makes numbers only of what is on a GPU. (GPTModel imports the modules of experts in any
-    case, so that a run without experts pays nothing for them.)
+    In torch 2.13 the token counts of an all-to-all between experts must not be tensors; moe_utils.py:1093
+    converts only tensors on a GPU to numbers. (GPTModel imports the modules of experts anyway.)
     """
     for module_name in MODULES:
         replace_torch(module_name)
@@ -131,5 +130,5 @@ def apply() -> None:
 
 
 def is_applied() -> bool:
-    """Whether upstream's modules have the stand-in."""
+    """Return whether upstream's modules have the stand-in."""
     return isinstance(vars(random)["torch"], TorchOnCpu)

@@ -1,13 +1,13 @@
-"""A product of 8-bit factors that adds to a float32 matrix, by the cuBLASLt that torch has loaded.
+"""An fp8 matrix product that accumulates into a float32 matrix, by the cuBLASLt that torch has loaded.
 
 torch's `scaled_mm` writes a new matrix (aten/src/ATen/cuda/CUDABlas.cpp, scaled_gemm: beta is 0), and its
-`addmm` takes no 8-bit factors. Delete when one of them adds what it computes to a matrix that is there.
+`addmm` takes no fp8 factors. Delete when torch has an fp8 product that accumulates into an existing matrix.
 
-cuBLAS has column-major matrices: our [O, I] is its [I, O], and the second factor comes first. 8-bit factors
-have the contracted dimension first there ("TN"), so last in our memory.
+cuBLAS has column-major matrices: our [O, I] is its [I, O], and the second factor comes first. Its fp8 factors
+have the contracted dimension first ("TN"), so last in our memory.
 
-The numbers below are those of cublasLt.h, cublas_api.h and library_types.h of CUDA 12 and 13. Descriptors lie
-in our own memory, as those headers' Init functions allow, so that nothing has to be destroyed.
+Constants are from cublasLt.h, cublas_api.h and library_types.h of CUDA 12 and 13. Descriptors lie in our own
+memory, as those headers' Init functions allow, so that nothing has to be destroyed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from patch.eight_bits import Fp8Matrix
+from patch.fp8 import Fp8Matrix
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -31,12 +31,12 @@ _SUM_IN_FLOAT32, _TRANSPOSED = 68, 1
 _TRANSPOSE_OF_FIRST, _SCALE_OF_FIRST, _SCALE_OF_SECOND = 3, 17, 18
 """Attributes of a product: an int32, and pointers to a float32 on the device."""
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
-"""Wishes for an algorithm: a uint64, and uint32 of A, B, C and D, in bytes."""
+"""Preferences for an algorithm: a uint64, and uint32 of A, B, C and D, in bytes."""
 _MOST_WORKSPACE = 32 * 2**20
 """NVIDIA's recommendation for Hopper."""
 _ALIGNMENT = 16
 """The least alignment of all pointers, in bytes."""
-_CURE = "--gradient-accumulation-fusion false does without"
+_CURE = "set --gradient-accumulation-fusion false"
 _SIGNATURES = {
     "cublasLtMatmulDescInit_internal": (c_void_p, c_size_t, c_int, c_int),
     "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
@@ -62,7 +62,7 @@ class _Algorithm(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    # A library that is loaded already is found by its name.
+    # A loaded library is found by its name.
     library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or 'none').split('.')[0]}")
     for name, types in _SIGNATURES.items():
         getattr(library, name).argtypes = types
@@ -78,7 +78,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _made(what: str, num_words: int, *arguments: int) -> ctypes.Array[c_uint64]:
-    """A descriptor, whose size is that of the header's opaque structure."""
+    """Return a descriptor with the size of the header's opaque structure."""
     memory = (c_uint64 * num_words)()
     _call(f"cublasLt{what}Init_internal", memory, ctypes.sizeof(memory), *arguments)
     return memory
@@ -90,7 +90,7 @@ def _set(what: str, descriptor: ctypes.Array[c_uint64], attribute: int, value: A
 
 
 class _Product:
-    """The library's description of a product, the same for all matrices of its sizes and types."""
+    """A product's description, the same for all matrices of equal sizes and dtypes."""
 
     def __init__(
         self, sizes: tuple[int, int, int], types: tuple[torch.dtype, torch.dtype], alignment: int
@@ -111,7 +111,7 @@ class _Product:
         for attribute, factor in ((_SCALE_OF_FIRST, b), (_SCALE_OF_SECOND, a)):
             _set("MatmulDesc", self._work, attribute, c_void_p(factor.scale_inv.data_ptr()))
         first, second, result = self._layouts
-        # A cuBLAS handle is one of cuBLASLt, says its documentation.
+        # By its documentation, a cuBLAS handle is also a cuBLASLt handle.
         handle = torch.cuda.current_blas_handle()
         if self._found is None:
             self._found = self._ask(handle)
@@ -124,7 +124,6 @@ class _Product:
         )  # fmt: skip
 
     def _ask(self, handle: int) -> _Algorithm:
-        """The algorithm that the library recommends."""
         first, second, result = self._layouts
         found, number = _Algorithm(), c_int()
         _call(
@@ -142,15 +141,13 @@ def _product_of(device: torch.device, *key: Any) -> _Product:
 
 
 def add_product(total: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, *, overwrite: bool) -> None:
-    """total = total + a @ b.T, summed in float32.
-
-    For one thread of a device at a time, such as that of backward.
+    """Compute total = total + a @ b.T, accumulated in float32; one thread per device at a time may call it.
 
     Args:
         total: float32 [O, I], contiguous; I is a multiple of 4.
-        a: [O, M], M a multiple of 16; one scale, as of `b`.
-        b: [I, M]; at most one of both is e5m2.
-        overwrite: whether total = a @ b.T, whatever is there.
+        a: [O, M], M a multiple of 16; one scale.
+        b: [I, M]; one scale. Only one of `a` and `b` may be e5m2.
+        overwrite: compute total = a @ b.T instead.
     Raises:
         RuntimeError: the library refuses, with the name of its status.
     """
@@ -166,11 +163,10 @@ def add_product(total: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, *, overwrite: b
 
 @cache
 def obstacle(device: torch.device, kind: torch.dtype) -> str:
-    """Why this device and its library cannot do it, "" if they can; a small product is tried.
+    """Return why this device and its library cannot do it, or "" if they can; a small product is tried.
 
     Args:
-        device: where.
-        kind: type of the first factor.
+        kind: dtype of the first factor.
     """
     numbers = torch.arange(48.0 * 16, device=device).view(48, 16)
     a, b = numbers[:32] % 5, numbers % 3
@@ -179,11 +175,14 @@ def obstacle(device: torch.device, kind: torch.dtype) -> str:
     try:
         for overwrite in (True, False):
             add_product(total, *factors, overwrite=overwrite)
-        why = "" if torch.equal(total, a @ b.t() * 0.5) else "its numbers are wrong"
+        why = "" if torch.equal(total, a @ b.t() * 0.5) else "the test product has wrong values"
     except torch.OutOfMemoryError:  # says nothing of the library
         raise
     except (AttributeError, OSError, RuntimeError) as error:
         why = str(error)
     if why:
-        _logger.warning("8-bit products round weights' gradients here, which cuBLASLt cannot add: %s", why)
+        _logger.warning(
+            "fp8 weight gradients are rounded before accumulation: cuBLASLt cannot accumulate them here: %s",
+            why,
+        )
     return why

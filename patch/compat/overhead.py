@@ -1,23 +1,22 @@
 """Removes useless work of a process: at its start, at its end, and while it waits.
 
-`quick_start` halves the time that a process needs to import torch, megatron-core and this project, and to
-end. Measured on two CPU cores (torch 2.13.0), import and end of a worker: 6.6 CPU seconds, 3.2 with it.
+`quick_start` halves the time in which a process imports torch, megatron-core and this project, and ends.
+Measured on two CPU cores (torch 2.13.0), import and end of a worker: 6.6 CPU seconds, 3.2 with it.
 
-- megatron/core/jit.py:21 decorates about forty functions with torch.compile; most of them are never called.
-  The decorator alone loads TorchDynamo and Inductor: 740 modules. Here a function is compiled at its first
-  call. Delete when megatron-core or torch defers that. (Transformer Engine, where it is installed, imports
-  TorchDynamo itself.)
+- megatron/core/jit.py:21 decorates about forty functions with torch.compile; most are never called. The
+  decorator alone loads TorchDynamo and Inductor: 740 modules. Here a function is compiled at its first call.
+  Delete when megatron-core or torch defers that. (Transformer Engine, if installed, imports TorchDynamo
+  itself.)
 - transformers 5 (generation/continuous_batching/cache.py:392), which every tokenizer and configuration loads,
-  decorates a function with torch.compiler.disable, which loads TorchDynamo too: half a CPU second. It is
+  decorates a function with torch.compiler.disable. That loads TorchDynamo too: half a CPU second. It is
   deferred likewise. Delete when transformers or torch defers that.
-- Imports create half a million objects that are never freed. Python's garbage collector walks over them
-  during the imports, at every full collection in training, and when the process ends.
+- Imports create half a million objects that are never freed. Python's garbage collector visits them during
+  the imports, at every full collection in training, and when the process ends.
 
-`shared_devices` lets process groups over gloo share one network device.
-torch/distributed/distributed_c10d.py:2169 (2.13) creates each group with a device of its own and ignores
-`pg_options`. A device has a thread that wakes 100 times a second, and megatron-core builds some 45 groups for
-each rank. Measured with four ranks on two CPU cores: 3.3 instead of 8.2 CPU seconds a rank for the same
-training. Delete when torch takes devices from `pg_options`, or shares them.
+`shared_devices` lets gloo process groups share one network device. torch/distributed/distributed_c10d.py:2169
+(2.13) creates a device for each group and ignores `pg_options`. A device has a thread that wakes 100 times a
+second, and megatron-core builds some 45 groups for each rank. Measured with four ranks on two CPU cores: 3.3
+instead of 8.2 CPU seconds a rank for the same training. Delete when torch takes devices from `pg_options`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch.distributed import distributed_c10d
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """A context for the first import of megatron-core in a process, at the top level of a program."""
+    """Wrap the first import of megatron-core in a process, at the top level of a program."""
     compile_now, disable_now = torch.compile, torch.compiler.disable
 
     def compile_later(function: Callable | None = None, **options: Any) -> Any:
@@ -62,7 +61,7 @@ def quick_start() -> Iterator[None]:
 
 
 def _compiled_at_first_call(function: Callable, compile_now: Callable) -> Callable:
-    """A function that compiles `function`, or excepts it from that, when it is first called."""
+    """Defer `compile_now(function)`, which compiles the function or disables that, to the first call."""
     compiled = functools.cache(lambda: compile_now(function))
 
     @functools.wraps(function)
@@ -74,7 +73,7 @@ def _compiled_at_first_call(function: Callable, compile_now: Callable) -> Callab
 
 @contextmanager
 def shared_devices() -> Iterator[None]:
-    """Context in which new groups over gloo use the devices of the job; no effect on a job without gloo."""
+    """Let new gloo groups in this context use the job's devices; no effect on a job without gloo."""
     if dist.get_backend() != dist.Backend.GLOO:
         yield
         return

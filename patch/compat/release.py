@@ -1,4 +1,4 @@
-"""Which megatron-core is installed."""
+"""The installed release of megatron-core."""
 
 from importlib.metadata import version
 

@@ -1,29 +1,25 @@
-"""Functions of torch that have no public name.
+"""Functions of torch that have no public name; delete each entry when torch has a public way.
 
-They observe reads of parameters and operators, identify the running backward, call back at its end, compute
-norms of many tensors, tell whether an operator has a kernel, and name regions of a profile of all threads.
+They observe reads of parameters and operators, identify the running backward, call back at its end, and
+compute norms of many tensors. They also tell whether an operator has a kernel, and name regions of a profile.
 
 - torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read the dict `_parameters`
   of a module. A dict that reports reads works in eager code, in functional_call and in torch.compile, which
-  traces into it. (DeepSpeed's ZeRO-3 has one, too: ZeROOrderedDict in
-  deepspeed/runtime/zero/parameter_offload.py.) Delete when torch has a hook for reads.
+  traces into it. (DeepSpeed's ZeRO-3 has such a dict too: ZeROOrderedDict in
+  deepspeed/runtime/zero/parameter_offload.py.)
 - torch/utils/checkpoint.py:1170 gets the id of the running backward from a private function. The id
-  distinguishes a backward inside a backward (reentrant checkpoints) from the outer one. Delete when there is
-  a public function.
+  distinguishes a backward inside a backward (reentrant checkpoints) from the outer backward.
 - torch/nn/utils/clip_grad.py:95 computes the norms of many tensors with a private function; the public
-  `get_total_norm` has no argument for the type of the sums. Delete when it has one.
-- torch/distributed/distributed_c10d.py gives the store of the job with a private function. Delete when there
-  is a public one.
-- torch/distributed/fsdp/_runtime_utils.py registers a callback for the end of backward with a private
-  function. Delete when there is a public one.
+  `get_total_norm` has no argument for the dtype of the sums.
+- torch/distributed/distributed_c10d.py gives the store of the job with a private function.
+- torch/distributed/fsdp/_runtime_utils.py registers a callback for the end of backward privately.
 - torch/utils/_python_dispatch.py has the mode that sees every operator, also in backward; the public
-  TorchFunctionMode does not see backward. Delete when there is a public one.
-- torch/_ops.py:894 asks which kernels an operator has with a private function. Delete when there is a
-  public one.
-- torch/autograd/profiler.py:84 knows by a private flag whether a profiler runs. `record_function` without
-  one costs some microseconds, of which a step would have hundreds. Delete when there is a public flag.
-- torch/profiler/profiler.py takes a private class for the option that threads which were started before the
-  profiler are recorded, too: the one that updates offloaded states is. Delete when there is a public option.
+  TorchFunctionMode does not see backward.
+- torch/_ops.py:894 asks with a private function which kernels an operator has.
+- torch/autograd/profiler.py:84 has a private flag for a running profiler. Without a profiler,
+  `record_function` costs some microseconds, and a step would have hundreds of calls.
+- torch/profiler/profiler.py takes a private class for the option to record threads that were started before
+  the profiler, such as the thread that updates offloaded states.
 """
 
 from __future__ import annotations
@@ -41,17 +37,17 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 class Reader(Protocol):
-    """An object that is called before parameters are read."""
+    """A callback for reads of parameters."""
 
     def on_read(self, parameter: torch.nn.Parameter | None) -> None:
-        """A parameter is about to be read by its name."""
+        """Handle the coming read of a parameter by its name."""
 
     def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
-        """All parameters of a module are about to be read, perhaps only to count them."""
+        """Handle the coming read of all parameters of a module, perhaps only to count them."""
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""The id of the backward that runs in this thread; -1 if none runs."""
+"""The id of the backward that runs in this thread, or -1 if none runs."""
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 """foreach_norm(tensors, order, dtype=): the norm of each tensor, summed in `dtype`."""
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -59,7 +55,7 @@ has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispa
 
 
 def connect_to_job_store() -> dist.Store:
-    """A connection of one's own to the store through which the ranks of the job met: one for each thread."""
+    """Return a new connection to the job's rendezvous store: one for each thread."""
     store: Any = _get_default_store()  # torch has no annotation of `clone`
     return store.clone()
 
@@ -70,7 +66,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 class _Parameters(dict[str, torch.nn.Parameter | None]):
-    """A module's parameters, which calls a Reader before each read."""
+    """A module's parameter dict, which calls a Reader before each read."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter | None], reader: Reader) -> None:
         super().__init__(parameters)
@@ -99,20 +95,19 @@ class _Parameters(dict[str, torch.nn.Parameter | None]):
 
 def watch_reads(module: torch.nn.Module, reader: Reader) -> None:
     """Call `reader` before each read of a parameter that `module` itself owns.
-
-    Scripted modules, which have no such dict, are not changed.
+    Scripted modules have no such dict and are not changed.
     """
     if type(module._parameters) is dict:
         module.__dict__["_parameters"] = _Parameters(module._parameters, reader)
 
 
 def is_watched(module: torch.nn.Module) -> bool:
-    """Whether `watch_reads` was called for the module."""
+    """Return whether `watch_reads` was called for the module."""
     return isinstance(module._parameters, _Parameters)
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that `module` itself owns, by name, without a call of its Reader."""
+    """Return the parameters that `module` itself owns, by name, without a call of its Reader."""
     parameters = module._parameters
     items = dict.items(parameters) if isinstance(parameters, dict) else parameters.items()
     return {name: parameter for name, parameter in items if parameter is not None}
@@ -124,37 +119,36 @@ _NOTHING = nullcontext()
 
 
 def region(name: str, *values: object) -> AbstractContextManager[object]:
-    """A context whose time is in the trace of a profiler that runs, under this name.
+    """Return a context that records its time under this name if a profiler runs.
 
     Args:
         name: the name, with a `%` for each value.
-        values: put into the name, if a profiler runs.
     """
     return record_function(name % values) if profiler._is_profiler_enabled else _NOTHING
 
 
 class Phases:
-    """Regions one after the other: one ends where the next begins."""
+    """Consecutive profile regions: each region ends where the next region begins."""
 
     def __init__(self) -> None:
         self._current: record_function | None = None
 
     def begin(self, name: str) -> None:
-        """End the region that is open, and open the next one if a profiler runs."""
+        """End the open region, and open the next region if a profiler runs."""
         self.end()
         if profiler._is_profiler_enabled:
             self._current = record_function(name)
             self._current.__enter__()
 
     def end(self) -> None:
-        """End the region that is open."""
+        """End the open region."""
         if self._current is not None:
             self._current.__exit__(None, None, None)
             self._current = None
 
 
 def step_profiler(*, is_cuda: bool) -> profile:
-    """A profiler of all threads of this process, and of its GPU."""
+    """Return a profiler of all threads of this process, and of its GPU."""
     activities: Sequence[ProfilerActivity] = [ProfilerActivity.CPU]
     if is_cuda:
         activities = [*activities, ProfilerActivity.CUDA]

@@ -57,17 +57,14 @@ ALLOWED = frozenset(
     }
     | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
-"""The globals in `.metadata` files of torch 2.11 to 2.13: data classes, enums, dtypes, and the folder's path,
-which torch's writer records as a Path (Python 3.13 moved that class)."""
+"""Globals in `.metadata` files of torch 2.11 to 2.13: data classes, enums, dtypes, and the folder's Path, a
+class that Python 3.13 moved.
+"""
 
 
 def _check_memo_size(contents: bytes) -> io.BytesIO:
-    """A pickle as a stream, after a check that it needs no more memo entries than it has bytes.
-
-    The unpickler in C allocates the memo that a pickle asks for: 64 GB for 2**32 entries.
-
-    Raises:
-        ValueError: the pickle is truncated, or its memo is larger than that.
+    """Return a pickle as a stream. Raise ValueError if it is truncated, or a memo index exceeds its length:
+    the unpickler in C allocates the memo that a pickle asks for, 64 GB for 2**32 entries.
     """
     for opcode, argument, _ in pickletools.genops(contents):
         if opcode.name in _MEMO_PUTS and cast(int, argument) > len(contents):
@@ -77,7 +74,7 @@ def _check_memo_size(contents: bytes) -> io.BytesIO:
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """A context that turns errors of the unpickler into ValueErrors, except those with a clear message."""
+    """Turn errors of the unpickler into ValueErrors, unless their message is clear."""
     try:
         yield
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
@@ -87,7 +84,7 @@ def _translate_errors() -> Iterator[None]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads nothing but the classes in ALLOWED and members of enums."""
+    """Loads only the classes in ALLOWED and members of enums."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -98,20 +95,19 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """A replacement of `getattr` that finds only members of enums; early Python 3.11 pickles them so."""
+    """Replace `getattr`: find only members of enums, which early Python 3.11 pickles with getattr."""
     if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
         raise pickle.UnpicklingError("it asks for builtins.getattr on something other than an enum's member")
     return kind.__members__[name]
 
 
 def read_metadata(path: AnyPath) -> metadata.Metadata:
-    """The index of a torch_dist checkpoint: shape and dtype of each tensor, and the files of its pieces.
+    """Return the index of a torch_dist checkpoint: shape, dtype and files of each tensor.
 
     Args:
         path: the checkpoint's `.metadata` file.
-
     Raises:
-        CheckpointError: it is missing, truncated, or contains anything that is not an index.
+        CheckpointError: it is missing, truncated, or contains anything but an index.
     """
     try:
         contents = read_small(path, _MOST_METADATA_BYTES)
@@ -126,13 +122,11 @@ def read_metadata(path: AnyPath) -> metadata.Metadata:
 
 
 def load_plain(source: Path | str | IO[bytes], map_location: str | None = None, mmap: bool = False) -> Any:
-    """torch.load of tensors and plain types only, whatever the environment variables say.
+    """Load tensors and plain types only with torch.load, whatever the environment variables say.
 
     Args:
-        source: the file.
-        map_location: the device of the tensors; None: the device they were saved from.
-        mmap: tensors are views of the mapped file, read when they are used.
-
+        map_location: the device of the tensors, or None for the device they were saved from.
+        mmap: tensors are views of the mapped file, read on use.
     Raises:
         pickle.UnpicklingError: the file contains other types.
         OSError, RuntimeError, EOFError, ValueError: it is missing or damaged.
@@ -151,11 +145,11 @@ _TENSORS = frozenset(
     }
     | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
-"""The globals that pickled tensors need; torch.load itself provides the storages."""
+"""Globals that pickled tensors need; torch.load itself provides the storages."""
 
 
 class _Inert:
-    """Stands in for an object of any other class: accepts every call and does nothing."""
+    """A stand-in for an object of any other class: accepts every call and does nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
         return object.__new__(cls)
@@ -173,7 +167,7 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Loads tensors, and _Inert for other objects. torch.load passes it the pickle of a zip file."""
+    """Loads tensors, and _Inert for other objects. torch.load gives it the pickle of a zip file."""
 
     def __init__(self, stream: IO[bytes], **options: Any) -> None:
         super().__init__(_check_memo_size(stream.read()), **options)
@@ -185,13 +179,13 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def load_tensors(source: Path | io.BytesIO) -> Any:
-    """torch.load of a file that contains other objects besides tensors; these become empty stand-ins.
+    """Load a torch.save file that contains other objects besides tensors; these become empty stand-ins.
 
-    Nothing is imported and no code of the file is run. A file on a disk is mapped, its tensors are views.
+    Nothing is imported and no code of the file is run. A file on disk is mapped; its tensors are views.
 
     Raises:
         OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: it is missing or damaged, or is a
-            TorchScript archive, which torch.load would pass to torch.jit.load, and that runs its code.
+            TorchScript archive, whose code torch.load would run through torch.jit.load.
     """
     is_file = isinstance(source, Path)
     named: Any = str(source) if is_file else source
@@ -206,12 +200,12 @@ def load_tensors(source: Path | io.BytesIO) -> Any:
 
 _STORAGES = (
     ("torch.storage", "_load_from_bytes"),
-    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # which 0.19 puts in its place
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # the replacement in 0.19
 )
 
 
 class _BytesUnpickler(_InertUnpickler):
-    """_InertUnpickler of a plain pickle, where a tensor's storage is a torch.save file of its own."""
+    """_InertUnpickler for a plain pickle, in which each tensor storage is a torch.save file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _STORAGES:
@@ -220,7 +214,7 @@ class _BytesUnpickler(_InertUnpickler):
 
 
 def unpickle_tensors(contents: bytes) -> Any:
-    """pickle.loads of tensors and plain values; objects of other classes become empty stand-ins.
+    """Unpickle tensors and plain values; objects of other classes become empty stand-ins.
 
     Nothing is imported and no code of the pickle is run.
 

@@ -1,8 +1,8 @@
-"""The legal words of configuration fields, as types.
+"""Legal words of configuration fields, as types.
 
-A field's annotation is the only list of its legal values: the parser, `--help` and YAML derive theirs from
-it (`fields.py`), and mypy refuses a comparison with a word that is not in it. A field that can be switched
-off is annotated with `| None`; `flag(none=...)` in schema.py gives the word for that on a command line.
+A field's annotation is the only list of its legal values. The parser, `--help` and YAML derive the values
+from it (`fields.py`), and mypy refuses a comparison with any other word. A field that can be off is annotated
+with `| None`; `flag(none=...)` in schema.py gives the command line's word for None.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from typing import Literal, NamedTuple
 from patch.device import FloatType
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
-"""Type of weights and activations; fp8 is bf16 with 8-bit products in the layers."""
+"""dtype of weights and activations; fp8 is bf16 with fp8 matmuls in the layers."""
 
 
 class PrecisionFacts(NamedTuple):
-    """Sizes and dtypes of a precision, for the formulas of the plan, for building and for comparing."""
+    """Sizes and dtypes of a precision, for the plan's formulas, the model build and comparisons."""
 
     kept_as: FloatType
-    """Type of weights and activations, and of products outside of layers."""
+    """dtype of weights and activations, and of matmuls outside the layers."""
     weight_bytes: int
-    """Bytes of a weight or an activation."""
     factor_bytes: int
-    """Bytes of a number in the products of layers."""
+    """Bytes of an input element of the layers' matmuls."""
     state_bytes: int
-    """Bytes of a parameter's states: two fp32 moments; an fp32 master of fp16, a low half of one of bf16."""
+    """Bytes of a parameter's states: two fp32 moments; fp16: an fp32 master; bf16: the master's low half."""
     update_bytes: int
-    """Bytes that the optimizer's kernel reads and writes: gradient 4, moments 16, master and weight."""
+    """Bytes that the optimizer kernel reads and writes: gradient 4, moments 16, master and weight."""
 
     @property
-    def has_8_bits(self) -> bool:
-        """Whether layers multiply numbers of 8 bits."""
+    def is_fp8(self) -> bool:
+        """Whether layers use fp8 matmuls."""
         return self.factor_bytes == 1
 
 
@@ -44,104 +43,93 @@ PRECISIONS: dict[Precision, PrecisionFacts] = {
 }
 
 PreferenceLoss = Literal["sigmoid", "ipo"]
-"""The loss of a pair's margin: TRL's names of the losses of DPO (arXiv:2305.18290, 2310.12036)."""
+"""DPO losses of a pair's margin, with TRL's names (arXiv:2305.18290, 2310.12036)."""
 
 Fp8Format = Literal["hybrid", "e4m3"]
-"""8-bit types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""
+"""fp8 types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""
 
 Fp8Scaling = Literal["tensorwise", "delayed", "rowwise", "mxfp8", "blockwise"]
-"""Which numbers share a scale, and when it is made: megatron-core's `Fp8Recipe`; rowwise is refused."""
+"""megatron-core's `Fp8Recipe`: the elements that share a scale. Only tensorwise and delayed are built."""
 
 GradientType = Literal["fp32", "bf16"]
-"""Type in which gradients are added up and reduced."""
+"""dtype in which gradients are accumulated and reduced."""
 
 MomentType = Literal["fp32", "bf16", "8bit"]
-"""Type in which a moment of Adam is kept: bf16 is rounded stochastically, 8bit has a scale for each block."""
+"""dtype in which an Adam moment is stored: bf16 is rounded stochastically, 8bit has a scale per block."""
 
 MOMENT_BLOCK = 64
-"""Neighbouring elements of a row that share the fp32 scale of an 8-bit moment."""
+"""Adjacent elements of a row that share the fp32 scale of an 8-bit moment."""
 
 MOMENT_BYTES: dict[MomentType, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}
-"""Bytes of one moment of a weight, its share of a scale included."""
+"""Bytes of one moment of a weight, including its share of a scale."""
 
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
 RecomputeChoice = Recompute | Literal["auto"]
-"""One of them, or `auto`: `patch.plan.resolve` chooses by memory and cost."""
+"""A granularity, or `auto`: `patch.plan.resolve` chooses it by memory and cost."""
 
 RecomputeMethod = Literal["uniform", "block"]
-"""Which layers `full` recomputes: all, in blocks of several, or the first ones of each stage."""
+"""Layers that `full` recomputes: all, in blocks of several (uniform), or the first of each stage (block)."""
 
 ContextCommunication = Literal["p2p", "a2a"]
-"""How context-parallel ranks exchange what attention needs: around a ring, or all-to-all over heads."""
+"""Context-parallel communication: ring attention (p2p), or all-to-all over heads (a2a)."""
 
 OffloadPolicy = Literal["static", "auto"]
-"""Which optimizer states lie in host memory: a fixed share, or what does not fit on the device."""
+"""Optimizer states in host memory: a fixed share, or the states that do not fit on the device."""
 
 DatasetType = Literal["idxmap", "raw"]
-"""Pre-training on .bin/.idx, or JSON rows."""
+"""idxmap: .bin/.idx files; raw: JSON rows."""
 
 BuiltInTemplate = Literal["chatml", "llama3", "alpaca", "plain"]
-"""Chat templates for models without one."""
+"""Built-in chat templates, for models without a template."""
 
 Service = Literal["wandb", "mlflow", "swanlab", "trackio"]
-"""Where metrics are reported (`--report-to`)."""
 
 PushAs = Literal["private", "public", "update"]
-"""How the exported model is pushed to the hub: as a new repository, or as a commit of an existing one."""
+"""Form of a push to the hub: a new repository, or a commit to an existing one."""
 
 TrainOn = Literal["all", "last"]
-"""The turns of the assistant that the loss covers."""
+"""Assistant turns that the loss mask covers."""
 
 LongSamples = Literal["cut-end", "cut-begin", "split", "drop"]
-"""How a conversation is treated that is longer than a sample."""
 
 InputJoin = Literal["newline", "empty"]
 """The text between alpaca's instruction and input."""
 
 OnNonFinite = Literal["stop", "skip"]
-"""How a run goes on after a step whose gradients are not finite."""
+"""How a run continues after a step with non-finite gradients."""
 
 TokenizerType = Literal["PretrainedFromHF"]
-"""Where a tokenizer comes from."""
 
 
 class ZeroStage(IntEnum):
-    """The state that data-parallel ranks shard, by ZeRO's numbers (Rajbhandari et al., arXiv:1910.02054)."""
+    """State that data-parallel ranks shard, by ZeRO stage (Rajbhandari et al., arXiv:1910.02054)."""
 
     NONE = 0
-    """Nothing: every rank keeps all gradients and all optimizer states."""
+    """Nothing: gradients are all-reduced once a step."""
     OPTIMIZER = 1
-    """Optimizer states."""
+    """Optimizer states; gradients are reduce-scattered once a step."""
     GRADIENTS = 2
-    """Optimizer states and gradients."""
+    """Also gradients, which are reduce-scattered in every micro-batch."""
     PARAMETERS = 3
-    """Optimizer states, gradients and parameters, which are gathered for each pass and freed after it."""
+    """Also parameters, which are gathered for each pass and freed after it."""
 
     @property
-    def shares_states(self) -> bool:
-        """Whether a rank keeps the optimizer states of its shards only."""
+    def shards_states(self) -> bool:
+        """Whether a rank keeps the optimizer states of its own shards only."""
         return self >= ZeroStage.OPTIMIZER
 
     @property
-    def shares_gradients(self) -> bool:
-        """Whether a rank keeps the sums of its shards only, so that every micro-batch is reduced."""
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps gradient sums of its own shards only, so that every micro-batch is reduced."""
         return self >= ZeroStage.GRADIENTS
 
     @property
-    def shares_parameters(self) -> bool:
-        """Whether a rank keeps its shards of parameters only, so that every pass gathers them."""
+    def shards_parameters(self) -> bool:
+        """Whether a rank keeps the parameters of its own shards only, so that every pass gathers them."""
         return self >= ZeroStage.PARAMETERS
-
-    def sums_on_the_way(self, num_copies: int) -> bool:
-        """Whether gradients are all-reduced, which adds up in the dtype of the message.
-
-        Args:
-            num_copies: ranks with the same weights.
-        """
-        return not self.shares_states and num_copies > 1
 
 
 Sharding = ZeroStage | Literal["auto"]
-"""A stage, or `auto`: `patch.plan.resolve` chooses the stage by its cost."""
+"""A ZeRO stage, or `auto`: `patch.plan.resolve` chooses the stage by its cost."""

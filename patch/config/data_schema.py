@@ -1,7 +1,4 @@
-"""The sections `data` and `checkpoint` of a run: what it reads, and what it writes where (see `schema.py`).
-
-Imports neither torch nor megatron.
-"""
+"""Sections `data` and `checkpoint` of a run (see `schema.py`). Imports neither torch nor megatron."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class DataConfig:
         "folder of a Hugging Face tokenizer, or org/name; none: that of --load", none="none"
     )
     columns: str | None = flag(
-        "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
+        "rename keys of the rows, OURS=THEIRS, such as instruction=question,output=answer; none",
         none="none",
     )
     alpaca_input_join: InputJoin = flag(
@@ -44,7 +41,7 @@ class DataConfig:
     )
     train_on: TrainOn = flag("turns of the assistant that are learned", "all")
     allow_special_tokens: bool = flag(
-        "special tokens that a row's text spells out are encoded as such, not as text", False
+        "encode special tokens in a row's text as special tokens, not as text", False
     )
     long_samples: LongSamples = flag(
         "raw samples over --max-padding-length are cut at an end, split, or dropped", "cut-end"
@@ -72,7 +69,7 @@ class DataConfig:
         "idxmap: positions start again after each end of document; with --reset-attention-mask", False
     )
     reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
-    eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
+    eod_mask_loss: bool = flag("idxmap: mask the loss where the input is an end-of-document token", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0)
     eval_iters: int | None = flag("most global batches of one evaluation of a set; 0: the whole set", none=0)
     eval_tasks: str | None = flag(
@@ -133,10 +130,10 @@ class CheckpointConfig:
         False,
     )
     save_retain_last: int | None = flag(
-        "checkpoints before the last N are removed, except the best; 0: all stay", none=0
+        "keep only the last N checkpoints and the best one; 0: keep all", none=0
     )
     save_retain_every: int | None = flag(
-        "checkpoints of every N-th step stay; the others go, except the last and the best; 0: all stay",
+        "keep only checkpoints of every N-th step, the last one and the best one; 0: keep all",
         none=0,
     )
     metric_for_best_model: str | None = flag(
@@ -151,7 +148,7 @@ class CheckpointConfig:
         "ORG/NAME: the exported model (--export-hf) is uploaded to this repository of the hub", none="none"
     )
     push_to_hub_as: PushAs = flag(
-        "a new repository, private or public, or an update of one that is there", "private"
+        "create a private or public repository, or update an existing repository", "private"
     )
     stop_file: str | None = flag(
         "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
@@ -169,10 +166,9 @@ class CheckpointConfig:
 
     @property
     def services(self) -> list[str]:
-        """The names in `report_to`, once each."""
+        """The names in `report_to`, without duplicates."""
         return list(dict.fromkeys(_names(self.report_to)))
 
 
 def _names(text: str | None) -> list[str]:
-    """The names in a text, which commas separate."""
     return [name for name in map(str.strip, (text or "").split(",")) if name]

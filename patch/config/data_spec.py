@@ -1,17 +1,17 @@
-"""Reads DATASET_PATH and VALID_DATASET_PATH: one data set or several, with or without weights.
+"""Parse DATASET_PATH and VALID_DATASET_PATH: one data set or several, with or without weights.
 
     rows.json                              one file
-    data/english                           a folder: its data files, also those in folders below, are one set
-    'data/*.jsonl.gz'                      a glob: the files that match are one set; ** also enters folders
+    data/english                           a folder: its data files, also in subfolders, are one set
+    'data/*.jsonl.gz'                      a glob: the matching files are one set; ** also enters folders
     '0.7 english.json 0.3 data/chinese'    several sets, blended by weight
     'english.json data/chinese'            several sets without weights
-    '0.7 /data/text_document 0.3 /b'       the same with prefixes of .bin and .idx
+    '0.7 /data/text_document 0.3 /b'       several sets as prefixes of .bin and .idx
 
-A path with blanks is quoted inside a list of several paths. A text that names existing files as a whole is
+In a list of several paths, a path with blanks must be quoted. A text that names existing files as a whole is
 one path.
 
-A folder with LLaMA-Factory's dataset_info.json, a table of sets (each a file beside it or a name of the hub),
-is refused, because which set is meant is not known, with the path and --columns of each that can be taken.
+A folder with LLaMA-Factory's dataset_info.json (a table of sets: files or hub names) is refused, because the
+intended set is unknown. The message has the path and --columns of each set that is supported.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from typing import Any, NamedTuple
 
 from patch.config.schema import DataConfig
 from patch.errors import ConfigError, DataError, nearest, shown
-from patch.numbers import to_float
 from patch.storage.hub import shadowed_by
 from patch.storage.names import DATA_SUFFIXES, check_saved, row_files
 from patch.storage.text_files import parse_json, read_json
+from patch.text import to_float
 
 _TABLE = "dataset_info.json"
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _NOT_TRAINED = {"images", "videos", "audios", "chosen", "rejected", "kto_tag"}
-"""Columns of sets that are not read: images and sound, preferences, judged answers."""
+"""Columns of unsupported sets: images, video and sound, preferences, judged answers."""
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
-"""Its names of columns where ours differ."""
+"""LLaMA-Factory's column names that differ from ours."""
 _TAGS = {"role_tag": "role", "content_tag": "content"}
 _USUAL = {"role", "from", "content", "value"}
 _SHOWN = 12
 
 
 def refuse_table(file: Path, field: str | None = None) -> None:
-    """Refuse LLaMA-Factory's table of sets as a file of rows.
+    """Refuse LLaMA-Factory's dataset_info.json as a file of rows.
 
     Raises:
-        DataError: the file is one; the message has the sets.
+        DataError: the file is such a table; the message lists its sets.
     """
     sets = _sets(file)
     if not sets:
@@ -61,7 +61,7 @@ def refuse_table(file: Path, field: str | None = None) -> None:
 
 
 def _sets(file: Path) -> dict[str, dict[str, Any]]:
-    """The sets of a table; none if the file is none, such as the description that datasets writes."""
+    """Return the sets of a table, or {} for any other file, such as the dataset_info.json of `datasets`."""
     try:
         table = read_json(file) if file.name == _TABLE else None
     except (OSError, ValueError):
@@ -71,7 +71,7 @@ def _sets(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _cure(folder: Path, name: str, info: dict[str, Any]) -> str:
-    """A set as a position and flag of ours name it; "" if it cannot be taken."""
+    """Return a set as a position and --columns, or "" if it is not supported."""
     columns = info.get("columns") or {}
     place = info.get("hf_hub_url") or (info.get("file_name") and str(folder / info["file_name"]))
     if not place or info.get("ranking") or not _NOT_TRAINED.isdisjoint(columns):
@@ -92,11 +92,11 @@ _SPLITS = {
     "validation": re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])"),
     "test": re.compile(r"(?<![a-z])(test|testing|eval|evaluation)(?![a-z])"),
 }
-"""The words for splits of a set in names of files and folders. Source: Hugging Face datasets."""
+"""Words for splits in file and folder names. Source: Hugging Face datasets."""
 
 
 def by_split(names: Collection[str]) -> dict[str, list[str]]:
-    """The splits (training, validation, test) that are among these files or folders, and their names."""
+    """Return the file or folder names of each split (training, validation, test) that has names."""
     found = {
         split: [name for name in names if words.search(name.lower())] for split, words in _SPLITS.items()
     }
@@ -104,22 +104,18 @@ def by_split(names: Collection[str]) -> dict[str, list[str]]:
 
 
 class DataPart(NamedTuple):
-    """One set of a position."""
+    """One data set of a position."""
 
     weight: float | None
-    """Its weight in the blend, as it was written; None without weights."""
+    """Weight in the blend as the user wrote it, or None without weights."""
     path: str
     """A file, a folder, a glob, or the prefix of .bin and .idx."""
 
 
 def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
-    """The sets that a position names: either each has a weight before its path, or none has.
+    """Parse a position into its data sets. Either every path has a weight before it, or no path has a weight.
 
-    A file whose name is a number is written with its folder (`./7`).
-
-    Args:
-        text: the position.
-        field: the field of the configuration that holds it, for messages.
+    A file whose name is a number must be written with its folder (`./7`).
 
     Raises:
         DataError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
@@ -156,14 +152,24 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
     )
 
 
-def split_shares(text: str) -> tuple[float, float, float]:
-    """The shares of training, validation and neither that `--split` names; their sum may be any number.
-
-    Args:
-        text: one to three numbers between commas, such as 99,1,0; those that are missing are 0.
+def sets_of(data: DataConfig) -> dict[str, tuple[DataPart, ...]]:
+    """Return a run's training and validation sets by the name of their field; no entry is left out.
 
     Raises:
-        ConfigError: it names no such shares, or none for training.
+        DataError: see `parse_data`.
+    """
+    texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
+    return {field: parse_data(text, field) if text is not None else () for field, text in texts.items()}
+
+
+def split_shares(text: str) -> tuple[float, float, float]:
+    """Parse `--split` into the shares of training, validation and neither; their sum may be any number.
+
+    Args:
+        text: one to three numbers between commas, such as 99,1,0; missing numbers are 0.
+
+    Raises:
+        ConfigError: the text is malformed, or the training share is 0.
     """
     words = text.split(",")
     if len(words) <= 3 and all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", word) for word in words):
@@ -178,7 +184,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
 
 
 def format_data(parts: Iterable[DataPart]) -> str:
-    """The text that `parse_data` reads as these sets. A single path without weight is written as it is."""
+    """Format data sets as `parse_data` reads them. A single path without weight is written unchanged."""
     parts = tuple(parts)
     if parts[0].weight is None and parse_data(parts[0].path) == parts:
         return parts[0].path
@@ -189,18 +195,16 @@ def format_data(parts: Iterable[DataPart]) -> str:
 
 
 def files_of(path: str, field: str | None = None, *, with_text: bool = False) -> list[Path]:
-    """The files of one set of rows: a file itself, or the files of a folder or a glob, sorted by path.
+    """Return the files of one set of rows: the file itself, or the files of a folder or glob, sorted by path.
 
-    From a folder, `row_files` are taken, but none whose name or folder begins with a dot or an underscore.
+    From a folder, `row_files` are taken, but no file whose name or folder begins with a dot or underscore.
 
     Args:
-        path: the `path` of a `DataPart`.
-        field: the field of the configuration that holds it, for messages.
-        with_text: files of plain text (.txt) count where a folder has no others.
+        with_text: whether to take plain text (.txt) if a folder has no other data.
 
     Raises:
-        DataError: there is no such file, the folder or glob has no data files, or the folder holds several
-            splits (train, validation, test) or a table of sets, which are not one set, or lacks a file.
+        DataError: the file is missing, or the folder or glob has no data files; or the folder lacks a file,
+            is LLaMA-Factory's, or holds several splits (train, validation, test).
     """
     refuse_table(Path(path), field)
     if os.path.isdir(path):
@@ -222,7 +226,7 @@ def files_of(path: str, field: str | None = None, *, with_text: bool = False) ->
 
 
 def nearest_set(prefix: str) -> str:
-    """A hint with the set of .bin and .idx whose name a prefix begins or misspells.
+    """Return a hint with the set of .bin and .idx whose name a prefix begins or misspells.
 
     `llama-patch preprocess --output-prefix docs` writes docs_text_document.
     """
@@ -236,7 +240,7 @@ def nearest_set(prefix: str) -> str:
 
 
 def _is_number(word: str) -> bool:
-    """Whether a word is meant as a weight: also nan and inf, which are none."""
+    """Return whether a word is meant as a weight; this includes nan and inf, which are refused later."""
     try:
         float(word)
     except ValueError:
@@ -245,7 +249,6 @@ def _is_number(word: str) -> bool:
 
 
 def _nearest_file(path: str) -> str:
-    """A hint with the file beside a path that is called almost like it."""
     folder, name = os.path.split(path)
     try:
         return nearest(name, os.listdir(folder or "."))
@@ -254,20 +257,20 @@ def _nearest_file(path: str) -> str:
 
 
 def _shadow(path: str) -> str:
-    """A remark if a folder here makes a path of what may be meant as a name of the hub."""
+    """Return a remark if a local folder hides what may be a hub name."""
     folder = shadowed_by(os.path.relpath(path))
     return f" (a name of the hub is found where no folder is called {folder})" if folder else ""
 
 
 def _names_files(text: str) -> bool:
-    """Whether the whole text is one path, blanks included: of a file, folder, glob or prefix."""
+    """Return whether the whole text, blanks included, is one path: a file, folder, glob or prefix."""
     if any(os.path.exists(text + ending) for ending in ("", ".bin", ".idx")):
         return True
     return has_magic(text) and next(iglob(text, recursive=True), None) is not None
 
 
 def _words(text: str, field: str | None) -> list[str]:
-    """Split at blanks outside of quotation marks. A backslash is part of a name."""
+    """Split at blanks outside quotation marks. A backslash is part of a name."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
     try:
@@ -308,7 +311,7 @@ def _walk(folder: str, field: str | None) -> Iterator[Path]:
 
 
 def _refuse_several_splits(folder: str, files: list[Path], field: str | None) -> None:
-    """Refuse a folder that holds a training and a test set: it would be trained on both, silently."""
+    """Refuse a folder with several splits: the run would silently train on the test set too."""
     splits = by_split([str(file.relative_to(folder)) for file in files])
     if len(splits) > 1:
         listed = ", ".join(f"{split} ({names[0]})" for split, names in splits.items())
@@ -321,7 +324,7 @@ def _refuse_several_splits(folder: str, files: list[Path], field: str | None) ->
 
 
 def _place_of(name: Path, words: re.Pattern[str]) -> str:
-    """The folder or the glob of a split, of which this is a file."""
+    """Return the folder or the glob of the split to which a file belongs."""
     for folder in name.parents[-2::-1]:
         if words.search(folder.name.lower()):
             return str(folder)
@@ -330,10 +333,10 @@ def _place_of(name: Path, words: re.Pattern[str]) -> str:
 
 
 def set_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
-    """The files of one set: of one `DataPart` of `train_data_path` or `valid_data_path`.
+    """Return the files of one `DataPart.path`.
 
     Raises:
-        DataError: there are none (raw rows).
+        DataError: a set of raw rows has no files.
     """
     if data.dataset_type == "raw":
         return [str(file) for file in files_of(path, field)]
@@ -346,16 +349,16 @@ COLUMNS = (
     *("messages", *COLUMNS_OF_TURNS, "instruction", "input", "output", "query", "response"),
     *("prompt", "completion", "history", "text", "system", "tools", "chosen", "rejected"),
 )
-"""Every key that can be given another name. `role` and `content` are those inside the turns."""
+"""Keys that --columns can rename. `role` and `content` are keys inside the turns."""
 _SHAREGPT = {"conversations": "messages", "conversation": "messages", "from": "role", "value": "content"}
-"""ShareGPT's keys, and ours for the same."""
+"""ShareGPT's keys -> our keys."""
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Our name of a key to the name that the rows have: "instruction=question,output=answer".
+    """Parse --columns, "instruction=question,output=answer", into our key -> the rows' key.
 
     Raises:
-        ConfigError: a part is not NAME=COLUMN, a name is unknown or given twice.
+        ConfigError: a part is not NAME=COLUMN, or a name is unknown or given twice.
     """
     columns: dict[str, str] = {}
     for part in text.split(",") if text is not None else ():
@@ -380,10 +383,10 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:
-    """The variables of the chat template: the names and values of a JSON object.
+    """Parse the variables of the chat template from a JSON object.
 
     Raises:
-        ConfigError: it is no JSON object of names.
+        ConfigError: the text is not a JSON object whose keys are identifiers.
     """
     try:
         values = {} if text is None else parse_json(text.encode())

@@ -1,6 +1,6 @@
-"""The fields of a run about experts (mixture of experts): a section of their own, `experts` in YAML.
+"""Section `experts` of a run (mixture of experts).
 
-How many experts a layer has, and how tokens choose among them, is the model's (`patch/families/shape.py`).
+The number of experts and their routing are part of the model (`patch/families/shape.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Literal
 from patch.flag_field import flag
 
 TokenDispatcher = Literal["allgather", "alltoall"]
-"""How tokens reach the experts of other processes: megatron-core's names."""
+"""How tokens reach the experts of other ranks; megatron-core's names."""
 
 LoadBalancing = Literal["none", "aux_loss", "seq_aux_loss"]
-"""Over what the loss of the experts' load takes its means: megatron-core's names."""
+"""Tokens over which the load balancing loss averages; megatron-core's names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +26,7 @@ class ExpertsConfig:
         "processes that share each expert (ETP); 0: as many as other layers (TP)", none=0
     )
     moe_token_dispatcher_type: TokenDispatcher = flag(
-        "how tokens reach experts of other processes: each where it is needed (alltoall), or all to all of "
-        "them (allgather)",
+        "token dispatcher: each token to its experts (alltoall), or all tokens to all experts (allgather)",
         "alltoall",
     )
     moe_router_load_balancing_type: LoadBalancing = flag(
@@ -41,11 +40,11 @@ class ExpertsConfig:
         "coefficient of a penalty on large router logits; 1e-3 in the ST-MoE paper", 0.0, at_least=0
     )
     moe_expert_capacity_factor: float | None = flag(
-        "an expert takes at most so many times its even share of a process's tokens, the likeliest first; "
-        "0: all, no token is dropped",
+        "capacity of an expert as a multiple of its even share of a rank's tokens; the most probable tokens "
+        "stay; 0: no limit",
         none=0,
     )
 
     def etp_size(self, tp_size: int) -> int:
-        """Processes that share each expert (ETP), where `tp_size` share other layers."""
+        """Return the number of ranks that share each expert (ETP); `tp_size` ranks share the other layers."""
         return self.expert_tensor_parallel_size or tp_size

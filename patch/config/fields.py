@@ -17,40 +17,40 @@ from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
 from patch.families import with_family
 from patch.flag_field import Bounds
-from patch.numbers import to_float, to_int
+from patch.text import to_float, to_int
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
-"""Section name to its dataclass, in the order of config.yaml."""
+"""Section name -> dataclass, in the order of config.yaml."""
 
 
 class Field(NamedTuple):
     """One field of a RunConfig, described for its flag, its YAML key and `--help`.
 
-    A value has two forms. In a RunConfig it has the annotated type. Flags, positions and YAML write a scalar
-    (text, number or boolean): a word for an enum member, `none` for None.
+    A value has two forms. In a RunConfig it has the annotated type. In flags, positions and YAML it is a
+    scalar (text, number or boolean): a word for an enum member, `none` for None.
     """
 
     section: str
     name: str
     kind: type
-    """The type of the scalar: int, float, bool or str; tuple for a window."""
+    """Type of the scalar: int, float, bool or str; tuple for an attention window."""
     default: Any
     """dataclasses.MISSING if the value must be given or derived."""
     words: Mapping[str, Any]
-    """Each legal word and its value; empty if the values cannot be listed."""
+    """Legal word -> value; empty if the values cannot be listed."""
     help: str
     none: str | int | None
-    """The scalar that stands for None; None if the field is never None."""
+    """The scalar for None, or None if the field is never None."""
     bounds: Bounds
 
     @property
     def flag(self) -> str:
-        """The flag that sets it: `seq_length` is `--seq-length`."""
+        """The flag: `--seq-length` for `seq_length`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The legal words; () if the values cannot be listed."""
+        """The legal words, or () if the values cannot be listed."""
         return tuple(self.words)
 
     @property
@@ -59,7 +59,7 @@ class Field(NamedTuple):
         return self.default is dataclasses.MISSING
 
     def to_scalar(self, value: Any) -> str | int | float | bool:
-        """A RunConfig's value as flags and YAML write it."""
+        """Return a RunConfig value as flags and YAML write it."""
         if value is None:
             assert self.none is not None, f"{self.name} is never None"
             return self.none
@@ -68,7 +68,7 @@ class Field(NamedTuple):
         return value.name.lower() if isinstance(value, IntEnum) else value
 
     def from_scalar(self, scalar: Any) -> Any:
-        """The RunConfig's value for a legal scalar of the right type."""
+        """Return the RunConfig value of a legal scalar of the right type."""
         if self.words:
             return self.words[scalar]
         return None if self.none is not None and scalar == self.none else scalar
@@ -86,7 +86,7 @@ def _collect() -> dict[str, Field]:
 
 
 def _kind_and_words(annotation: Any, none: str | int | None) -> tuple[type, dict[str, Any]]:
-    """The scalar type of an annotation, and its legal words if it lists them, beginning with that of None."""
+    """Return the scalar type of an annotation, and its legal words; the word for None comes first."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
     words: dict[str, Any] = {}
@@ -106,17 +106,17 @@ FIELDS: dict[str, Field] = _collect()
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a field; its section is looked up."""
+    """Return the value of a field, whatever its section."""
     return getattr(getattr(config, FIELDS[name].section), name)
 
 
 def scalar_of(config: RunConfig, name: str) -> str | int | float | bool:
-    """The value of a field as flags and YAML write it."""
+    """Return the value of a field as flags and YAML write it."""
     return FIELDS[name].to_scalar(value_of(config, name))
 
 
 def scalars_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """The values of all fields as YAML writes them, section by section."""
+    """Return the values of all fields as YAML writes them, by section."""
     return {
         section: {field.name: scalar_of(config, field.name) for field in dataclasses.fields(cls)}
         for section, cls in SECTIONS.items()
@@ -124,12 +124,12 @@ def scalars_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def assemble(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig with these values. Missing fields get their defaults; a field without one is required.
+    """Build a RunConfig. Missing fields get their defaults; fields without a default are required.
 
-    The model gets the family that computes it, unless `model_type` names one that does.
+    If `model_type` does not name a family that computes the model, the matching family replaces it.
 
     Raises:
-        ConfigError: `model_type` is no family.
+        ConfigError: `model_type` is not a family.
     """
     sections = {
         section: cls(**{name: value for name, value in values.items() if FIELDS[name].section == section})
@@ -139,7 +139,7 @@ def assemble(values: Mapping[str, Any]) -> RunConfig:
 
 
 def missing(values: Mapping[str, Any]) -> list[str]:
-    """The fields without a default that `values` lacks."""
+    """Return the fields without a default that `values` lacks."""
     return [field.name for field in FIELDS.values() if field.required and field.name not in values]
 
 
@@ -148,14 +148,14 @@ def _to_bool(value: object) -> bool | None:
 
 
 def _to_str(value: object) -> str | None:
-    """Text. YAML reads an unquoted `false` or `8` as another type, which is turned back into text."""
+    """Return text. YAML reads an unquoted `false` or `8` as another type, which is converted back."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, (str, int, float)) and value != "" else None
 
 
 def _to_window(value: object) -> tuple[int, int] | None:
-    """A causal window in text: `4095,0`."""
+    """Parse a causal window such as `4095,0`."""
     match = re.fullmatch(r"(\d+),0", value) if isinstance(value, str) else None
     left = to_int(match[1]) if match else None
     return None if left is None else (left, 0)
@@ -171,15 +171,13 @@ _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
 
 
 def coerce(field: Field, scalar: object, origin: str) -> Any:
-    """Convert the text of a flag, or a scalar of YAML, to the RunConfig's value.
+    """Convert the text of a flag, or a YAML scalar, to the RunConfig value.
 
     Args:
-        field: the field that is set.
-        scalar: what was written.
-        origin: where it was written, for the message, such as `--lr` or `run.yaml: optimizer.lr`.
+        origin: where the scalar was written, for the message, such as `--lr` or `run.yaml: optimizer.lr`.
 
     Raises:
-        ConfigError: the scalar has the wrong type or is none of the field's choices.
+        ConfigError: the scalar has the wrong type or is not one of the field's choices.
     """
     convert, expected = _CONVERSIONS[field.kind]
     is_none = field.kind in (tuple, float, bool) and scalar == field.none
@@ -193,12 +191,7 @@ def coerce(field: Field, scalar: object, origin: str) -> Any:
 
 
 def check_choice(value: str, choices: Sequence[str], origin: str) -> None:
-    """Refuse a value that is not among the choices; the message lists them and the nearest one.
-
-    Args:
-        value: what was given.
-        choices: the legal values.
-        origin: where the value was given, for the message.
+    """Refuse a value that is not among the choices; the message lists the choices and the nearest one.
 
     Raises:
         ConfigError: the value is not among the choices.

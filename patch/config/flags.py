@@ -1,30 +1,32 @@
-"""The argparse flags generated from the fields, and `--help`.
+"""argparse flags generated from the fields, and `--help`.
 
-The result contains only the flags that the user wrote, so that they can be merged over positions and files.
+The result contains only the flags that the user wrote, so that they can override positions and files.
 A boolean flag takes no value; its `--no-NAME` overrides a true from a position, a preset or the file.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.errors import ConfigError, shown
-from patch.numbers import NEGATIVE, to_float
+from patch.text import NEGATIVE, to_float
 
 
 class Flags(NamedTuple):
-    """The values that the user has set by named flags."""
+    """Values that the user has set by named flags."""
 
     fields: dict[str, Any]
     config: str | None
+    deepspeed_config: str | None
     dry_run: bool
     force: bool
-    """Start a run that does not fit by the plan."""
+    """Start the run even if the plan says that it does not fit."""
 
 
 _MOST_USED = """
@@ -36,7 +38,8 @@ _MOST_USED = """
 
 
 _ORDER = """\
-Flags beat positions, positions beat --config, --config beats MODEL_SIZE's shape and defaults.
+Flags beat positions, positions beat --config, --config beats --deepspeed-config, MODEL_SIZE's shape and
+defaults.
 Every flag without a value can be taken back with --no-NAME."""
 
 
@@ -64,7 +67,7 @@ def _help(field: Field) -> str:
 
 
 def help_text(topic: str = "") -> str:
-    """`--help`: the sections, and the most used flags; `--help TOPIC`: the positions, all flags, a section's.
+    """Return `--help` (sections, most used flags) or `--help TOPIC` (positions, all flags, a section).
 
     Raises:
         ConfigError: there is no such topic.
@@ -83,7 +86,7 @@ def help_text(topic: str = "") -> str:
 
 
 def build_parser(names: Iterable[str] = FIELDS) -> argparse.ArgumentParser:
-    """The parser of some fields' flags: of one that is given again the last one counts, others are absent."""
+    """Return the parser of some fields' flags. The last of repeated flags counts; unset flags are absent."""
     parser = _Parser(
         prog="run_mcore_llama.sh",
         usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
@@ -93,6 +96,11 @@ def build_parser(names: Iterable[str] = FIELDS) -> argparse.ArgumentParser:
     )
     parser._negative_number_matcher = NEGATIVE
     parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as config.yaml")
+    parser.add_argument(
+        "--deepspeed-config",
+        metavar="FILE",
+        help="DeepSpeed's JSON: batch sizes, optimizer, precision, ZeRO stage and offload; below --config",
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -110,33 +118,28 @@ def build_parser(names: Iterable[str] = FIELDS) -> argparse.ArgumentParser:
 
 
 def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
-    """Give another program's parser, or a group of it, the flags of some fields; `fields_of` reads them."""
+    """Add the flags of some fields to another program's parser or group; `fields_of` reads them."""
     for name in names:
         _add(parser, FIELDS[name])
 
 
 def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The fields that were given by flags of `add_flags`.
+    """Return the fields that flags of `add_flags` set.
 
     Raises:
-        ConfigError: a wrong value.
+        ConfigError: a value is wrong.
     """
     given = {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
     return {name: coerce(FIELDS[name], value, FIELDS[name].flag) for name, value in given.items()}
 
 
 def spellings(field: Field) -> list[str]:
-    """The flag, and for a boolean also its `--no-` form."""
+    """Return the flag, and for a boolean also its `--no-` form."""
     return [field.flag, "--no-" + field.flag[2:]] if field.kind is bool else [field.flag]
 
 
 def flag_words(field: Field, scalar: object) -> list[str]:
-    """The words that set a field: its flag and the value, or that form of a boolean's flag which gives it.
-
-    Args:
-        field: the field.
-        scalar: its value, as `Field.to_scalar` gives it.
-    """
+    """Return the words that set a field to a scalar: flag and value, or a boolean's flag or `--no-` form."""
     if field.kind is bool:
         return [spellings(field)[0 if scalar else 1]]
     return [field.flag, str(scalar)]
@@ -154,10 +157,11 @@ def _add(group: argparse._ActionsContainer, field: Field) -> None:
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
-    """The fields that `argv` sets; of a flag that is given again the last one counts.
+    """Return the fields that `argv` sets. The last of repeated flags counts.
 
     Raises:
-        ConfigError: unknown flags (all of them are named, each with what to do), a missing or wrong value.
+        ConfigError: a flag is unknown (the message has all unknown flags, each with advice), or a value is
+            missing or wrong.
         SystemExit: --help, after printing it.
     """
     if found := _unknown(argv):
@@ -168,14 +172,15 @@ def read_flags(argv: Sequence[str]) -> Flags:
     parser = build_parser()
     namespace = parser.parse_args(list(argv))
     dry_run, force = (getattr(namespace, name, False) for name in ("dry_run", "force"))
-    return Flags(fields_of(namespace, FIELDS), getattr(namespace, "config", None), dry_run, force)
+    config, deepspeed = (getattr(namespace, name, None) for name in ("config", "deepspeed_config"))
+    return Flags(fields_of(namespace, FIELDS), config, deepspeed, dry_run, force)
 
 
 def _unknown(argv: Sequence[str]) -> list[str]:
-    """Advice for unknown arguments: another program's, misspelled, or stray words."""
+    """Return advice for unknown arguments: another program's flags, misspelled flags, stray words."""
     takes_value = {flag: field.kind is not bool for field in FIELDS.values() for flag in spellings(field)}
-    takes_value |= {"--config": True, "--dry-run": False, "--force": False}
-    given = [(flag, " ".join(values[:1]), values) for flag, values in _grouped(argv)]
+    takes_value |= {"--config": True, "--deepspeed-config": True, "--dry-run": False, "--force": False}
+    given = [(flag, " ".join(values[:1]), values) for flag, values in grouped(argv, takes_value)]
     is_foreign = any(flag not in takes_value for flag, _, _ in given)
     foreign = [
         (flag, value)
@@ -194,17 +199,27 @@ def _unknown(argv: Sequence[str]) -> list[str]:
 
 
 def is_flag(text: str) -> bool:
-    """Whether an argument begins a flag: a hyphen that begins no number."""
+    """Return whether an argument begins a flag: it begins with a hyphen and is not a number."""
     return text.startswith("-") and to_float(text.split()[0]) is None
 
 
-def _grouped(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with what follows it; the first argument is a flag."""
+def is_setting(text: str) -> bool:
+    """Return whether a word has the form of another program's setting: overlap_grad_sync=true."""
+    return re.match(r"[A-Za-z_]\w*=", text) is not None
+
+
+def grouped(argv: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
+    """Pair each flag, and each setting that no flag takes, with the arguments after it."""
     groups: list[tuple[str, list[str]]] = []
     for text in argv:
-        if is_flag(text):
+        if is_flag(text) or (is_setting(text) and _is_complete(groups, takes_value)):
             flag, sign, value = text.partition("=")
             groups.append((flag, [value] if sign else []))
         else:
             groups[-1][1].append(text)
     return groups
+
+
+def _is_complete(groups: Sequence[tuple[str, list[str]]], takes_value: Mapping[str, bool]) -> bool:
+    """Return whether the last flag has its value, or takes none."""
+    return not groups or len(groups[-1][1]) >= takes_value.get(groups[-1][0], True)

@@ -1,11 +1,11 @@
-"""Arguments of other programs: what to write here instead, or why nothing is needed, or that it is not there.
+"""Arguments of other programs: what to write here instead, why nothing is needed, or that it is unsupported.
 
-foreign_flags.txt is the one table of them: messages about unknown flags and keys of files come from it
-(`tests/unit/config/test_flags.py`).
+foreign_flags.txt is the only table of them. Messages about unknown flags and unknown keys of files, and the
+command of `llama-patch migrate`, come from the table (`tests/unit/config/test_flags.py`).
 
 Source: Pai-Megatron-Patch's scripts, Megatron-LLaMA's and Megatron-LM's arguments, BigScience's
-Megatron-DeepSpeed, DeepSpeed's JSON, LLaMA-Factory's YAML, torchtitan's TOML, transformers, PEFT, TRL, vLLM,
-torchrun.
+Megatron-DeepSpeed, DeepSpeed's JSON, LLaMA-Factory's and Axolotl's YAML, torchtitan's TOML, transformers,
+PEFT, TRL, vLLM, torchrun.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patch.errors import shown
-from patch.numbers import to_float
+from patch.text import to_float
 
 _ALIKE = 0.75
-"""From here on two words are one word, misspelled."""
+"""Similarity from which two words are the same word, misspelled."""
 _ONE_NAME = 0.85
-"""The same for whole names, whose words may be joined otherwise."""
+"""Similarity from which two whole names are the same; their words may be joined differently."""
 _OFF = ("false", "null")
-"""Values at which a name alone in the table has no answer."""
+"""Values that do not match a table row with a name alone."""
 _UNKNOWN = ": remove it, nothing here has this name"
 _LONGEST = 100
-"""No flag is near a longer name, and looking for one would take long."""
+"""Longer names get no suggestion: no flag is near, and the search would be slow."""
 
 
 class ForeignFlag(NamedTuple):
-    """Arguments of another program that have one answer: a row of the table."""
+    """A row of the table: arguments of another program that have one answer."""
 
     theirs: str
     ours: str
-    """The flags that do the same, between spaces; "-" if there is none."""
+    """Our flags that do the same, between spaces; "-" if there is none."""
     advice: str
-    """The difference; or what to do, where `ours` is "-"."""
+    """The difference, or what to do if `ours` is "-"."""
+    value: str = ""
+    """Value for our flags, as foreign_flags.txt describes it; "" if a person has to decide."""
 
     @property
     def answer(self) -> str:
@@ -47,13 +49,13 @@ class ForeignFlag(NamedTuple):
         return self.advice if self.ours == "-" else f"use {' and '.join(self.ours.split())}: {self.advice}"
 
     def fit(self, name: str, value: str) -> int:
-        """How closely the row suits a name at a value: 3, 2 this value, 1 any, 0 others; -1 not the name."""
+        """Rate the row for a name and value: 3, 2 this value, 1 any value, 0 other values, -1 other name."""
         parts = [part for part in self.theirs.split(", ") if fnmatchcase(plain_name(name), plain_name(part))]
         return max((_fit_of_value(part, value.lower() or "true") for part in parts), default=-1)
 
 
 def _fit_of_value(part: str, value: str) -> int:
-    """The same of a name with its value in the table: `NAME VALUE`, `NAME X` or `NAME`."""
+    """Rate a value as `fit` does for one name of the table: `NAME VALUE`, `NAME X` or `NAME`."""
     wanted = re.split("[ :=]+", part, maxsplit=1)[1:]
     if wanted in ([], ["X"]):
         return int(bool(wanted) or value not in _OFF)
@@ -65,43 +67,57 @@ def _fit_of_value(part: str, value: str) -> int:
 
 @cache
 def foreign_flags() -> dict[str, list[ForeignFlag]]:
-    """Program -> its rows, in the order of the table."""
-    table: dict[str, list[ForeignFlag]] = {}
+    """Return program -> rows, in the order of the table."""
+    return {program: rows for (program, is_default), rows in _table().items() if not is_default}
+
+
+def foreign_defaults(program: str) -> list[ForeignFlag]:
+    """Return what a program does without some of its arguments; `theirs` names them, as the table says."""
+    return _table().get((program, True), [])
+
+
+@cache
+def _table() -> dict[tuple[str, bool], list[ForeignFlag]]:
+    """Return (program, whether a row is a default of it) -> rows."""
+    table: dict[tuple[str, bool], list[ForeignFlag]] = {}
+    program = ""
     for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            rows = table[line.strip("[]")] = []
+            program = line.strip("[]")
         elif line and not line.startswith("#"):
-            rows.append(ForeignFlag(*line.split(" | ")))
+            rows = table.setdefault((program, line.startswith("= ")), [])
+            rows.append(ForeignFlag(*line.removeprefix("= ").split(" | ")))
     return table
 
 
 def plain_name(text: str) -> str:
-    """A name alone, without hyphens in front, value or case: `--max_steps=2` is `max-steps`."""
+    """Return a name without leading hyphens, value and case: `--max_steps=2` is `max-steps`."""
     return re.split("[ :=]", text.lstrip("-"), maxsplit=1)[0].replace("_", "-").lower()
 
 
-def foreign_flag(name: str, value: str = "") -> ForeignFlag | None:
-    """The answer to another program's flag or key at a value; None if the table does not have the name.
+def foreign_flag(name: str, value: str = "", program: str = "") -> ForeignFlag | None:
+    """Return the answer to another program's flag or key at a value, or None if the table lacks the name.
 
     Args:
-        name: as it was written; of a key in a nested file also its last part may be in the table.
-        value: its value as text; "" for a flag without one.
+        name: as the user wrote it; for a key of a nested file, the table may have only its last part.
+        value: its value as text; "" for a flag without a value.
+        program: search only the rows of this program; "": all.
     """
     last = name.rpartition(".")[2]
     for each, text in ((name, value), (last, value), (plain_name(name).removeprefix("no-"), "false")):
-        if (best := _best(each, text)).fit(each, text) >= 0:
-            at_any = _best(each, "any")
+        if (best := _best(each, text, program)).fit(each, text) >= 0:
+            at_any = _best(each, "any", program)
             return best if best.fit(each, text) else _unsupported(name, at_any, text.lower())
     return None
 
 
-def _best(name: str, value: str) -> ForeignFlag:
-    rows = (row for rows in foreign_flags().values() for row in rows)
+def _best(name: str, value: str, program: str) -> ForeignFlag:
+    rows = (row for each, rows in foreign_flags().items() if program in ("", each) for row in rows)
     return max(rows, key=lambda row: row.fit(name, value))
 
 
 def _unsupported(name: str, at_any: ForeignFlag, value: str) -> ForeignFlag:
-    """The answer at a value without a row. False and null are what is so without a flag, if there is one."""
+    """Return the answer at a value without a row: "remove it" for false and null, or "not supported"."""
     is_always_on = at_any.ours == "-" and not at_any.advice.startswith("not there")
     if value not in _OFF or (value == "false" and is_always_on):
         return ForeignFlag(name, "-", f"not supported at this value, {shown(value)}")
@@ -110,19 +126,15 @@ def _unsupported(name: str, at_any: ForeignFlag, value: str) -> ForeignFlag:
 
 
 def is_meant_otherwise(flag: str, value: str) -> bool:
-    """Whether a flag that is known here is another one's, with this value, in a line of another program."""
+    """Return whether a flag of ours is meant as another program's flag at this value."""
     row = foreign_flag(flag, value)
     return row is not None and flag not in row.ours.split() and f"{flag} " in row.theirs
 
 
 def nearest_flag(name: str, known: Iterable[str]) -> str:
-    """A hint ", did you mean --X?" for an unknown flag, or "" when none is near in sense.
+    """Return a hint ", did you mean --X?" for an unknown flag, or "" if no flag is near.
 
-    Near are names whose words are the same, up to misspellings; letters in common are not enough.
-
-    Args:
-        name: what was written, with its hyphens.
-        known: the flags.
+    Names are near if they have the same words, up to misspellings; common letters are not enough.
     """
     flags = list(known) if len(name) < _LONGEST else []
     row = foreign_flag(name)
@@ -133,7 +145,7 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
 
 
 def _likeness(words: list[str], others: list[str]) -> float:
-    """How near two names are, 0 if they are not: as a whole, or because one has all words of the other."""
+    """Return the similarity of two names: as a whole, or if `others` has all `words`; otherwise 0."""
     whole = SequenceMatcher(None, "".join(words), "".join(others)).ratio()
     least = min(max(SequenceMatcher(None, word, other).ratio() for other in others) for word in words)
     is_part = least >= _ALIKE and 2 * len(words) > len(others)
@@ -141,12 +153,7 @@ def _likeness(words: list[str], others: list[str]) -> float:
 
 
 def answers(given: Iterable[tuple[str, str]], known: Iterable[str]) -> list[str]:
-    """One line for each answer to unknown names: what to write instead, the name that is meant, or none.
-
-    Args:
-        given: flags or keys, as they were written, each with its value.
-        known: the flags that are meant.
-    """
+    """Return one line for each answer to unknown (name, value) pairs; `known` are our flags."""
     flags = list(known)
     named: dict[str, list[str]] = {}
     for name, value in dict.fromkeys(given):

@@ -1,4 +1,4 @@
-"""The fields of a run about the optimizer and its schedule: a section of their own, `optimizer` in YAML."""
+"""Section `optimizer` of a run: the optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class OptimizerConfig:
         "highest learning rate of embedding and output layer; none: as --lr", none="none", above=0
     )
     decoupled_min_lr: float | None = flag(
-        "their learning rate at the end of the cosine; none: as --min-lr", none="none", at_least=0
+        "learning rate of embedding and output layer at the end of the cosine; none: as --min-lr",
+        none="none",
+        at_least=0,
     )
     lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0, at_least=0)
     weight_decay: float = flag("weight decay; never on norms and biases", 0.1, at_least=0)
@@ -28,11 +30,11 @@ class OptimizerConfig:
     adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
     adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
     exp_avg_dtype: MomentType = flag(
-        "type in which first moments are kept: bf16 is rounded stochastically, 8bit has a scale for "
-        "every 64 elements; Megatron-LM's fp16 and fp8 are not built",
+        "dtype of the first moments: bf16 is rounded stochastically, 8bit has a scale for every 64 elements; "
+        "Megatron-LM's fp16 and fp8 are not supported",
         "fp32",
     )
-    exp_avg_sq_dtype: MomentType = flag("type in which second moments are kept; see --exp-avg-dtype", "fp32")
+    exp_avg_sq_dtype: MomentType = flag("dtype of the second moments; see --exp-avg-dtype", "fp32")
     initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
     loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
     min_loss_scale: float = flag("fp16: the scale is never halved below this", 1.0, above=0)
@@ -89,7 +91,8 @@ class OptimizerConfig:
         "--offload-folder: share of a process's host memory for its states", 0.5, at_least=0, at_most=1
     )
     cpu_offloading_weights: bool = flag(
-        "--data-parallel-sharding parameters: weights lie in host memory, and visit the device for each pass",
+        "--data-parallel-sharding parameters: keep weight shards in host memory and gather them for each "
+        "pass",
         False,
     )
     cpu_offloading_weights_fraction: float | None = flag(
@@ -104,17 +107,13 @@ class OptimizerConfig:
     )
 
     def host_state_bytes(self, host_bytes: int) -> int:
-        """Bytes of a process's states that stay in host memory beside --offload-folder; all without one.
-
-        Args:
-            host_bytes: the process's share of the host memory.
-        """
+        """Return the part of `host_bytes` for optimizer states; no limit without --offload-folder."""
         if self.offload_folder is None:
             return sys.maxsize
         return int(host_bytes * self.optimizer_offload_host_share)
 
     @property
-    def is_drawing(self) -> bool:
+    def rounds_stochastically(self) -> bool:
         """Whether a moment is rounded stochastically."""
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
@@ -125,5 +124,5 @@ class OptimizerConfig:
 
     @property
     def saved_moment_bytes(self) -> float:
-        """Bytes that they are less than in fp32, in which the facts of a precision count them."""
+        """Bytes that the moments save against fp32, which `PrecisionFacts.state_bytes` assumes."""
         return 2 * MOMENT_BYTES["fp32"] - self.moment_bytes

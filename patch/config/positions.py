@@ -1,7 +1,7 @@
-"""The 25 positions of run_mcore_llama.sh: their names, legal values, and the fields they become.
+"""The 25 positions of run_mcore_llama.sh: their names, legal values, and the fields that they set.
 
-Source of their meaning: the public script of this family (Pai-Megatron-Patch, examples/llama3_1), without
-its faults. Tokens are converted to iterations here; rules that relate several values are in `patch/checks`.
+Source of their meaning: the public script of Pai-Megatron-Patch (examples/llama3_1), without its errors.
+Tokens are converted to iterations here; rules between several values are in `patch/checks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, PatchError, nearest, shown
 from patch.families import PRESETS
-from patch.numbers import to_float, to_int
+from patch.text import to_float, to_int
 
 INT, FLOAT, PATH, SIZE = "int", "float", "path", "size"
 _BOOLS = ("true", "false")
@@ -26,12 +26,11 @@ class Position(NamedTuple):
     kind: str | tuple[str, ...]
     """INT, FLOAT, PATH, SIZE, or the legal words."""
     fields: tuple[str, ...]
-    """The fields it sets."""
     help: str
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The legal words; () if there are others. Of SIZE those of all families that are known by now."""
+        """Legal words, or () if there are other values. SIZE has the presets of all known families."""
         if self.kind == SIZE:
             return (*PRESETS, "auto")
         return self.kind if isinstance(self.kind, tuple) else ()
@@ -79,7 +78,7 @@ USAGE = (
     f"run_mcore_llama.sh {' '.join(position.name for position in POSITIONS)} [FLAGS], "
     "or pretrain_llama.py FLAGS, or --config FILE"
 )
-"""The two forms of the command line, and a run from its file."""
+"""Both forms of the command line, and a run from its file."""
 
 VARIABLES: dict[str, tuple[str, str]] = {
     "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
@@ -99,7 +98,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
 """Environment variables that also set fields: name -> (field, help)."""
 
 _GRANULARITIES = {"sel": "selective", "full": "full", "auto": "auto"}
-"""The words of AC as `recompute_granularity`; all others mean none."""
+"""AC's words for `recompute_granularity`; all other words mean none."""
 _POSITION_OF = {field: f"{i} {p.name}" for i, p in enumerate(POSITIONS, 1) for field in p.fields}
 _VARIABLE_OF = {field: variable for variable, (field, _) in VARIABLES.items()}
 _OTHER_NAMES: dict[str, str] = {
@@ -110,31 +109,20 @@ _OTHER_NAMES: dict[str, str] = {
 
 
 def where(field: str) -> str:
-    """How a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
+    """Return how a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
     other_name = _OTHER_NAMES.get(field)
     return FIELDS[field].flag + (f" ({other_name})" if other_name else "")
 
 
 def position_word(field: str, scalar: object) -> str:
-    """A field's value as its position has it: `true`, `8`, `sel`.
-
-    Args:
-        field: the field's name.
-        scalar: the value, as `Field.to_scalar` gives it.
-    """
+    """Return a field's scalar (see `Field.to_scalar`) as its position writes it: `true`, `8`, `sel`."""
     if field == "recompute_granularity":
         return next((word for word, meant in _GRANULARITIES.items() if meant == scalar), str(scalar))
     return str(scalar).lower() if isinstance(scalar, bool) else str(scalar)
 
 
 def place_of(field: str, scalar: object) -> str | None:
-    """The position or environment variable with which a field has a value: `10 TP 2`, `MP_VP=2`.
-
-    Args:
-        field, scalar: see `position_word`.
-    Returns:
-        None if only a flag sets the field.
-    """
+    """Return the position or variable that sets a value: `10 TP 2`, `MP_VP=2`, or None if there is none."""
     if field in _POSITION_OF:
         return f"{_POSITION_OF[field]} {position_word(field, scalar)}"
     if field in _VARIABLE_OF:
@@ -143,12 +131,12 @@ def place_of(field: str, scalar: object) -> str | None:
 
 
 def user_message(error: PatchError) -> str:
-    """The error's message for a user of the command line, prefixed by the flag and position to change."""
+    """Return the error's message for a command line user, after the flag and position to change."""
     return str(error) if error.field is None else f"{where(error.field)}: {error}"
 
 
 def length_text(config: RunConfig, steps: int) -> str:
-    """A number of steps as positions 23 and 24 count it: tokens (and steps) in pre-training, steps in SFT."""
+    """Format steps as positions 23 and 24 count: tokens (and steps) in pre-training, steps in SFT."""
     if config.training.sft:
         return str(steps)
     tokens = steps * config.training.global_batch_size * config.model.seq_length
@@ -158,15 +146,13 @@ def length_text(config: RunConfig, steps: int) -> str:
 def read_positions(
     texts: Sequence[str], environ: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], list[str]]:
-    """ENV, the fields that the positions and environment variables set, and a line for what they come to.
+    """Return ENV, the fields that positions and environment variables set, and notes for the user.
 
     Args:
-        texts: the 25 positions.
-        environ: the environment variables.
         flags: fields set by named flags. They override positions, so tokens are converted with their values.
 
     Raises:
-        ConfigError: the number of positions is wrong, or one of them has an unknown value.
+        ConfigError: the number of positions is wrong, or a position has an unknown value.
     """
     _check_count(texts)
     layer: dict[str, Any] = {}
@@ -180,7 +166,6 @@ def read_positions(
 
 
 def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
-    """The fields that this value of a position sets."""
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
     if position.name == "AC":
@@ -212,7 +197,6 @@ def _check_count(texts: Sequence[str]) -> None:
 
 
 def _parse(index: int, position: Position, text: str) -> Any:
-    """The position's value: a number, a path or word as text, or a bool."""
     origin = f"position {index} {position.name}"
     if position.words:
         check_choice(text, position.words, origin)
@@ -228,7 +212,7 @@ def _parse(index: int, position: Position, text: str) -> Any:
 
 
 def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that environment variables set, whether positions are given or not.
+    """Return the fields that environment variables set, with or without positions.
 
     Raises:
         ConfigError: a value cannot be read.
@@ -241,7 +225,7 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """One line for each variable that begins with MP_ as ours do, but is none of them and has no effect."""
+    """Return one line for each variable that begins with MP_ but is unknown and so has no effect."""
     known = [*VARIABLES, "NPROC_PER_NODE"]
     return [
         f"environment variable {name} has no effect: it is unknown{nearest(name, known)} (known: "
@@ -252,10 +236,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Replace numbers of tokens by numbers of whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens.
-
-    Returns:
-        A line if the tokens of warm-up are fewer than a step.
+    """Replace token counts by counts of whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens.
+    Return a note if the warm-up is shorter than one step.
     """
     batch, length = (flags.get(name, layer[name]) for name in ("global_batch_size", "seq_length"))
     tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in patch/checks
@@ -273,12 +255,5 @@ def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> list[st
 
 
 def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
-    """Raise the ConfigError of one field.
-
-    Args:
-        field: the field to change.
-        got: its value.
-        expected: the legal values, in words.
-        why: the reason for them.
-    """
+    """Raise the ConfigError of a field: its value, the legal values in words, and the reason for them."""
     raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)

@@ -1,22 +1,22 @@
-"""The resolved run as frozen dataclasses: the only list of fields; flags, `--help` and YAML are made from it.
+"""The resolved run as frozen dataclasses: the only list of fields. Flags, `--help` and YAML are made from it.
 
 Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
 legal values (annotation and bounds) and the default are stated only here. A field without a default must be
-given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig can
-be built. A RunConfig never changes. Rules that relate several fields are in `patch/checks`.
+given or derived (from MODEL_SIZE, a Hugging Face config.json or the machine) before a RunConfig is built.
+A RunConfig never changes. Rules between several fields are in `patch/checks`.
 
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-Fields of model, adapter: `patch/families/shape.py`, `adapters.py`; of data, checkpoint: `data_schema.py`; of
-the optimizer: `optimizer_schema.py`; of experts: `experts.py`.
-Imports neither torch nor megatron.
+Other sections: model and adapter in `patch/families` (`shape.py`, `adapters.py`), data and checkpoint in
+`data_schema.py`, `optimizer_schema.py`, `experts.py`. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from patch.config.choices import (
     PRECISIONS,
@@ -33,18 +33,17 @@ from patch.config.choices import (
     ZeroStage,
 )
 from patch.config.data_schema import CheckpointConfig, DataConfig
-from patch.config.execution import Execution, Fp8
 from patch.config.experts import ExpertsConfig
 from patch.config.optimizer_schema import OptimizerConfig
 from patch.families import ModelConfig
 from patch.families.adapters import AdapterConfig
 from patch.flag_field import flag
-from patch.layout import apart
+from patch.layout import rank_stride
 from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
 from patch.storage.names import STOP_FILE
 
 RANK_AXES = ("tp", "cp", "dp", "pp")
-"""The axes along which processes are numbered, in the default order."""
+"""Axes along which ranks are numbered, in the default order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +66,7 @@ class ParallelConfig:
         none="none",
     )
     overlap_p2p_communication: bool = flag(
-        "interleaved PP: stages compute while their messages travel; without it they wait, and free outputs",
+        "interleaved PP: overlap p2p communication with compute; off: wait for it, and free outputs",
         True,
     )
     overlap_p2p_communication_warmup_flush: bool = flag(
@@ -83,14 +82,13 @@ class ParallelConfig:
         "tp-cp-dp-pp",
     )
     cp_comm_type: ContextCommunication | None = flag(
-        "CP: keys and values travel around a ring (p2p), or ranks exchange heads for whole sequences (a2a); "
-        "auto: by the bytes sent",
+        "CP: ring attention (p2p), or all-to-all over heads (a2a); auto: by the bytes sent",
         none="auto",
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     tp_comm_overlap: bool | None = flag(
-        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs, and on GPUs "
-        "where the plan says that a layer takes less time",
+        "TP: overlap communication with matmuls, in chunks; auto, the default: on CPUs, and on GPUs where "
+        "the plan says that a layer takes less time",
         none="auto",
     )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
@@ -98,8 +96,8 @@ class ParallelConfig:
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
     )
     data_parallel_sharding: Sharding | None = flag(
-        "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2), parameters (ZeRO-3) or auto; "
-        "default: as the two flags above say",
+        "state that replicas shard: none, optimizer (ZeRO-1), gradients (ZeRO-2), parameters (ZeRO-3) or "
+        "auto; default: as the two flags above say",
         none="default",
     )
     num_distributed_optimizer_instances: int = flag(
@@ -111,15 +109,15 @@ class ParallelConfig:
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
     max_restarts: int = flag(
-        "so many times the run goes on from its newest whole checkpoint after a lost process or machine",
+        "number of restarts from the newest complete checkpoint after a process or machine is lost",
         0,
         at_least=0,
     )
     min_nodes: int | None = flag(
-        "with --max-restarts: the run also goes on with as few machines; 0: with all of --nnodes only", none=0
+        "with --max-restarts: fewest machines on which the run may continue; 0: all of --nnodes", none=0
     )
     log_dir: str | None = flag(
-        "the launcher writes what each process shows into a file there too; default: none", none="none"
+        "folder for a log file of each process's output, which is also shown; default: none", none="none"
     )
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
@@ -131,31 +129,31 @@ class ParallelConfig:
 
     @property
     def rank_axes(self) -> tuple[str, ...]:
-        """The axes of --rank-order: without ep, and with those that it leaves out; their size is 1."""
+        """Axes of --rank-order without ep; axes that --rank-order omits, of size 1, come last."""
         named = [axis for axis in self.rank_order.split("-") if axis != "ep"]
         return (*named, *(axis for axis in RANK_AXES if axis not in named))
 
     @property
     def order_of_experts(self) -> str:
-        """--rank-order with ep, as megatron-core takes it; in the place of cp where it is not named."""
+        """--rank-order with ep, for megatron-core; if ep is not named, ep comes after cp."""
         if "ep" in self.rank_order.split("-"):
             return self.rank_order
         return "-".join(self.rank_axes).replace("cp", "cp-ep")
 
     def num_split_layers(self, num_layers: int) -> int:
-        """Layers that are split evenly over pipeline stages; embedding and loss count if they are set to."""
+        """Return the layers that stages split evenly, with embedding and loss if their flags count them."""
         with_embedding = self.account_for_embedding_in_pipeline_split
         return num_layers + with_embedding + self.account_for_loss_in_pipeline_split
 
     def virtual_pipeline_size(self, num_layers: int) -> int:
-        """Pipeline stages of one process for a model of this many layers."""
+        """Return the pipeline stages of one rank for a model of this many layers."""
         pp_size, layers = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
         if self.pipeline_model_parallel_layout is not None:
             return len(layout_layers(self.pipeline_model_parallel_layout)) // pp_size
         return self.num_split_layers(num_layers) // (layers * pp_size) if layers else 1
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage for a model of this many layers."""
+        """Return the layers of each pipeline stage for a model of this many layers."""
         if self.pipeline_model_parallel_layout is not None:
             return layout_layers(self.pipeline_model_parallel_layout)
         return split_layers(
@@ -178,19 +176,19 @@ class TrainingConfig:
     train_epochs: float | None = flag(
         "passes over the training set, which decide the steps of the run; 0: --train-iters counts", none=0
     )
-    sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
+    sft: bool = flag("supervised fine-tuning: the loss covers only assistant tokens", False)
     objective: str = flag(
-        "what is minimised: sft or pretrain (default: as --sft says), dpo (pairs of a preferred and another "
-        "answer), or what your program has registered",
+        "training objective: sft or pretrain (default: as --sft says), dpo (pairs of chosen and rejected "
+        "answers), or an objective that your program registered",
         "default",
     )
-    dpo_beta: float = flag("dpo: how much of the distance to the first weights is a reward", 0.1, above=0)
+    dpo_beta: float = flag("dpo: beta, the weight of the log-ratio to the reference model", 0.1, above=0)
     dpo_loss_type: PreferenceLoss = flag("dpo: the loss of a pair's margin", "sigmoid")
     dpo_sft_weight: float = flag(
-        "dpo: weight of the mean loss of the preferred answer's tokens beside it; 0: none", 0.0, at_least=0
+        "dpo: weight of an added SFT loss, the mean over the chosen answer's tokens; 0: none", 0.0, at_least=0
     )
     precision: Precision = flag(
-        "type of weights and activations; masters stay fp32; fp8: as bf16, with 8-bit products in the layers",
+        "dtype of weights and activations; masters stay fp32; fp8: bf16 with fp8 matmuls in the layers",
         "bf16",
     )
     fp8_format: Fp8Format | None = flag(
@@ -206,11 +204,11 @@ class TrainingConfig:
     num_layers_at_start_in_bf16: int = flag("--first-last-layers-bf16: number of first layers", 1, at_least=0)
     num_layers_at_end_in_bf16: int = flag("--first-last-layers-bf16: number of last layers", 1, at_least=0)
     disable_parameter_transpose_cache: bool = flag(
-        "fp8: make 8-bit weights in each micro-batch (same bits, less memory); off: once a step, if they fit",
+        "fp8: quantize weights in every micro-batch (same result, less memory); off: once a step if they fit",
         False,
     )
     fp8_param_gather: bool = flag(
-        "fp8: all-gather the layers' weights in 8 bits, half the bytes (our own layers, tensorwise)",
+        "fp8: all-gather the layers' weights in fp8, half the bytes (our own layers, tensorwise)",
         False,
     )
     recompute_granularity: RecomputeChoice | None = flag(
@@ -230,7 +228,8 @@ class TrainingConfig:
         "the activations of the first layers of each stage are in host memory until backward", False
     )
     cpu_offloading_num_layers: int | None = flag(
-        "--cpu-offloading: so many layers; 0: all but the recomputed ones and the last one of each stage",
+        "--cpu-offloading: number of layers; 0: all layers except recomputed layers and the last layer of "
+        "each stage",
         none=0,
     )
     on_non_finite: OnNonFinite = flag(
@@ -238,27 +237,15 @@ class TrainingConfig:
         "stop",
     )
     exit_duration_in_mins: float | None = flag(
-        "so many minutes after the start a checkpoint is saved and the run ends with 75; 0: no limit", none=0
+        "minutes after which the run saves a checkpoint and exits with code 75; 0: no limit", none=0
     )
     seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
 
-    @property
-    def fp8(self) -> Fp8:
-        """The settings of precision fp8."""
-        is_mixed = self.first_last_layers_bf16
-        return Fp8(
-            format=self.fp8_format or "hybrid",
-            recipe=self.fp8_recipe or "tensorwise",
-            num_first_in_bf16=self.num_layers_at_start_in_bf16 if is_mixed else 0,
-            num_last_in_bf16=self.num_layers_at_end_in_bf16 if is_mixed else 0,
-            param_gather=self.fp8_param_gather,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything a run depends on; config.yaml in the run's folder is this, section by section."""
+    """Everything a run depends on. config.yaml in the run's folder stores it, section by section."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -269,9 +256,26 @@ class RunConfig:
     experts: ExpertsConfig = ExpertsConfig()
     adapter: AdapterConfig = AdapterConfig()
 
+    @classmethod
+    def of_model(
+        cls, model: ModelConfig, *, precision: Precision = "bf16", adapter: AdapterConfig | None = None
+    ) -> Self:
+        """Return the run of a program that only computes with a model, without pipeline stages."""
+        return cls(
+            model=model,
+            parallel=ParallelConfig(nproc_per_node=1),
+            training=TrainingConfig(
+                micro_batch_size=1, global_batch_size=1, train_iters=1, precision=precision
+            ),
+            optimizer=OptimizerConfig(lr=1.0),
+            data=DataConfig(train_data_path="", max_padding_length=model.seq_length),
+            checkpoint=CheckpointConfig(output_path=""),
+            adapter=adapter or AdapterConfig(),
+        )
+
     @property
     def world_size(self) -> int:
-        """Processes over all machines."""
+        """Ranks over all machines."""
         return self.parallel.nnodes * self.parallel.nproc_per_node
 
     @property
@@ -283,13 +287,18 @@ class RunConfig:
 
     @property
     def is_packed(self) -> bool:
-        """Whether several sequences share a row: packed samples, or the two of a pair."""
+        """Whether several sequences share a row: packed samples, or both sequences of a pair."""
         return self.data.packing or self.training.objective == "dpo"
 
     @property
     def etp_size(self) -> int:
         """Ranks that share an expert (ETP)."""
         return self.experts.etp_size(self.parallel.tensor_model_parallel_size)
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share the tokens outside of products: TP with sequence parallelism."""
+        return self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
 
     @property
     def num_expert_copies(self) -> int:
@@ -312,7 +321,7 @@ class RunConfig:
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """The same of experts, which have no cp: tp is ETP, dp is EDP."""
+        """Axes of the experts, as in `axes`, but without cp; tp is ETP, dp is EDP."""
         sizes = {"tp": self.etp_size, "ep": self.experts.expert_model_parallel_size}
         sizes |= {"dp": self.num_expert_copies, "pp": self.parallel.pipeline_model_parallel_size}
         order = self.parallel.order_of_experts.split("-")
@@ -320,51 +329,51 @@ class RunConfig:
 
     @property
     def experts_share_pipelines(self) -> bool:
-        """Whether experts would have the pipelines of the layers around them in this order of ranks.
+        """Whether experts have the same pipelines as the layers around them in this order of ranks.
 
-        Source: what megatron-core can place, parallel_state.py:793-817.
+        Source: the layouts that megatron-core can place, parallel_state.py:793-817.
         """
         axes, of_experts = self.axes, self.expert_axes
         if math.prod(of_experts.values()) != self.world_size:  # an axis that --rank-order leaves out
             return False
         is_placed = self.parallel.order_of_experts.endswith("pp") or axes["dp"] == of_experts["dp"]
-        return axes["pp"] == 1 or (is_placed and apart(axes, "pp") == apart(of_experts, "pp"))
+        return axes["pp"] == 1 or (is_placed and rank_stride(axes, "pp") == rank_stride(of_experts, "pp"))
 
     @property
-    def num_state_shares(self) -> int:
-        """Ranks that share optimizer states if these are sharded: DP x CP, or those of an instance."""
+    def state_group_size(self) -> int:
+        """Ranks that shard optimizer states, if states are sharded: DP x CP, or the ranks of one instance."""
         return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
 
     @property
-    def num_state_parts(self) -> int:
-        """Parts in which ranks keep optimizer states; 1: each keeps all of its weights' states."""
-        return self.num_state_shares if self.zero_stage.shares_states else 1
+    def num_state_shards(self) -> int:
+        """Shards of the optimizer states; 1: each rank keeps all states of its weights."""
+        return self.state_group_size if self.zero_stage.shards_states else 1
 
     @property
-    def num_gradient_parts(self) -> int:
-        """Parts in which ranks keep the sums of gradients; 1: each keeps all."""
-        return self.num_state_shares if self.zero_stage.shares_gradients else 1
+    def num_gradient_shards(self) -> int:
+        """Shards of the gradient sums; 1: each rank keeps all sums."""
+        return self.state_group_size if self.zero_stage.shards_gradients else 1
 
     @property
-    def num_param_parts(self) -> int:
-        """Parts in which ranks keep weights between passes; 1: each keeps all of its own."""
-        return self.num_state_shares if self.zero_stage.shares_parameters else 1
+    def num_param_shards(self) -> int:
+        """Shards of the weights between passes; 1: each rank keeps all of its weights."""
+        return self.state_group_size if self.zero_stage.shards_parameters else 1
 
     @property
-    def frees_weights(self) -> bool:
-        """Whether weights come to a rank for each pass, from other ranks or from host memory."""
+    def gathers_weights_per_pass(self) -> bool:
+        """Whether each pass gathers weights, from other ranks or host memory, and frees them after it."""
         share = self.optimizer.cpu_offloading_weights_fraction
-        comes = self.num_state_shares > 1 or (self.optimizer.cpu_offloading_weights and share != 0)
-        return self.zero_stage.shares_parameters and comes
+        comes = self.state_group_size > 1 or (self.optimizer.cpu_offloading_weights and share != 0)
+        return self.zero_stage.shards_parameters and comes
 
     @property
     def reductions_per_step(self) -> int:
-        """How often a step reduces all gradients."""
-        return self.num_micro_batches if self.zero_stage.shares_gradients else 1
+        """Gradient reductions in one step."""
+        return self.num_micro_batches if self.zero_stage.shards_gradients else 1
 
     @property
     def num_weight_copies(self) -> int:
-        """Ranks that have the same weights: DP x CP."""
+        """Ranks with the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
@@ -375,7 +384,7 @@ class RunConfig:
 
     @property
     def virtual_pipeline_size(self) -> int:
-        """Pipeline stages of one process: one, or several with interleaved pipelining (VPP)."""
+        """Pipeline stages of one rank; several with interleaved pipelining (VPP)."""
         return self.parallel.virtual_pipeline_size(self.model.num_layers)
 
     @property
@@ -384,26 +393,33 @@ class RunConfig:
         return self.parallel.stage_layers(self.model.num_layers)
 
     @property
-    def execution(self) -> Execution:
-        """The settings that building the model needs besides its shape."""
-        return Execution.of(self)
+    def is_fp8(self) -> bool:
+        """Whether layers use fp8 matmuls."""
+        return PRECISIONS[self.training.precision].is_fp8
 
     @property
-    def has_8_bits(self) -> bool:
-        """Whether layers have 8-bit products."""
-        return PRECISIONS[self.training.precision].has_8_bits
+    def bf16_ends(self) -> tuple[int, int]:
+        """Numbers of first and of last layers whose matmuls stay in bf16 beside fp8."""
+        ends = self.training.num_layers_at_start_in_bf16, self.training.num_layers_at_end_in_bf16
+        return ends if self.training.first_last_layers_bf16 else (0, 0)
 
     @property
-    def keeps_8_bit_weights(self) -> bool:
-        """Whether 8-bit weights are kept in a step: with several micro-batches it is worth the memory."""
-        is_wanted = self.has_8_bits and not self.training.disable_parameter_transpose_cache
+    def fp8_layers(self) -> range:
+        """Indices, from 0, of the layers with fp8 matmuls, if there are any."""
+        first, last = self.bf16_ends
+        return range(first, self.model.num_layers - last)
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether fp8 weights are kept during a step; only several micro-batches are worth the memory."""
+        is_wanted = self.is_fp8 and not self.training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1 and self.sharding is not ZeroStage.PARAMETERS
 
     @property
-    def gathers_8_bit_weights(self) -> bool:
-        """Whether replicas send each other 8-bit weights: there are several, and they share states."""
-        is_wanted = self.has_8_bits and self.training.fp8_param_gather
-        return is_wanted and self.num_state_shares > 1 and self.sharding is not ZeroStage.NONE
+    def gathers_fp8_weights(self) -> bool:
+        """Whether replicas all-gather fp8 weights: there are several replicas, and they shard states."""
+        is_wanted = self.is_fp8 and self.training.fp8_param_gather
+        return is_wanted and self.state_group_size > 1 and self.sharding is not ZeroStage.NONE
 
     @property
     def sharding(self) -> Sharding:
@@ -434,19 +450,19 @@ class RunConfig:
 
     @property
     def micro_batch_group(self) -> int:
-        """Micro-batches that pass a stage before its process changes to its next stage (VPP)."""
+        """Micro-batches that pass a stage before its rank switches stages (VPP)."""
         given = self.parallel.microbatch_group_size_per_virtual_pipeline_stage
         pp_size = self.parallel.pipeline_model_parallel_size
         return given or smallest_micro_batch_group(self.num_micro_batches, pp_size)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding in the model: the vocabulary padded so that TP divides it."""
+        """Rows of the embedding: the vocabulary, padded so that TP divides it."""
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """The folder the tokenizer is read from: the one given for it, else that of the weights."""
+        """Folder of the tokenizer: --tokenizer-name-or-path, or else the folder of the weights."""
         return self.data.tokenizer_name_or_path or self.checkpoint.load
 
     @property

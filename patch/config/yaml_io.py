@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalars_of
+from patch.config.foreign_files import flatten
 from patch.config.foreign_flags import answers, foreign_flag
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
@@ -24,18 +25,18 @@ _GONE = [
     ("training", "spike_factor", 0),
     ("checkpoint", "save_retry_seconds", 30.0),
 ]
-"""Keys that the config.yaml of earlier runs has, at the values that changed nothing: passed over.
+"""Keys in the config.yaml of earlier versions, at values that had no effect; they are ignored.
 
-At another value the answer is that of foreign_flags.txt, section "Earlier versions of this project"."""
+At other values, foreign_flags.txt has the answer (section "Earlier versions of this project")."""
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every value of the run, section by section."""
+    """Return every value of the run as YAML, section by section."""
     return yaml.safe_dump(scalars_of(config), sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(file: str | Path) -> dict[str, Any]:
-    """The fields that a file sets; sections and keys may be left out.
+    """Read the fields that a file sets; sections and keys may be missing.
 
     Raises:
         ConfigError: the file cannot be read, is malformed (the message has the line), or has an unknown
@@ -48,7 +49,7 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
 
 
 def read_run(file: AnyPath) -> RunConfig:
-    """A whole run, as config.yaml stores it.
+    """Read a whole run, as config.yaml stores it.
 
     Raises:
         ConfigError: see `read_yaml`; or a field without a default is missing.
@@ -92,29 +93,25 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 
 
 def _refuse_foreign(sections: dict[str, Any], origin: str) -> None:
-    """Answer a file of another program (LLaMA-Factory's YAML, DeepSpeed's JSON), all its keys at once."""
-    given = [pair for name, values in sections.items() for pair in _unknown(name, values)]
+    """Refuse another program's file (LLaMA-Factory's YAML, DeepSpeed's JSON) with advice for all its keys."""
+    unknown = {name: _unknown(name, values) for name, values in sections.items()}
+    foreign = {name: values for name, values in unknown.items() if values or name not in SECTIONS}
+    given = flatten(foreign, splits=True)
     if any(foreign_flag(*pair) is not None for pair in given):
         flags = [field.flag for field in FIELDS.values()]
         lines = "".join(f"\n  {line}" for line in answers(given, flags))
         raise ConfigError(f"{origin}: keys of another program, expected {', '.join(SECTIONS)}:{lines}")
 
 
-def _unknown(name: str, value: object, section: str = "") -> Iterator[tuple[str, str]]:
-    """All keys below one that are none here, `zero_optimization.stage`, each with its value as text."""
-    last = name.rpartition(".")[2]
-    is_field = last in FIELDS and FIELDS[last].section == section
-    if is_field or (section, last, value) in _GONE or (name in SECTIONS and not value):
-        return
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _unknown(f"{name}.{key}", inner, "" if section else name)
-    elif isinstance(value, list) and value:
-        for each in value:
-            yield from _unknown(name, each)
-    else:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        yield name, "null" if value in (None, {}, []) else text
+def _unknown(section: str, values: object) -> object:
+    """Return what a section of ours has beside its own keys."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: value
+        for key, value in values.items()
+        if (section, key, value) not in _GONE and not (key in FIELDS and FIELDS[key].section == section)
+    }
 
 
 def _mapping(value: object, origin: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Hugging Face <-> megatron-core conversion; see README.md.
 
-Files: `hf_to_mcore`, `mcore_to_hf`, in one process without a process group. A live model that is cut over TP,
-PP and VPP: `import_hf`, `export_hf`, `iter_hf_weights` with its `Receipt`; `model_of` reads the shape that
-they ask for. PEFT's adapters: `merge_adapter` of files, `import_adapter` and `export_adapter` of a live
-model; `adapter_of` reads what they are. None of them needs `compat.apply`; the host's model on a CPU does.
+Files: `hf_to_mcore`, `mcore_to_hf`, in one process without a process group. A live model sharded over TP, PP
+and VPP: `import_hf`, `export_hf`, `iter_hf_weights` with its `Receipt`; `model_of` reads the shape for them.
+PEFT adapters: `merge_adapter` for files, `import_adapter` and `export_adapter` for a live model; `adapter_of`
+reads their configuration. None of them needs `compat.apply`, but the caller's model on a CPU does.
 
-What cannot be read, written or does not fit raises a `ConversionError` of `patch.errors`; a damaged
-checkpoint a `CheckpointError`. Both say what was expected, and on every rank.
+They raise a `ConversionError` of `patch.errors` if input or output cannot be read, written or matched, and a
+`CheckpointError` if a checkpoint is damaged. Both say what was expected, and are raised on every rank.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ _MODULES = {
     "export_adapter": "live_adapters", "import_adapter": "live_adapters", "adapter_of": "merge",
     "merge_adapter": "merge", "Receipt": "live_weights",
 }  # fmt: skip
-"""Imported where they are asked for (PEP 562): most users need one way of conversion."""
+"""Imported on first access (PEP 562): most users need one kind of conversion."""
 
 __all__ = [
     "CheckpointError", "ConversionError", "Receipt", "adapter_of", "export_adapter", "export_hf",

@@ -1,8 +1,7 @@
 """Writes the files beside the weights: config.json, generation_config.json, the tokenizer, the step.
 
-Every export takes them from `write_descriptions`, so that all exports of a checkpoint have the same. Where a
-source folder is given, its files are kept byte for byte. A file whose contents have changed is written anew:
-the other keys keep their values and their order.
+Every export uses `write_descriptions`, so all exports of a checkpoint have the same files. Unchanged files of
+a source folder are kept byte for byte. In a changed file, the other keys keep their values and order.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 
 from patch.config.schema import ModelConfig, RunConfig
 from patch.errors import ConfigError, ConversionError, DataError
-from patch.families import SHAPE_FIELDS, Family, family_of, no_class
-from patch.preflight.stored_shape import read_hf_config
+from patch.families import SHAPE_FIELDS, Family, family_of, reason_without_hf_class
+from patch.preflight.model_of_folder import read_hf_config
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, STEP_FILE, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
 from patch.storage.text_files import read_json, read_small
@@ -27,14 +26,14 @@ from patch.storage.text_files import read_json, read_small
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
+# Suffixes of the files of the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _CHAT_TEMPLATES = "additional_chat_templates"
 _STEP = "global_step"
 
 
 def model_of(folder: StrPath) -> ModelConfig:
-    """The model that a folder's config.json describes.
+    """Return the model of a folder's config.json.
 
     Raises:
         ConversionError: there is no config.json, or its model is not supported.
@@ -47,7 +46,7 @@ def model_of(folder: StrPath) -> ModelConfig:
 
 
 def copy_descriptions(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer and chat templates, but neither the index of the weights nor a step."""
+    """Copy configuration, tokenizer and chat templates, but no index of weights and no step."""
     for path in source.iterdir():
         # Mistral's own library reads a tokenizer.model.v3.
         is_description = path.suffix in _DESCRIPTIONS or path.name.startswith("tokenizer.")
@@ -61,11 +60,10 @@ def copy_descriptions(source: Path, target: Path) -> None:
 
 
 def tokenizer_of(run: RunConfig, otherwise: str) -> PreTrainedTokenizerBase:
-    """The tokenizer the run was trained with.
+    """Return the tokenizer the run was trained with.
 
     Args:
-        run: the run.
-        otherwise: what the user can do without it.
+        otherwise: advice if it cannot be read.
     Raises:
         ConversionError: it cannot be read.
     """
@@ -92,12 +90,11 @@ def write_descriptions(
     """Write config.json, generation_config.json, the tokenizer with its chat template, and the step.
 
     Args:
-        folder: an existing folder to write to.
-        model: the shape of the exported model.
-        hf_source: the folder whose files are kept where nothing has changed; None: all files are new.
-        tokenizer: the tokenizer to save; None: the source's files are copied.
-        dtype: the type of the weights, see `stated_dtype`.
-        step: the finished steps of the run that has trained the model, if there was one.
+        folder: an existing folder.
+        hf_source: the folder whose unchanged files are kept, or None for new files.
+        tokenizer: the tokenizer to save, or None to copy the source's files.
+        dtype: the dtype of the weights, see `stated_dtype`.
+        step: the finished steps of the training run, if any.
     Raises:
         ConversionError: a file of the source cannot be read.
     """
@@ -113,12 +110,12 @@ def write_descriptions(
 def stated_dtype(
     dtypes: Iterable[torch.dtype], hf_source: Path | None, *, is_source: bool = False
 ) -> torch.dtype:
-    """The type in config.json: that of the source, else the narrowest that rounds no weight.
+    """Return the dtype for config.json: the source's, else the narrowest that rounds no weight.
 
     Args:
-        dtypes: the types of the weights.
-        hf_source: the folder whose config.json is the start; None: there is none.
-        is_source: the weights are those of `hf_source`, whose type counts also if no weight has it.
+        dtypes: the dtypes of the weights.
+        hf_source: the folder of the original config.json, if any.
+        is_source: the weights are those of `hf_source`; then its dtype counts even if no weight has it.
     """
     stated, found = {} if hf_source is None else _read_json(hf_source / "config.json"), {*dtypes}
     known = {f"torch.{kind}": getattr(torch, kind) for kind in ("float32", "bfloat16", "float16")}
@@ -136,23 +133,19 @@ def write_config(
     """Write config.json.
 
     Args:
-        folder: an existing folder to write to.
-        model: the shape of the exported model.
-        hf_source: the folder whose config.json is kept where nothing has changed; None: a new file.
-        dtype: the type of the weights.
+        hf_source: the folder whose unchanged config.json is kept, or None for a new file.
         tokenizer: gives the ids of the bos and eos tokens; required without a source.
     """
     _write_json(folder, "config.json", hf_source, model_description(model, hf_source, tokenizer, dtype))
 
 
 def write_index(folder: Path, layout: dict[str, str], total_size: int, hf_source: Path | None) -> None:
-    """Write the index of a model in several files; the source's index is copied where it says the same.
+    """Write the index of a model in several files; copy the source's index if it is equal.
 
     Args:
-        folder: an existing folder to write to.
         layout: file name by tensor name.
         total_size: bytes of all tensors.
-        hf_source: the folder whose index is kept where nothing has changed; None: a new file.
+        hf_source: the folder whose unchanged index is kept, or None for a new file.
     """
     contents: dict[str, Any] = {
         "metadata": {"total_size": total_size},
@@ -165,7 +158,7 @@ def write_index(folder: Path, layout: dict[str, str], total_size: int, hf_source
 
 
 def read_step(folder: Path) -> int | None:
-    """The step that a folder says it is of; None if it says none."""
+    """Return the step that is recorded in a folder, or None if there is none."""
     step = _read_json(folder / STEP_FILE).get(_STEP) if (folder / STEP_FILE).is_file() else None
     return step if isinstance(step, int) else None
 
@@ -174,7 +167,7 @@ def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None, ste
     """Save the tokenizer under a class name that transformers 4 and 5 both know, and the step beside it.
 
     transformers 5 writes `TokenizersBackend`, which version 4 and programs built on it cannot load. It also
-    writes how the tokenizer was loaded here; those keys are removed.
+    writes how the tokenizer was loaded here; these keys are removed.
     """
     if step is not None:
         _write_json(folder, STEP_FILE, None, {_STEP: step})
@@ -193,17 +186,16 @@ def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase | None, ste
 def model_description(
     model: ModelConfig, hf_source: Path | None, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The contents of config.json.
+    """Return the contents of config.json.
 
     It has the keys of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which transformers 4 and
-    5, vLLM and llama.cpp's converter all read. The keys of transformers 5 (`rope_parameters`, `dtype`), which
-    older readers ignore, are kept beside them where the source has them.
+    5, vLLM and llama.cpp's converter all read. The keys of transformers 5 (`rope_parameters`, `dtype`) are
+    kept if the source has them; older readers ignore them.
 
     Args:
-        model: the shape of the exported model.
-        hf_source: the folder whose config.json is the start; None: a new description.
+        hf_source: the folder of the original config.json, or None for a new description.
         tokenizer: gives the ids of the bos and eos tokens; required without a source.
-        dtype: the type of the weights.
+        dtype: the dtype of the weights.
     """
     described: dict[str, Any] = {}
     changed = SHAPE_FIELDS
@@ -230,24 +222,22 @@ def model_description(
 
 
 def transformers_family(model: ModelConfig, model_type: str | None = None) -> Family:
-    """The family whose class in transformers computes this model.
+    """Return the family whose transformers class computes this model.
 
     Args:
-        model: the shape of the model.
         model_type: chooses between several such families.
-
     Raises:
         ConversionError: transformers has no such class.
     """
     family = family_of(model, model_type)
     if family is None:
-        why, cure = no_class(model)
+        why, cure = reason_without_hf_class(model)
         raise ConversionError(f"{why}: expected {cure}")
     return family
 
 
 def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The contents of generation_config.json.
+    """Return the contents of generation_config.json.
 
     A chat model ends its turn with the end-of-turn token of its chat template (LLaMA-3's <|eot_id|>, ChatML's
     <|im_end|>). A base model's generation_config.json does not stop there, so this token is added.
@@ -256,7 +246,7 @@ def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenize
         described = _read_json(hf_source / "generation_config.json")
     else:
         described = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    from patch.data.rendering.chat import end_of_turn  # takes 0.9 s, and most conversions have no tokenizer
+    from patch.data.rendering.chat import end_of_turn  # takes 0.9 s; most conversions have no tokenizer
 
     end = end_of_turn(tokenizer)
     eos = described.get("eos_token_id")
@@ -282,7 +272,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[str, Any]) -> None:
-    """Write `contents`; the source's file is copied where it says the same."""
+    """Write `contents`, or copy the source's file if it has equal contents."""
     source = hf_source / name if hf_source is not None else None
     if source is not None and source.is_file() and _read_json(source) == contents:
         (folder / name).write_bytes(read_small(source))

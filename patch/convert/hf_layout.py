@@ -1,10 +1,10 @@
-"""Which safetensors file of a Hugging Face folder contains each tensor.
+"""The safetensors file of each tensor in a Hugging Face folder.
 
     known_layout     the layout of an existing folder
     divide           otherwise: files of up to 5 GiB, tensors in the given order
-    name_files       the file names that transformers uses
-    write_like       writes tensors with the first of these, or the others
-    remember_layout  saves the layout in a converted checkpoint, so that converting back makes the same files
+    name_files       the file names of transformers
+    write_like       writes tensors with an existing layout, or a new one
+    remember_layout  saves the layout in a converted checkpoint, to make the same files when converting back
 
 A layout is a dict: tensor name -> file name.
 """
@@ -34,10 +34,10 @@ FILE_BYTES = 5 * 2**30
 
 
 def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | None:
-    """The layout of the safetensors files in a folder; None if it has no such files.
+    """Return the layout of the safetensors files in a folder, or None if it has none.
 
     Args:
-        folder: a Hugging Face folder or a converted checkpoint; None: there is no such folder.
+        folder: a Hugging Face folder, a converted checkpoint, or None.
         names: the tensors of the model, the embedding first.
     Raises:
         ConversionError: the folder's index cannot be read, or lacks a tensor.
@@ -65,14 +65,7 @@ def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | 
 
 
 def divide(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> list[list[str]]:
-    """Groups of consecutive tensors of at most `file_bytes`; a larger tensor is a group of its own.
-
-    Args:
-        sizes: bytes by tensor name.
-        file_bytes: largest size of a file.
-    Returns:
-        the tensor names of each file.
-    """
+    """Group consecutive tensor names into files of at most `file_bytes`; a larger tensor has its own file."""
     files: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -85,7 +78,7 @@ def divide(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> list[list[
 
 
 def name_files(files: Sequence[Sequence[str]]) -> dict[str, str]:
-    """The layout of these files, named as transformers names them."""
+    """Return the layout of these files, with the file names of transformers."""
     return {
         name: SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         for number, names in enumerate(files, 1)
@@ -100,14 +93,13 @@ def write_like(
     blocks: Iterable[HFBlock],
     title: str,
 ) -> None:
-    """Write the weights of a model, with the files of another folder and their index.
+    """Write the weights of a model, with the layout of another folder, and their index.
 
     Args:
-        source: the folder with the files; without safetensors, or None: they are named as transformers does.
-        folder: an existing folder to write to.
-        dtypes: the type of each tensor.
+        source: the folder with the layout; without it or its safetensors, transformers' file names are used.
+        folder: an existing folder.
         blocks: all values.
-        title: of the progress that is shown.
+        title: the title of the progress bar.
     Raises:
         ConversionError: a file cannot be written, or values are missing.
     """

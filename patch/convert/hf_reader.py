@@ -1,7 +1,6 @@
 """Reads a Hugging Face folder lazily: all headers at the start, values only of the requested slices.
 
-Each access maps the file again and unmaps it afterwards, so that pages that were read do not stay in the
-memory of this process.
+Each access maps the file and unmaps it afterwards, so that read pages do not stay in this process's memory.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from patch.preflight.weight_files import TensorHeader, WeightHeaders, check_head
 
 _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types that can be read, in safetensors' spelling."""
+"""Readable dtypes by their safetensors names."""
 SPELLINGS = {dtype: spelling for spelling, dtype in DTYPES.items()}
 _ROWS = 4096
 """Rows that are compared at a time."""
 
 
 class _Slice(NamedTuple):
-    """A lazy slice of a tensor, whose values are finite; or of one expert's matrix in a tensor of all."""
+    """A lazy slice of a tensor, or of one expert's part of it; values must be finite."""
 
     tensor: Any
     header: TensorHeader
 
     def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
-        """The values of rows, or of rows and columns.
+        """Read rows, or rows and columns.
 
         Raises:
-            ConversionError: one of them is NaN or infinite.
+            ConversionError: a value is NaN or infinite.
         """
         stacked, part = self.header.stacked, None
         if stacked is None or stacked.expert is None:
@@ -63,11 +62,11 @@ class HFFolder(WeightHeaders):
     """The tensors of a Hugging Face folder by name; see WeightHeaders."""
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type of a tensor that `check` has found."""
+        """Return the dtype of a tensor that `check` has found."""
         return DTYPES[self._headers[name].dtype]
 
     def __getitem__(self, name: str) -> Any:
-        """A lazy slice of a tensor: indexing it reads the values."""
+        """Return a lazy slice of a tensor; indexing it reads the values."""
         header = self._headers[name]
         file, stored = _open(header.path), header.stored_name
         return _Slice(file[stored] if isinstance(file, dict) else file.get_slice(stored), header)
@@ -81,10 +80,10 @@ class HFFolder(WeightHeaders):
         }
 
     def check_copy(self, name: str, original: str) -> None:
-        """Compare a tensor with the one it is tied to, if both are stored; reads them part by part.
+        """Compare a tensor part by part with the tensor it is tied to, if both are stored.
 
         Raises:
-            ConversionError: the stored copy differs, or its type cannot be read.
+            ConversionError: the stored copy differs, or its dtype cannot be read.
         """
         if name not in self._headers:
             return
@@ -99,7 +98,7 @@ class HFFolder(WeightHeaders):
                 )
 
     def _warn_of_rounding(self, dtype: torch.dtype, flag: str) -> None:
-        """Log once if converting the checked tensors to this type may round values; float32 never does."""
+        """Log once if conversion to this dtype may round checked tensors; float32 never rounds."""
         inexact = {self._headers[tensor.name].dtype for tensor in self.tensors} - {SPELLINGS[dtype]}
         if dtype != torch.float32 and inexact:
             _logger.warning(
@@ -112,10 +111,8 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
     """Open a folder, check that it has the tensors of the model, and log if values will be rounded.
 
     Args:
-        folder: the Hugging Face folder.
-        model: the shape of the model.
-        dtype: the type to which all weights are converted; None: each keeps its own.
-        flag: the flag that sets this type, for the message.
+        dtype: the target dtype of all weights, or None if each keeps its own.
+        flag: the flag that sets this dtype, for the message.
     Raises:
         ConversionError: the folder cannot be read, or does not fit the model.
     """
@@ -130,7 +127,6 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
 
 
 def _open(path: Path) -> Any:
-    """An open safetensors file; for a torch.save file its memory-mapped tensors by name."""
     if path.suffix == ".safetensors":
         with reading(path):
             return safe_open(str(path), framework="pt", device="cpu")
@@ -140,5 +136,5 @@ def _open(path: Path) -> Any:
         except pickle.UnpicklingError as error:
             raise ConversionError(f"{path} holds more than tensors and was not read") from error
     if not isinstance(tensors, dict) or not all(isinstance(v, torch.Tensor) for v in tensors.values()):
-        raise ConversionError(f"{path} holds something else than tensors by name")
+        raise ConversionError(f"{path} holds no dict of tensors, expected name -> tensor; download it again")
     return tensors

@@ -1,11 +1,11 @@
-"""The adapters of a running model: filled from a folder of PEFT, and written as one, at any layout.
+"""The adapters of a running model: filled from a PEFT folder, and written as one, at any layout.
 
-    FOLDER/adapter_config.json          what they are, and the name of their base
-    FOLDER/adapter_model.safetensors    A and B of every target, in the adapters' type
+    FOLDER/adapter_config.json          the configuration, and the name of the base
+    FOLDER/adapter_model.safetensors    A and B of every target, in the adapters' dtype
     FOLDER/tokenizer.json ...           the run's tokenizer with its chat template
     FOLDER/trainer_state.json           the step
 
-`PeftModel.from_pretrained` loads it. Experts have the names of transformers 4, each its own A and B.
+`PeftModel.from_pretrained` loads it. Experts have the names of transformers 4; each has its own A and B.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ def import_adapter(
     adapter: AdapterConfig,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Fill the adapters of this rank's pipeline stages from a folder of PEFT; a collective over the job.
+    """Fill the adapters of this rank's pipeline stages from a PEFT folder; a collective over the job.
 
     Args:
-        stages: the pipeline stages of this rank: stages with adapters.
-        folder: a folder of PEFT.
+        stages: pipeline stages of this rank, with adapters.
         model: the shape of the whole model.
-        adapter: the adapters that the stages have; `adapter_of(folder)` reads those of the folder.
+        adapter: the adapters of the stages; `adapter_of(folder)` reads those of the folder.
         groups: only `tp` is used; with experts also `ep` and `expt_tp`.
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not have these adapters.
@@ -78,20 +77,18 @@ def export_adapter(
 ) -> None:
     """Write the adapters as a folder that PEFT loads; a collective over the whole job.
 
-    Everything is written to a temporary folder beside `folder`, which replaces `folder` at the end; on
-    failure `folder` stays as it was. Rank 0 writes, tensor by tensor.
+    Rank 0 writes tensor by tensor to a temporary folder beside `folder`, which replaces `folder` at the end.
+    On failure `folder` is unchanged.
 
     Args:
-        stages: the pipeline stages of this rank: stages with adapters.
-        folder: the folder to write.
+        stages: pipeline stages of this rank, with adapters.
         model: the shape of the whole model.
-        adapter: the adapters that the stages have.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
-        base: the folder or the hub's name of the model beside which they were trained.
-        tokenizer: saved beside the adapters; None: the base's is meant.
+        base: the base model's folder or hub name.
+        tokenizer: saved beside the adapters; None: the base's tokenizer applies.
         step: the finished steps of the run.
     Raises:
-        ConversionError: on every rank, if rank 0 cannot write, or `folder` has anything else than adapters.
+        ConversionError: on every rank, if rank 0 cannot write, or `folder` holds anything but adapters.
     """
     folder, is_first = local_path(folder).resolve(), dist.get_rank() == 0
     with ExitStack() as stack:

@@ -31,44 +31,44 @@ from patch.convert.weight_table import Table, adapter_table, parameter_table, ta
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError, nearest
 from patch.families.adapters import INSIDE, AdapterConfig
-from patch.model.four_bit_product import dense_shape, dequantize, quantize
+from patch.model.nf4_product import dense_shape, dequantize, quantize
 from patch.storage.places import StrPath, local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Receivers = Literal["all", "first", "stage"]
-"""Which ranks receive the tensors of `iter_hf_weights`."""
+"""The ranks that receive the tensors of `iter_hf_weights`."""
 _STAGE: Any = {"receivers": "stage", "device": torch.device("cpu")}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class ExpertRanks(NamedTuple):
-    """The place of this rank among those that share the experts of a layer."""
+    """The place of this rank among the ranks that share the experts of a layer."""
 
     rank: int = 0
-    """The rank among those that have different experts (EP)."""
+    """The rank in the EP group; its ranks have different experts."""
     size: int = 1
     tp: TPShard = TPShard(0, 1)
-    """The shard among the ranks that share each expert (ETP)."""
+    """The shard in the ETP group; its ranks share each expert."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, model: ModelConfig) -> ExpertRanks:
-        """This rank's place; its place in `groups.tp` if the model has no experts."""
+        """Return this rank's place, with `groups.tp` as ETP if the model has no experts."""
         if model.num_experts is None:
             return cls(tp=TPShard(groups.tp.rank(), groups.tp.size()))
         ep, tp = groups.ep, groups.expt_tp
         return cls(ep.rank(), ep.size(), TPShard(tp.rank(), tp.size()))
 
 
-class Visit(Protocol):
-    """Where a parameter of which this rank keeps a shard is whole (the optimizer's `described_weights`)."""
+class GatherOne(Protocol):
+    """Gathers a parameter of which this rank keeps a shard (the optimizer's `meta_weights`)."""
 
     device: torch.device
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """For the parameter or a view of it, until the next call."""
+        """Return the whole tensor for a parameter or a view of it; valid until the next call."""
 
 
 class MappedParameter(NamedTuple):
@@ -77,19 +77,19 @@ class MappedParameter(NamedTuple):
     name: str
     """Name in the weight table, with `*` for the layer and `#` for the expert."""
     layer: int
-    """Counted from 0 over the whole model; 0 outside of layers."""
+    """0-based over the whole model; 0 outside of layers."""
     expert: int
-    """Counted from 0 over its layer; 0 for other parameters."""
+    """0-based in its layer; 0 for other parameters."""
     parameter: torch.Tensor
     """The shard of this tensor-parallel rank, detached."""
     mapping: WeightMapping
-    """The mapping of the table for this layer and expert."""
+    """The table's mapping for this layer and expert."""
     dtype: torch.dtype
-    """The type of its values; in 4 bits that of the products that they are for."""
+    """Dtype of the values; for nf4 weights the dtype of the matrix products."""
 
 
 class _Owner(NamedTuple):
-    """The pipeline rank that has a parameter, and the parameter's type."""
+    """The pipeline rank that has a parameter, and the parameter's dtype."""
 
     pp_rank: int
     dtype: torch.dtype
@@ -103,26 +103,26 @@ def iter_hf_weights(
     receivers: Receivers = "all",
     device: torch.device | None = None,
     adapter: AdapterConfig | None = None,
-    visit: Visit | None = None,
+    visit: GatherOne | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the Hugging Face tensors of a running model that is sharded over TP, PP and VPP.
+    """Yield name and full tensor, in the parameter's dtype, of a live model that is sharded over TP, PP, VPP.
 
     A collective over `groups.tp` and `groups.pp`: every rank of a replica must iterate to the end, also a
-    rank that receives no tensor (`for _ in weights: pass`). Replicas do not wait for each other. The order is
-    embedding, layer after layer, final norm, output layer; within a layer that of the weight table. At most
-    the tensors of one parameter are in memory at a time. They are new tensors, which the next training step
-    does not change. Padding of the vocabulary is removed. With tied embeddings there is no `lm_head.weight`.
-    Distributed experts travel to all ranks of their stage: then every rank of the job must iterate.
+    rank that receives no tensor (`for _ in weights: pass`). Replicas do not wait for each other. If experts
+    are distributed (EP), each expert is broadcast over the EP group, and every rank of the job must iterate.
+
+    The order is embedding, layer after layer, final norm, output layer; within a layer the order of the
+    weight table. At most one parameter's tensors are in memory. They are new tensors, which the next training
+    step does not change. Vocabulary padding is removed. With tied embeddings there is no `lm_head.weight`.
 
     Args:
-        stages: the pipeline stages of this rank in order: stages without wrappers (DDP).
-        model: the shape of it all. groups: `tp` and `pp`; with experts also `ep` and `expt_tp`.
-        receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank does.
-            "stage": TP rank 0 of each pipeline rank gets those of its own stages.
-        device: of the tensors; None: of the parameters. visit: called before one is read, on all replicas.
-        adapter: iterate over its tensors, by PEFT's names after `base_model.model.`; None: over the base's.
-    Yields:
-        name and full tensor, in the type of the parameter.
+        stages: the pipeline stages of this rank in order, without wrappers (DDP).
+        groups: `tp` and `pp`; with experts also `ep` and `expt_tp`.
+        receivers: "all": every rank gets every tensor. "first": only TP rank 0 of the first pipeline rank.
+            "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages.
+        device: of the tensors, or None for the parameters' device.
+        adapter: iterate over its tensors, by PEFT's names after `base_model.model.`; None: the base's.
+        visit: gathers a parameter before it is read; called on all replicas.
     Raises:
         ConversionError: the stages do not make up such a model.
     """
@@ -157,8 +157,7 @@ def iter_hf_weights(
                 yield from zip(names, mapping.megatron_to_hf(shards, device), strict=True)
 
 
-def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: Visit | None) -> torch.Tensor:
-    """A parameter's values, dense."""
+def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: GatherOne | None) -> torch.Tensor:
     shard = shard if visit is None else visit(shard)
     return shard if shard.is_floating_point() else dequantize(shard, dtype)
 
@@ -166,17 +165,17 @@ def _readable(shard: torch.Tensor, dtype: torch.dtype, visit: Visit | None) -> t
 class Receipt:
     """A record of the tensors sent to another program: shape, dtype and CRC-32 of the bytes, by name.
 
-    A program that hands weights over again and again keeps one, and learns from `num_changed` whether they
-    have moved, and from its own checksums whether they have arrived.
+    A sender keeps one receipt over repeated transfers. `num_changed` tells whether weights have changed, and
+    the receiver's own checksums tell whether they have arrived.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
         self.num_changed = 0
-        """Tensors of the last hand-over that differ from those of the one before, or were not in it."""
+        """Tensors of the last transfer that differ from the previous transfer or were not in it."""
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of `iter_hf_weights` as they come, noted."""
+        """Yield the tensors of `iter_hf_weights` and record them."""
         self.num_changed = 0
         for name, tensor in weights:
             content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
@@ -193,17 +192,15 @@ def mapped_parameters(
     experts: ExpertRanks | None = None,
     adapter: AdapterConfig | None = None,
 ) -> list[MappedParameter]:
-    """The parameters of this rank's pipeline stages with their mappings, in the order of `iter_hf_weights`.
+    """Return this rank's parameters with their mappings, in the order of `iter_hf_weights`.
 
-    The padded size of the vocabulary is read from the stages.
+    The padded vocabulary size is read from the stages.
 
     Args:
         stages: stages without wrappers.
         model: the shape of the whole model.
-        tp_size: number of tensor-parallel ranks.
-        experts: the place of this rank among those that share experts; None: every rank has all of them, cut
-            over TP.
-        adapter: the parameters of these adapters; None: all others.
+        experts: this rank's place among the ranks that share experts, or None if TP divides each expert.
+        adapter: return the parameters of these adapters; None: all other parameters.
     Raises:
         ConversionError: a parameter has no place in such a model, or has another shape.
     """
@@ -218,7 +215,7 @@ def mapped_parameters(
             layer = expert = 0
             key = name
             if match := _LAYER.match(name):
-                # The number in the name counts within the stage, the layer's own from 1 over the whole model.
+                # The name's number is 0-based in the stage; layer_number is 1-based in the whole model.
                 layer = stage.decoder.layers[int(match[1])].layer_number - 1
                 key = table_name(_LAYER.sub("decoder.layers.*.", name))
             if match := _EXPERT.search(key):
@@ -244,7 +241,7 @@ def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table,
 
 
 def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int, int]]:
-    """Name, layer and expert of every parameter of the whole model, in the order of `iter_hf_weights`."""
+    """Yield name, layer and expert of the whole model's parameters, in the order of `iter_hf_weights`."""
     for is_in_layer, group in groupby(table.items(), key=lambda item: "*" in item[0]):
         rows = list(group)
         for layer in range(num_layers if is_in_layer else 1):
@@ -256,7 +253,7 @@ def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int, int]]:
 def _find_owners(
     own: dict[tuple[str, int], torch.dtype], pp: dist.ProcessGroup
 ) -> dict[tuple[str, int], _Owner]:
-    """The pipeline rank of every parameter, by name and layer; a collective over the pipeline group."""
+    """Return the pipeline rank of every parameter, by name and layer; a collective over `pp`."""
     dtypes: list[dict[tuple[str, int], torch.dtype]] = [{} for _ in range(pp.size())]
     dist.all_gather_object(dtypes, own, group=pp)
     return {
@@ -275,7 +272,7 @@ def _cross_pipeline(
     *,
     to_all: bool,
 ) -> torch.Tensor | None:
-    """Send a shard from its pipeline rank to all pipeline ranks or to the first; None on the others."""
+    """Send a shard from its pipeline rank to all pipeline ranks or the first; return None on other ranks."""
     source, rank = owner.pp_rank, pp.rank()
     if pp.size() == 1:
         return shard
@@ -297,7 +294,7 @@ def _cross_pipeline(
 def _gather_shards(
     shard: torch.Tensor, mapping: WeightMapping, tp: dist.ProcessGroup, *, to_all: bool
 ) -> list[torch.Tensor]:
-    """All shards of a parameter, on every TP rank or on TP rank 0 only; [] on the others."""
+    """Gather all shards of a parameter on every TP rank or TP rank 0; return [] on other ranks."""
     is_receiver = to_all or tp.rank() == 0
     if tp.size() == 1 or mapping.replicated:
         return [shard] if is_receiver else []
@@ -316,20 +313,20 @@ def import_hf(
     model: ModelConfig,
     groups: ProcessGroupCollection,
     *,
-    visit: Visit | None = None,
+    visit: GatherOne | None = None,
 ) -> None:
     """Fill this rank's pipeline stages from a Hugging Face folder; a collective over the whole job.
 
-    Names, shapes and types of all tensors are checked before the first byte is copied. Weights stored in
-    another type are rounded to the type of the parameters (to nearest even), which is logged. Of parameters
-    in 4 bits one at a time is dense.
+    Names, shapes and dtypes of all tensors are checked before the first byte is copied. Weights of another
+    dtype are rounded to the parameters' dtype (to nearest even), which is logged. Only one nf4 weight at a
+    time is dense.
 
     Args:
-        stages: the pipeline stages of this rank: stages without wrappers, ours or upstream's own.
+        stages: pipeline stages of this rank without wrappers, ours or upstream's own.
         folder: a Hugging Face folder, with config.json and the weights.
-        model: the shape of the whole model, as `model_of(folder)` reads it.
+        model: the shape of the whole model, as from `model_of(folder)`.
         groups: only `tp` is used; with experts also `ep` and `expt_tp`.
-        visit: where a parameter is to be written.
+        visit: returns the tensor to write for a parameter.
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
@@ -360,23 +357,23 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     file_bytes: int = FILE_BYTES,
     adapter: AdapterConfig | None = None,
-    visit: Visit | None = None,
+    visit: GatherOne | None = None,
     step: int | None = None,
 ) -> None:
     """Write the model as a folder that transformers loads; a collective over the whole job.
 
     A temporary folder replaces `folder` at the end, or never. Weights keep the parameters' dtype.
+
     Args:
-        stages: the pipeline stages of this rank: stages without wrappers, ours or upstream's own.
-        folder: the folder to write, on a file system that every writing rank can access.
-        model: the shape of the whole model.
+        stages: pipeline stages of this rank without wrappers, ours or upstream's own.
+        folder: the target, on a file system that every writing rank can access.
         groups: `tp`, `pp` and `dp_cp` are used; with experts also `ep` and `expt_tp`.
-        hf_source: of the weights' origin, whose config files are kept where they say the same.
-        tokenizer: saved beside the weights. file_bytes: of the largest safetensors file.
-        adapter: of the stages, merged into the weights. visit: called, on all ranks, before one is read.
-        step: the finished steps of the run.
+        hf_source: the folder of the original weights; its unchanged config files are kept.
+        file_bytes: the largest safetensors file.
+        adapter: adapters of the stages, merged into the weights.
+        visit: gathers a parameter before it is read; called on all ranks.
     Raises:
-        ConversionError: on every rank, if one cannot write, or `folder` has anything else than such a model.
+        ConversionError: on every rank, if a rank cannot write, or `folder` holds anything but such a model.
     """
     folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
     is_first, is_writer = dist.get_rank() == 0, groups.dp_cp.rank() == 0
@@ -386,7 +383,7 @@ def export_hf(
             dtypes = {
                 tensor: mapped.dtype
                 for mapped in mapped_parameters(stages, model, groups.tp.size(), experts)
-                if mapped.name in table  # not a tied output layer, the last stage's copy of the embedding
+                if mapped.name in table  # not a tied output layer: a copy of the embedding
                 for expert in range(mapped.mapping.num_experts)  # also those of other ranks
                 for tensor in table[mapped.name].at(mapped.layer, expert).hf
             }
@@ -415,14 +412,8 @@ def export_hf(
 def _lay_out(
     dtypes: dict[HFTensor, torch.dtype], pp: dist.ProcessGroup, file_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """The file name of every tensor, and the bytes of all tensors; no file is shared between pipeline ranks.
-
-    A collective over the pipeline group.
-
-    Args:
-        dtypes: types of the tensors of this pipeline rank, in the order of writing.
-        pp: the pipeline group.
-        file_bytes: largest size of a file.
+    """Return the file name of every tensor, and the bytes of all tensors; a collective over `pp`.
+    No file is shared between pipeline ranks. `dtypes` is in the order of writing.
     """
     own = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
     sizes: list[dict[str, int]] = [{} for _ in range(pp.size())]
@@ -444,10 +435,9 @@ def write_received(
 
     Args:
         weights: the iterator of `iter_hf_weights`.
-        partial: the folder to write to.
-        dtypes: types of the tensors that this rank writes; empty on a rank that writes none.
+        dtypes: dtypes of the tensors that this rank writes; empty on a rank that writes none.
         layout: file name by tensor name.
-        block_of: what is written of a tensor.
+        block_of: returns the block to write for a tensor.
     """
     try:
         with SafetensorsWriter(partial, dtypes, layout) as files:

@@ -1,8 +1,7 @@
-"""How a megatron-core parameter is made of Hugging Face tensors: one class per layout, for both directions.
+"""Layouts of megatron-core parameters made of Hugging Face tensors, for both directions of a conversion.
 
-Each class defines one method, `hf_slices`: which slices of the Hugging Face tensors, in which order, make up
-the shard of a tensor-parallel rank. Both directions of the conversion use it, so they cannot disagree. Values
-are only copied, never changed by arithmetic.
+Each class has one method for its layout, `hf_slices`: the slices of the Hugging Face tensors that make up the
+shard of a tensor-parallel rank, in order. Both directions use it, so they cannot disagree.
 
 In the drawings below a letter with a number is one row: q3 is row 3 of q_proj.weight.
 
@@ -32,7 +31,7 @@ class TPShard(NamedTuple):
     size: int
 
     def span(self, length: int) -> tuple[int, int]:
-        """Start and stop of this shard among `length` rows, columns or groups."""
+        """Return start and stop of this shard among `length` rows, columns or groups."""
         assert length % self.size == 0, f"{length} rows do not divide by TP {self.size}"
         rows = length // self.size
         return self.rank * rows, (self.rank + 1) * rows
@@ -64,8 +63,8 @@ class WeightMapping(ABC):
 
     Args:
         hf: the Hugging Face tensors; their order is part of the layout.
-        layers: numbers of the layers that have the parameter; outside of layers 0 alone.
-        num_experts: how many of it a layer has, one for each expert.
+        layers: numbers of the layers that have the parameter; only 0 outside of layers.
+        num_experts: copies per layer, one for each expert.
     """
 
     hf: tuple[HFTensor, ...]
@@ -73,7 +72,7 @@ class WeightMapping(ABC):
     num_experts: int = field(default=1, kw_only=True)
 
     axis: ClassVar[int] = 0
-    """The axis that tensor parallelism divides, and along which the slices are concatenated."""
+    """The axis that TP divides, and along which the slices are concatenated."""
     replicated: ClassVar[bool] = False
     """Whether every tensor-parallel rank has the whole parameter."""
 
@@ -84,17 +83,17 @@ class WeightMapping(ABC):
         return (rows, *self.hf[0].shape[1:])
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of the shard on one of `tp_size` tensor-parallel ranks."""
+        """Return the shape of the shard on one of `tp_size` tensor-parallel ranks."""
         if self.replicated:
             return self.shape
         return tuple(size // tp_size if axis == self.axis else size for axis, size in enumerate(self.shape))
 
     @abstractmethod
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The slices that make up this shard, in order; the rest of the shard is padding."""
+        """Return the slices that make up this shard, in order; the rest of the shard is padding."""
 
     def at(self, layer: int, expert: int = 0) -> WeightMapping:
-        """The same mapping for one layer, 0-based over the whole model, and one expert of it."""
+        """Return the mapping of one layer, 0-based over the whole model, and one of its experts."""
         named = tuple(
             tensor._replace(name=tensor.name.replace("*", str(layer)).replace("#", str(expert)))
             for tensor in self.hf
@@ -103,7 +102,7 @@ class WeightMapping(ABC):
 
     @property
     def copies(self) -> Iterator[tuple[int, int]]:
-        """The layer and the expert of each parameter that this mapping is of."""
+        """Layer and expert of each parameter with this mapping."""
         return product(self.layers, range(self.num_experts))
 
     def hf_to_megatron(
@@ -112,10 +111,9 @@ class WeightMapping(ABC):
         """Copy rows of a shard of the parameter from Hugging Face tensors; padding becomes zero.
 
         Args:
-            target: the rows, [rows, *shard_shape[1:]]; values are rounded to its dtype, to nearest even.
-            sources: one for each tensor of `hf`: a whole tensor, or a lazy safetensors slice, of which only
-                these rows and columns are read.
-            shard: the rank and size of the shard.
+            target: [rows, *shard_shape[1:]]; values are rounded to its dtype, to nearest even.
+            sources: for each tensor of `hf` a whole tensor, or a lazy safetensors slice, of which only these
+                rows and columns are read.
             row: number of the first row in the shard.
         Raises:
             ConversionError: a value is too large for float16.
@@ -136,11 +134,10 @@ class WeightMapping(ABC):
     def megatron_to_hf_blocks(
         self, part: torch.Tensor, shard: TPShard, row: int = 0, column: int = 0
     ) -> Iterator[HFBlock]:
-        """Divide a part of a shard into blocks of the Hugging Face tensors; padding is left out.
+        """Divide a part of a shard into blocks of the Hugging Face tensors, without padding.
 
         Args:
             part: a rectangle of the shard.
-            shard: the rank and size of the shard.
             row: row of the part's first element in the shard.
             column: column of the part's first element in the shard.
         Yields:
@@ -153,11 +150,8 @@ class WeightMapping(ABC):
             yield HFBlock(self.hf[index].name, block_row, block_column, values)
 
     def _overlaps(self, shard: TPShard, begin: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """The intersections of the shard's slices with `length` indices of the shard from `begin` on.
-
-        Yields:
-            index of the Hugging Face tensor, first index in that tensor, first index relative to `begin`, and
-            length.
+        """Intersect the shard's slices with `length` indices of the shard from `begin` on.
+        Yield the tensor's index, the first index in that tensor, the first index from `begin`, and length.
         """
         position = 0
         for index, start, stop in self.hf_slices(shard):
@@ -174,7 +168,7 @@ class WeightMapping(ABC):
 
         Args:
             shards: one for each tensor-parallel rank, in order; for a replicated parameter one is enough.
-            device: the device of the result; None: the device of the shards.
+            device: the device of the result, or None for the shards' device.
         """
         dtype, device = shards[0].dtype, device or shards[0].device
         whole = {tensor.name: torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in self.hf}
@@ -186,7 +180,7 @@ class WeightMapping(ABC):
 
 
 class ReplicatedMapping(WeightMapping):
-    """A tensor that every tensor-parallel rank has completely: the weight of a norm.
+    """A tensor that is replicated on every tensor-parallel rank, such as a norm's weight.
 
     Hugging Face       megatron-core, any TP
     w0 w1 w2 w3   ->   w0 w1 w2 w3 on every rank
@@ -195,12 +189,12 @@ class ReplicatedMapping(WeightMapping):
     replicated = True
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The whole tensor, for every shard."""
+        """Return the whole tensor for every shard."""
         return [HFSlice(0, 0, self.hf[0].shape[0])]
 
 
 class RowParallelMapping(WeightMapping):
-    """A row-parallel linear layer (o_proj, down_proj): tensor parallelism divides its input, the columns.
+    """A row-parallel linear layer (o_proj, down_proj): TP divides its input, the columns.
 
     Hugging Face [out, in]        megatron-core, TP 2
     a b | c d                     rank 0: a b      rank 1: c d
@@ -210,7 +204,7 @@ class RowParallelMapping(WeightMapping):
     axis = 1
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The columns of this rank."""
+        """Return the columns of this rank."""
         return [HFSlice(0, *shard.span(self.hf[0].shape[1]))]
 
 
@@ -230,7 +224,7 @@ class VocabParallelMapping(WeightMapping):
         return (self.padded_vocab_size, *self.hf[0].shape[1:])
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The rows of this rank, without padding."""
+        """Return the rows of this rank, without padding."""
         start, stop = shard.span(self.padded_vocab_size)
         rows = self.hf[0].shape[0]
         return [HFSlice(0, min(start, rows), min(stop, rows))]
@@ -247,7 +241,7 @@ class ColumnParallelMapping(WeightMapping):
     """
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """[gate; up] of this rank."""
+        """Return [gate; up] of this rank."""
         return [HFSlice(index, *shard.span(tensor.shape[0])) for index, tensor in enumerate(self.hf)]
 
 
@@ -267,7 +261,7 @@ class QKVMapping(WeightMapping):
     num_groups: int
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """[queries, key, value] of each group of this rank."""
+        """Return [queries, key, value] of each group of this rank."""
         rows = [tensor.shape[0] // self.num_groups for tensor in self.hf]
         return [
             HFSlice(index, group * rows[index], (group + 1) * rows[index])

@@ -1,7 +1,7 @@
-"""Adapters of a folder of PEFT or of a run's checkpoint: read, checked, and merged into their base's weights.
+"""Adapters of a PEFT folder or of a run's checkpoint: read, checked, and merged into the base's weights.
 
-A merged weight is W + scale * (B A), computed in fp32 and rounded once: in fp32 PEFT's `merge_and_unload` to
-the bit; of weights in bf16 PEFT rounds the product too.
+A merged weight is W + scale * (B A), computed in fp32 and rounded once. In fp32 it equals PEFT's
+`merge_and_unload` to the bit. For bf16 weights PEFT rounds the product too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import weights_table
 from patch.errors import ConfigError, ConversionError
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, base_rows, hf_tensors
-from patch.preflight.stored_shape import adapter_at, is_hf_folder, run_behind
+from patch.preflight.model_of_folder import adapter_at, is_hf_folder, run_behind
 from patch.preflight.weight_files import check_adapter
-from patch.storage.hub import fetch_model, hub_name
+from patch.storage.hub import fetch, hub_name
 from patch.storage.names import ADAPTER_CONFIG_NAME, ADAPTER_FOLDER, TOKENIZER_FILES, iteration_of
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 
@@ -43,22 +43,22 @@ FactorOf = Callable[[str], torch.Tensor | None]
 
 
 class _Adapters(NamedTuple):
-    """Adapters to merge, and what is kept with them."""
+    """Adapters to merge, with their tokenizer and step."""
 
     config: AdapterConfig
     factors: dict[str, torch.Tensor]
     """A and B by PEFT's names without `base_model.model.`."""
     dtype: torch.dtype
-    """The type of the run that has trained them."""
+    """The dtype of the run that trained the adapters."""
     tokenizer: PreTrainedTokenizerBase | None
     step: int | None
 
 
 def adapter_of(folder: StrPath, model: ModelConfig) -> AdapterConfig:
-    """The adapters of a model that a folder of PEFT describes.
+    """Return the adapter configuration of a PEFT folder.
 
     Raises:
-        ConversionError: there is no adapter_config.json, or what it describes is not supported.
+        ConversionError: there is no adapter_config.json, or it is not supported.
     """
     try:
         return adapter_at(local_path(folder), model)
@@ -67,7 +67,7 @@ def adapter_of(folder: StrPath, model: ModelConfig) -> AdapterConfig:
 
 
 def open_adapter(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> HFFolder:
-    """Open the weights of a folder of PEFT, and check by their headers that they are all of these adapters.
+    """Open the weights of a PEFT folder, and check their headers against the adapter configuration.
 
     Raises:
         ConversionError: the folder cannot be read, or does not fit.
@@ -78,15 +78,15 @@ def open_adapter(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> HF
 
 
 def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -> torch.Tensor:
-    """A weight of a model, merged with its adapter if it has one.
+    """Return a weight of a model, merged with its adapter if it has one.
 
     Args:
-        name: its Hugging Face name.
+        name: the Hugging Face name.
         weight: the whole tensor.
-        factor_of: A or B by PEFT's name without `base_model.model.`; None where there is none.
-        scale: the factor of what an adapter gives.
+        factor_of: returns A or B by PEFT's name without `base_model.model.`, or None if there is none.
+        scale: the factor of B A.
     Raises:
-        ConversionError: a merged value is not finite in the type of the weight.
+        ConversionError: a merged value is not finite in the weight's dtype.
     """
     module = name.removesuffix(".weight")
     a, b = (factor_of(f"{module}.lora_{each}.weight") for each in "AB")
@@ -103,20 +103,20 @@ def merged(name: str, weight: torch.Tensor, factor_of: FactorOf, scale: float) -
 def merge_adapter(
     base: StrPath | None, adapter: StrPath, target: StrPath, *, overwrite: bool = False
 ) -> None:
-    """Write a Hugging Face folder with adapters merged into its weights; on failure the target stays.
+    """Write a Hugging Face folder with adapters merged into its weights; on failure the target is unchanged.
 
-    Of adapters that a run has trained this is what --export-hf writes: the run's shape, type, tokenizer and,
-    of weights in 4 bits, the values that the run has seen. Of other folders of PEFT shape and types are the
-    base's, and so is the tokenizer unless there is one beside the adapters.
+    For adapters that a run has trained, the result equals --export-hf: the run's shape, dtype, tokenizer and,
+    for nf4 weights, the values that the run used. For other PEFT folders, shape and dtypes are the base's. So
+    is the tokenizer, unless there is one beside the adapters.
 
     Args:
-        base: the model that the adapters are of, a Hugging Face folder or a name of the hub; None: the run's.
-        adapter: a folder of PEFT; or a run's folder or URL, or a checkpoint in it.
-        target: a folder that does not exist or is empty.
+        base: the base model, as a Hugging Face folder or a hub name; None: the run's.
+        adapter: a PEFT folder; or a run's folder or URL, or a checkpoint in it.
+        target: a new or empty folder.
         overwrite: replace a Hugging Face model at `target`.
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConversionError: a folder cannot be read or written, or they do not fit each other.
+        ConversionError: a folder cannot be read or written, or the folders do not fit each other.
     """
     place, target = any_path(os.fspath(adapter)), local_path(target).resolve()
     is_peft = (place / ADAPTER_CONFIG_NAME).is_file()
@@ -125,12 +125,12 @@ def merge_adapter(
     model = model_of(folder) if run is None else run.model
     found = _of_peft(local_path(adapter), model) if is_peft or run is None else _of_run(place, run)
     source, dtype = open_checked(folder, model, None, ""), None if run is None else found.dtype
-    is_packed = _names_in_4_bits(model) if run is not None and run.adapter.quantize_base else set()
+    is_packed = _nf4_names(model) if run is not None and run.adapter.quantize_base else set()
 
     def values_of(name: str) -> torch.Tensor:
         weight = source[name][:].to(dtype or source.dtype_of(name))
         if name in is_packed:
-            from patch.model.four_bit_product import dequantize, quantize  # with all of megatron-core's model
+            from patch.model.nf4_product import dequantize, quantize  # imports megatron-core's model
 
             weight = dequantize(quantize(weight), weight.dtype)
         return merged(name, weight, found.factors.get, found.config.scale)
@@ -151,7 +151,7 @@ def _base_folder(base: StrPath | None) -> Path:
     if base is None:
         raise ConversionError(f"no run names the base of the adapters, {cure}")
     name = hub_name(os.fspath(base), "model")
-    folder = local_path(base) if name is None else fetch_model(name, weights=True, error=ConversionError)
+    folder = local_path(base) if name is None else fetch(name, "weights", error_type=ConversionError)
     if not is_hf_folder(folder):
         raise ConversionError(f"got {folder}, {cure}")
     return folder.resolve()
@@ -163,14 +163,14 @@ def _of_peft(folder: Path, model: ModelConfig) -> _Adapters:
     factors = {name.removeprefix(PEFT_PREFIX): files[name][:] for name, _ in files.tensors}
     tokenizer = None
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        from patch.data.tokenizer import load_tokenizer  # takes seconds, and most folders of PEFT have none
+        from patch.data.tokenizer import load_tokenizer  # takes seconds; most PEFT folders have none
 
         tokenizer = load_tokenizer(folder)
     return _Adapters(config, factors, files.dtype_of(files.tensors[0].name), tokenizer, read_step(folder))
 
 
 def _of_run(place: AnyPath, run: RunConfig) -> _Adapters:
-    if not run.adapter.lora_rank:
+    if not run.adapter.is_on:
         raise ConversionError(f"{place} has no adapters: llama-patch convert mcore2hf exports such a run")
     tokenizer = tokenizer_of(run, f"put the tokenizer back at {run.tokenizer_folder}")
     checkpoint = weights_folder(place)
@@ -179,7 +179,7 @@ def _of_run(place: AnyPath, run: RunConfig) -> _Adapters:
     return _Adapters(run.adapter, stored.tensors(), dtype, tokenizer, iteration_of(checkpoint))
 
 
-def _names_in_4_bits(model: ModelConfig) -> set[str]:
-    """The Hugging Face tensors that --quantize-base keeps in 4 bits."""
+def _nf4_names(model: ModelConfig) -> set[str]:
+    """Return the Hugging Face tensors that --quantize-base keeps in nf4."""
     rows = [weights_table(model)[row.name] for row in base_rows(model)]
     return {tensor.name for row in rows for copy in row.copies for tensor in row.at(*copy).hf}

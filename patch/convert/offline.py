@@ -1,6 +1,6 @@
-"""Files to files, in one process and without building the model: a Hugging Face folder <-> a checkpoint.
+"""Converts files, in one process and without building the model: a Hugging Face folder <-> a checkpoint.
 
-Of a checkpoint that is made of a Hugging Face folder:
+Layout of a checkpoint made from a Hugging Face folder:
 
 DIR/release/                            the checkpoint; loads at any TP, PP, VPP, and in upstream's GPTModel
 DIR/latest_checkpointed_iteration.txt   "release": Megatron-LM's word for weights without a training state
@@ -39,13 +39,21 @@ from patch.convert.mappings import TPShard, WeightMapping
 from patch.convert.merge import merge_adapter
 from patch.convert.stored_weights import StoredWeights
 from patch.convert.target_folder import publish, staging, writing
-from patch.convert.weight_table import Place, checkpoint_place, weights_table
-from patch.device import same_device
+from patch.convert.weight_table import CheckpointLocation, checkpoint_location, weights_table
+from patch.device import device_setter
 from patch.errors import ConversionError
 from patch.families.adapters import hf_tensors
-from patch.preflight.stored_shape import has_hf_config, run_behind
+from patch.preflight.model_of_folder import has_hf_config, run_behind
 from patch.progress import progress
-from patch.storage.names import RELEASE, TRACKER, is_complete, is_released, iteration_of
+from patch.storage.names import (
+    BEST_LINK,
+    CONFIG_FILE,
+    RELEASE,
+    TRACKER,
+    is_complete,
+    is_released,
+    iteration_of,
+)
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 from patch.storage.remote import RemotePath
 
@@ -54,22 +62,21 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 WINDOW_BYTES = 16 * 2**20
-"""Largest piece, unless one row is larger; it bounds the memory that a conversion needs."""
+"""Largest piece, unless one row is larger; bounds the memory of a conversion."""
 
 
 def hf_to_mcore(
     source: StrPath, target: StrPath, dtype: torch.dtype | None = None, *, overwrite: bool = False
 ) -> None:
-    """Convert a Hugging Face folder to a checkpoint; on failure the target stays as it was.
+    """Convert a Hugging Face folder to a checkpoint; on failure the target is unchanged.
 
     Args:
         source: a Hugging Face folder (safetensors or .bin).
-        target: a folder that does not exist or is empty.
-        dtype: the type of all weights; None: each keeps its own.
+        target: a new or empty folder.
+        dtype: the dtype of all weights, or None if each keeps its own.
         overwrite: replace a converted checkpoint at `target`.
     Raises:
-        ConversionError: the source cannot be read or its model is not supported, or the target cannot be
-            written.
+        ConversionError: the source cannot be read or is not supported, or the target cannot be written.
     """
     source, target = local_path(source).resolve(), local_path(target).resolve()
     if not source.is_dir():
@@ -94,7 +101,6 @@ def hf_to_mcore(
 
 
 def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
-    """Write the folder of the checkpoint itself: weights, extra states, common.pt and index."""
     total_bytes = sum(
         torch.Size(shape).numel() * (dtype or source.dtype_of(name)).itemsize
         for name, shape in source.tensors
@@ -104,7 +110,7 @@ def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype:
         writer = PieceWriter(target)
         try:
             with progress(f"{source.folder.name} to megatron-core", total_bytes) as advance:
-                for piece, shape in _made_ahead(_read_pieces(source, model, dtype)):
+                for piece, shape in _prefetched(_read_pieces(source, model, dtype)):
                     writer.add(piece, shape)
                     advance(piece.tensor.nbytes)
             for key in _extra_states(model):
@@ -117,18 +123,16 @@ def _write_checkpoint(source: HFFolder, target: Path, model: ModelConfig, dtype:
 def _read_pieces(
     source: HFFolder, model: ModelConfig, dtype: torch.dtype | None
 ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """All parameters, layer by layer, in windows of rows; each with the shape of the whole stored tensor.
-
-    Layers and experts are stacked on leading axes. Pieces take turns with two buffers, so a piece is valid
-    until the one after the next is asked for (see `_made_ahead`).
+    """Yield windows of rows of all parameters, with the shape of the stored tensor of all layers and experts.
+    Pieces alternate between two buffers: a piece is valid until the next but one (see `_prefetched`).
     """
     buffers = cycle(np.empty((2, WINDOW_BYTES), np.uint8))
     for name, any_copy in weights_table(model, model.padded_vocab_size(1)).items():
         shape = any_copy.shape
         num_rows, *rest = shape
-        by_key: dict[str, list[tuple[Place, WeightMapping]]] = {}
+        by_key: dict[str, list[tuple[CheckpointLocation, WeightMapping]]] = {}
         for copy in any_copy.copies:
-            place = checkpoint_place(name, *copy, model)
+            place = checkpoint_location(name, *copy, model)
             by_key.setdefault(place.key, []).append((place, any_copy.at(*copy)))
         for copies in by_key.values():
             kind = dtype or _common_type(source, [tensor.name for _, each in copies for tensor in each.hf])
@@ -145,22 +149,20 @@ def _read_pieces(
 
 
 def _extra_states(model: ModelConfig) -> list[str]:
-    """Keys of the (empty) extra states of linear layers, which upstream's strict load requires."""
+    """Return the keys of the linear layers' (empty) extra states, which upstream's strict load requires."""
     found: list[tuple[int, str]] = []
     for name, mapping in weights_table(model).items():
         if "*" in name and ".linear_" in name and name.endswith(".weight"):
             for layer, expert in mapping.copies:
-                key, index, sizes = checkpoint_place(name, layer, expert, model)
+                key, index, sizes = checkpoint_location(name, layer, expert, model)
                 shard = "_".join(".".join(map(str, axes)) for axes in (index or (0,), sizes or (1,)))
                 found.append((layer, f"{key.removesuffix('weight')}_extra_state/shard_{shard}"))
     return [key for _, key in sorted(found, key=itemgetter(0))]
 
 
 def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
-    """The type of the tensors of one parameter, which is stored as one tensor of all layers and experts.
-
-    Raises:
-        ConversionError: they have several; the message names one tensor of each.
+    """Return the dtype of a parameter's tensors, which are stored as one tensor of all layers and experts.
+    Raise ConversionError if the dtypes differ.
     """
     first_of = {source.dtype_of(name): name for name in reversed(names)}
     if len(first_of) > 1:
@@ -171,23 +173,23 @@ def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
     return source.dtype_of(names[0])
 
 
-def _made_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """The same items; while the caller uses one, a thread makes the next."""
-    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
+def _prefetched(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yield the same items; while the caller uses an item, a thread makes the next item."""
+    with ThreadPoolExecutor(1, initializer=device_setter()) as pool:
         following = pool.submit(next, items, None)
         while (item := following.result()) is not None:
             following = pool.submit(next, items, None)
             yield item
 
 
-class _Description(NamedTuple):
-    """The model of a checkpoint, and where its configuration and tokenizer come from."""
+class _ModelSource(NamedTuple):
+    """The model of a checkpoint, and the origin of its configuration and tokenizer."""
 
     model: ModelConfig
     folder: Path | None
-    """A folder with config.json and usually the tokenizer; None: there is none."""
+    """A folder with config.json and usually the tokenizer, or None."""
     tokenizer: PreTrainedTokenizerBase | None
-    """The tokenizer of the run that trained the model; None: copy the tokenizer files of the folder."""
+    """The tokenizer of the training run, or None to copy the tokenizer files of the folder."""
 
 
 def mcore_to_hf(
@@ -197,14 +199,13 @@ def mcore_to_hf(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face folder; on failure the target stays as it was.
+    """Convert a checkpoint to a Hugging Face folder; on failure the target is unchanged.
 
     Args:
-        source: a converted folder, a run's folder, its checkpoint/, one checkpoint in it, or a checkpoint of
-            Megatron-LM; or a run's checkpoints in a store, by URL.
-        target: a folder that does not exist or is empty.
-        hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and layout of
-            files are used. None: those of `source` are used.
+        source: a converted folder, a run's folder, its checkpoint/, one checkpoint in it, a checkpoint of
+            Megatron-LM, or the URL of a run's checkpoints in a store.
+        target: a new or empty folder.
+        hf_config: a Hugging Face folder with configuration, tokenizer and file layout; None: use `source`.
         overwrite: replace a Hugging Face model at `target`.
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -214,15 +215,17 @@ def mcore_to_hf(
     source = source if isinstance(source, RemotePath) else any_path(str(source))
     source, target = source.resolve() if isinstance(source, Path) else source, local_path(target).resolve()
     if not source.is_dir():
-        raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
-    described = _describe(source, None if hf_config is None else local_path(hf_config))
+        is_best = source.name == BEST_LINK
+        advice = "; without validation data no checkpoint is the best: take the run's folder" * is_best
+        raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load){advice}")
+    described = _find_model_source(source, None if hf_config is None else local_path(hf_config))
     if described is None:
         merge_adapter(hf_config, str(source), target, overwrite=overwrite)
         return
     folder, verify = unverified_weights(source)
     step = iteration_of(folder)
     sources = [path for path in (source, described.folder) if isinstance(path, Path)]
-    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
+    with ThreadPoolExecutor(1, initializer=device_setter()) as pool:
         verified = pool.submit(verify)
         try:
             weights = StoredWeights(folder, described.model)
@@ -240,24 +243,25 @@ def mcore_to_hf(
                 verified.result()
                 publish(target, "Hugging Face folder", step)
         except Exception:
-            verified.result()  # a damaged source is the reason of other errors
+            verified.result()  # a damaged source may be the cause
             raise
 
 
-def _describe(source: AnyPath, hf_config: Path | None) -> _Description | None:
-    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them.
-
-    None if that run has trained adapters.
+def _find_model_source(source: AnyPath, hf_config: Path | None) -> _ModelSource | None:
+    """Return the model from --hf-config, config.json beside the weights, or the run that wrote them.
+    Return None if that run has trained adapters.
     """
     folder, home = hf_config, source
     if isinstance(source, Path):
         home = source.parent if is_complete(source) and not has_hf_config(source) else source
         folder = hf_config or (home if isinstance(home, Path) and has_hf_config(home) else None)
     run = None if folder is not None and folder != hf_config else run_behind(str(home))
-    if run is not None and run.adapter.lora_rank:
+    if run is not None and run.adapter.is_on:
         return None
     if folder is not None:
-        return _Description(model_of(folder), folder, None)
+        return _ModelSource(model_of(folder), folder, None)
+    if run is None and (home / CONFIG_FILE).is_file():
+        raise ConversionError(f"{source} is a run that saved no checkpoint; repeat its command")
     if run is None:
         raise ConversionError(
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
@@ -266,4 +270,4 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description | None:
     load = run.checkpoint.load
     origin = Path(load) if load is not None and has_hf_config(load) else None
     otherwise = "give the Hugging Face folder it began with as --hf-config"
-    return _Description(run.model, origin, tokenizer_of(run, otherwise))
+    return _ModelSource(run.model, origin, tokenizer_of(run, otherwise))

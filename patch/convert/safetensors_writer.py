@@ -1,8 +1,8 @@
 """Writes safetensors files block by block, in any order: first the headers, then each block at its position.
 
 The safetensors library can only write all tensors of a file at once. The files are byte-equal to the
-library's: tensors are sorted by the size of their type, larger first, then by name. Format: 8 bytes with the
-header's length, the header as JSON padded with spaces to 8 bytes, then the values.
+library's: tensors are sorted by element size, larger first, then by name. Format: 8 bytes with the header's
+length, the header as JSON padded with spaces to a multiple of 8 bytes, then the values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _TensorPlace(NamedTuple):
     begin: int
     """Byte offset of the first value in the file."""
     columns: int
-    """Number of elements in a row; 1 for a vector."""
+    """Elements per row; 1 for a vector."""
     dtype: torch.dtype
 
 
@@ -42,7 +42,7 @@ class SafetensorsWriter:
 
     Args:
         folder: an existing folder.
-        dtypes: the type of each tensor that will be written.
+        dtypes: the dtype of each tensor that will be written.
         layout: file name by tensor name.
     Raises:
         ConversionError: a file cannot be created.
@@ -78,7 +78,7 @@ class SafetensorsWriter:
             self._places[name] = _TensorPlace(path, descriptor, 8 + len(text) + begin, columns, dtype)
 
     def write(self, block: HFBlock) -> None:
-        """Write a block at its position; complete rows in one write, parts of rows one by one.
+        """Write a block at its position: complete rows in one write, partial rows separately.
 
         Raises:
             ConversionError: the file cannot be written.
@@ -105,8 +105,10 @@ class SafetensorsWriter:
         wrong = [name for name, missing in self._missing.items() if missing]
         if wrong:
             missing = self._missing[wrong[0]]
-            what = f"lacks {missing} values" if missing > 0 else f"was stored with {-missing} values too many"
-            raise ConversionError(f"{wrong[0]} {what} in the checkpoint ({len(wrong)} such tensors)")
+            what = f"{missing} values are missing" if missing > 0 else f"{-missing} values are stored twice"
+            raise ConversionError(
+                f"{wrong[0]}: {what} in the checkpoint ({len(wrong)} such tensors); take another checkpoint"
+            )
 
     def __enter__(self) -> SafetensorsWriter:
         return self

@@ -1,16 +1,16 @@
 """The weights of a checkpoint, ours or Megatron-LM's in either format, as blocks of Hugging Face tensors.
 
-All spellings of megatron-core's keys are read. Of torch_dist: layers stacked on a leading axis (the default)
-or one key per layer (`non_homogeneous_layers`), experts on a further axis or one key each, gate and up as one
-tensor or two (`singleton_local_shards`), a prefix before all keys. Of Megatron-LM's old format, one pickle
+All spellings of megatron-core's keys are read. In torch_dist: layers stacked on a leading axis (the default)
+or one key per layer (`non_homogeneous_layers`); experts on a further axis or one key each; gate and up as one
+tensor or two (`singleton_local_shards`); a prefix before all keys. Megatron-LM's old format has one pickle
 for each rank:
 
 FOLDER/mp_rank_TT/model_optim_rng.pt        TP rank TT, without pipeline stages
 FOLDER/mp_rank_TT_PPP/model_optim_rng.pt    TP rank TT of pipeline stage PPP
 
 There a rank's weights are under `model` (`model0`, `model1`... with interleaved stages), and layer numbers
-start at 0 in each stage. The number of layers of a stage is counted, so uneven stages are read too. In both
-the final norm may be outside of the decoder (Pai-Megatron-Patch's LLaMA). Other states are ignored.
+start at 0 in each stage. A stage's layers are counted, so uneven stages are read too. In both formats the
+final norm may be outside of the decoder (Pai-Megatron-Patch's LLaMA). Other states are ignored.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _RANK_KEY = re.compile(rf"{_RANK_FOLDER.pattern}\.model(\d*)\.(.+)")
 _NOT_WEIGHTS = ("_extra_state", "inv_freq")
 
 
-class _Place(NamedTuple):
-    """The parameter, or the part of one, that a stored tensor contains."""
+class _StoredParameter(NamedTuple):
+    """The parameter, or the part of a parameter, that a stored tensor contains."""
 
     name: str
     """Name in the weight table."""
     layer: int | None
-    """None: the tensor contains all layers, or is outside of layers."""
+    """None if the tensor contains all layers, or is outside of layers."""
     expert: int | None = None
-    """None: the tensor contains all experts of its layer, or is none of an expert."""
+    """None if the tensor contains all experts of its layer, or belongs to no expert."""
     half: int | None = None
-    """0 or 1: gate or up alone."""
+    """0 or 1 for gate or up alone."""
     tp_rank: int = 0
 
     @property
@@ -62,18 +62,17 @@ class _Place(NamedTuple):
 
     @property
     def has_all_experts(self) -> bool:
-        """Whether experts are stacked on an axis, behind that of layers."""
+        """Whether experts are stacked on an axis, after the layer axis."""
         return self.expert is None and "#" in self.name
 
 
 class StoredWeights:
-    """The model's part of a checkpoint; the constructor reads what describes the tensors, no values.
+    """The model's part of a checkpoint; the constructor reads only metadata, no values.
 
     Args:
         folder: the checkpoint itself (`iter_*`, `release`), or the folder of `mp_rank_*`.
-        model: the shape of the model.
-        prefix: what the keys of a state of the weights begin with; None: the weights themselves.
-        adapter: of these adapters alone.
+        prefix: key prefix of the tensors, not "" for an optimizer state; None: search the model's prefix.
+        adapter: read only these adapters.
     Raises:
         CheckpointError: the checkpoint is damaged.
         ConversionError: a file is missing, or the checkpoint is of another model.
@@ -104,7 +103,7 @@ class StoredWeights:
         self._check_complete()
 
     def _checked_table(self) -> Table:
-        """The weight table with the checkpoint's padding, after a comparison of each tensor with it."""
+        """Check each tensor, and return the weight table with the checkpoint's padding."""
         embedding = [key for key, place in self._places.items() if place.name == EMBEDDING_PARAMETER]
         rows = sum(self._stored[key].shape[0] for key in embedding if self._stored[key].shape)
         adapter = self._adapter
@@ -118,7 +117,7 @@ class StoredWeights:
             )
         return table
 
-    def _check_tensor(self, key: str, place: _Place, stored: StoredTensor, table: Table) -> None:
+    def _check_tensor(self, key: str, place: _StoredParameter, stored: StoredTensor, table: Table) -> None:
         mapping = table.get(place.name)
         layers = range(self._model.num_layers) if place.has_all_layers else [place.layer or 0]
         if (
@@ -128,7 +127,8 @@ class StoredWeights:
         ):
             raise ConversionError(
                 f"{self.folder} holds {key} (shape {stored.shape}), which this model has no place for"
-                f"{nearest(place.name, list(table))}; expected what config.json describes (--hf-config)"
+                f"{nearest(place.name, list(table))}; expected the model of config.json; give its folder "
+                "with --hf-config"
             )
         expected = mapping.shard_shape(self._tp_size) if place.half is None else mapping.hf[place.half].shape
         expected = (mapping.num_experts, *expected) if place.has_all_experts else expected
@@ -147,7 +147,7 @@ class StoredWeights:
             )
 
     def _check_complete(self) -> None:
-        """Check that each rank's part of every parameter is stored; missing values show when written."""
+        """Check that each rank's part of every parameter is stored; missing values are found when writing."""
         found = {
             (place.name, *copy, place.tp_rank)
             for place in self._places.values()
@@ -160,12 +160,12 @@ class StoredWeights:
                     where += f", expert {expert}" if "#" in name else ""
                     where += f" at TP rank {tp_rank}" if self._tp_size > 1 else ""
                     raise ConversionError(
-                        f"{self.folder} lacks {name}{where}; expected what config.json describes "
-                        "(--hf-config)"
+                        f"{self.folder} lacks {name}{where}; expected the model of config.json; give its "
+                        "folder with --hf-config"
                     )
 
-    def _copies(self, place: _Place) -> Iterator[tuple[int, int]]:
-        """The layers and experts of which a stored tensor has values; outside of them 0 alone."""
+    def _copies(self, place: _StoredParameter) -> Iterator[tuple[int, int]]:
+        """Return layers and experts in a stored tensor; 0 outside of them."""
         layers = range(self._model.num_layers) if place.has_all_layers else (place.layer or 0,)
         experts = (
             range(self._table[place.name].num_experts) if place.has_all_experts else (place.expert or 0,)
@@ -173,7 +173,7 @@ class StoredWeights:
         return product(layers, experts)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All Hugging Face tensors, whole, in float64."""
+        """Return all Hugging Face tensors, whole, in float64."""
         found = {
             tensor.name: torch.full(tensor.shape, torch.nan, dtype=torch.float64)
             for mapping in self._table.values()
@@ -187,7 +187,7 @@ class StoredWeights:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each Hugging Face tensor."""
+        """Dtype of each Hugging Face tensor."""
         return {
             tensor.name: self._stored[key].dtype
             for key, place in self._places.items()
@@ -196,7 +196,7 @@ class StoredWeights:
         }
 
     def blocks(self) -> Iterator[HFBlock]:
-        """All values, one stored piece at a time.
+        """Yield all values, one stored piece at a time.
 
         Raises:
             CheckpointError: a tensor cannot be read; the message names its file.
@@ -215,19 +215,15 @@ class StoredWeights:
                 yield from self._blocks(place, mapping, values[index], offsets[num_axes:])
 
     def _blocks(
-        self, place: _Place, mapping: WeightMapping, values: torch.Tensor, offsets: tuple[int, ...]
+        self, place: _StoredParameter, mapping: WeightMapping, values: torch.Tensor, offsets: tuple[int, ...]
     ) -> Iterator[HFBlock]:
         shard = TPShard(0, 1) if mapping.replicated else TPShard(place.tp_rank, self._tp_size)
         row = offsets[0] + (mapping.hf[0].shape[0] if place.half else 0)
         return mapping.megatron_to_hf_blocks(values, shard, row, offsets[1] if len(offsets) > 1 else 0)
 
 
-def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, _Place]]:
-    """The contents of a torch_dist checkpoint's tensors, by key; of a model alone, or of one state.
-
-    Raises:
-        ConversionError: there is no model.
-    """
+def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, _StoredParameter]]:
+    """Yield key and content of each torch_dist tensor whose key begins with the prefix."""
     prefix = _prefix(reader) if prefix is None else prefix
     for key in reader.tensors:
         name = key.removeprefix(prefix)
@@ -236,11 +232,10 @@ def _places(reader: TorchDistReader, prefix: str | None) -> Iterator[tuple[str, 
             name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
             half = next((half for ending, half in _HALVES.items() if name.endswith(ending)), None)
             name, expert = _expert(name if half is None else name[:-2])
-            yield key, _Place(table_name(name), int(match[1]) if match else None, expert, half)
+            yield key, _StoredParameter(table_name(name), int(match[1]) if match else None, expert, half)
 
 
 def _prefix(reader: TorchDistReader) -> str:
-    """The prefix of the model's keys."""
     embeddings = [
         key for key in reader.tensors if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key
     ]
@@ -254,17 +249,14 @@ def _prefix(reader: TorchDistReader) -> str:
 
 
 def _expert(name: str) -> tuple[str, int | None]:
-    """A name with `#` for the number of the expert, and that number."""
+    """Return the name with `#` for the expert's number, and that number."""
     match = _EXPERT.search(name)
     number = int(match[1]) if match and match[1] else None
     return _EXPERT.sub(".experts.local_experts.#.", name), number
 
 
-def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
-    """The contents of each rank's tensors, by key, with layers counted over the whole model.
-
-    Interleaved stages alternate.
-    """
+def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _StoredParameter]]:
+    """Yield key and content of each rank's tensors. Layers are numbered over the whole model."""
     by_stage: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for key in reader.tensors:
         match = _RANK_KEY.fullmatch(key)
@@ -280,15 +272,11 @@ def _places_by_rank(reader: LegacyReader) -> Iterator[tuple[str, _Place]]:
             if layer is not None:
                 first_layers[tp_rank] = max(first_layers[tp_rank], layer + 1)
             name, expert = _expert(_LAYER.sub("layers.*.", name))
-            yield key, _Place(table_name(name), layer, expert, tp_rank=tp_rank)
+            yield key, _StoredParameter(table_name(name), layer, expert, tp_rank=tp_rank)
 
 
 def _check_rank_files(reader: LegacyReader) -> int:
-    """The number of tensor-parallel ranks, after a check that all ranks have a file with weights.
-
-    Raises:
-        ConversionError: one has none.
-    """
+    """Return the TP size, after a check that all ranks have a file with weights."""
     folder = reader.folder
     matches = [_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")]
     ranks = {(int(match[1]), int(match[2] or 0)): match[0] for match in matches if match}
@@ -302,5 +290,8 @@ def _check_rank_files(reader: LegacyReader) -> int:
                 "folders mp_rank_*"
             )
         if file.parent.name not in with_weights:
-            raise ConversionError(f"{file} holds no weights of a GPTModel under `model`")
+            raise ConversionError(
+                f"{file} has no GPTModel weights, expected them under the key `model`; take another "
+                "checkpoint"
+            )
     return tp_size

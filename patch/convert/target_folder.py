@@ -1,4 +1,4 @@
-"""The target folder of a conversion: it is replaced as a whole at the end, or stays as it was."""
+"""The target folder of a conversion: replaced as a whole at the end, or not changed."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ _MARKS: dict[Kind, str] = {
     "converted checkpoint": f"{RELEASE}/",
     "PEFT adapter": ADAPTER_CONFIG_NAME,
 }
-"""Files by which a folder of each kind is recognised."""
+"""The file that identifies a folder of each kind."""
 
 
 @contextmanager
 def staging(
     target: Path, sources: Sequence[Path], *, overwrite: bool, kind: Kind = "Hugging Face model"
 ) -> Iterator[Path]:
-    """An empty folder to write to, which `publish` renames to `target`; locked against other conversions.
+    """Open an empty folder, which `publish` renames to `target`; locked against other conversions.
 
     Args:
         target: an absolute path.
-        sources: the folders that are read; the target must not be or contain one of them.
+        sources: the folders that are read; the target must not be or contain a source.
         overwrite: replace an existing target of the same kind.
-        kind: what the target becomes; nothing replaces a folder of another kind.
-    Yields:
-        the folder to write to.
+        kind: the kind of the target; a folder of another kind is never replaced.
     Raises:
         ConversionError: the target is or contains a source, must not be replaced, is being written by another
             process, or cannot be written.
@@ -55,7 +53,7 @@ def staging(
 
 
 def partial_folder(target: Path) -> Path:
-    """The folder that `staging` yields."""
+    """Return the folder that `staging` yields."""
     return _staged(target).partial
 
 
@@ -97,9 +95,9 @@ def _is_replaceable(target: Path, kind: Kind) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn the errors that libraries raise when a file cannot be written into a ConversionError.
+    """Turn a library's error of writing a file into a ConversionError.
 
-    `tokenizers` raises a plain Exception for this. Subclasses of Exception other than OSError and
+    `tokenizers` raises a plain Exception for this. Exceptions other than Exception itself, OSError and
     SafetensorError are bugs and pass unchanged.
     """
     try:
@@ -114,17 +112,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def publish(target: Path, what: str, step: int | None = None) -> None:
-    """Rename the finished folder to `target`, and log it; on failure the previous target is restored.
+    """Rename the finished folder to `target` and log it; on failure the previous target is restored.
 
-    All bytes are on the disk before the folder is renamed, so `target` is complete even after a power
-    failure.
+    All bytes are synced before the rename, so `target` is complete even after a power failure.
 
     Args:
         target: the folder that `staging` was given.
-        what: what it is, for the log.
-        step: the step that it is of.
+        what: the name of its kind, for the log.
+        step: the step of the weights.
     Raises:
-        ConversionError: it cannot be renamed, or another process has taken the lock over.
+        ConversionError: it cannot be renamed, or another process has taken the lock.
     """
     try:
         check_held(target)

@@ -21,7 +21,7 @@ from patch.families.adapters import AdapterConfig, adapter_rows
 from patch.families.weights import TIED_OUTPUT, HFTensor
 
 Table = dict[str, WeightMapping]
-"""Parameter name -> mapping; `*` stands for the layer's number over the whole model, `#` for the expert's."""
+"""Parameter name -> mapping; `*` is the layer's number in the whole model, `#` the expert's number."""
 
 _OTHER_NAMES = {
     f"{theirs}{kind}": f"decoder.{ours}.{kind}"
@@ -32,33 +32,31 @@ _OTHER_NAMES = {
     )
     for kind in ("weight", "bias")
 }
-"""Other spelling -> name in the table.
-
-They are norms that Transformer Engine fuses with the following linear layer, and Pai-Megatron-Patch's final
-norm.
+"""Other spelling -> name in the table: norms that Transformer Engine fuses with the following linear layer,
+and Pai-Megatron-Patch's final norm.
 """
 
 
 def table_name(name: str) -> str:
-    """The table's name of a parameter in any spelling (`*` for the layer)."""
+    """Return the table's name of a parameter in any spelling (`*` for the layer)."""
     return _OTHER_NAMES.get(name, name)
 
 
-class Place(NamedTuple):
-    """Where a torch_dist checkpoint has a parameter of one layer and one expert."""
+class CheckpointLocation(NamedTuple):
+    """The place of one layer's and one expert's parameter in a torch_dist checkpoint."""
 
     key: str
     numbers: tuple[int, ...]
-    """Its number on each leading axis of the stored tensor."""
+    """Its index on each leading axis of the stored tensor."""
     sizes: tuple[int, ...]
     """The sizes of these axes."""
 
 
-def checkpoint_place(name: str, layer: int, expert: int, model: ModelConfig) -> Place:
-    """Where upstream stores a parameter; `name` is the table's.
+def checkpoint_location(name: str, layer: int, expert: int, model: ModelConfig) -> CheckpointLocation:
+    """Return where upstream stores a parameter; `name` is the table's.
 
     Layers are stacked on a leading axis if all are alike, and experts always (transformer_block.py:830,
-    moe/experts.py:935). A norm before experts or latent attention is not fused with one of their layers.
+    moe/experts.py:935). A norm before experts or latent attention is not fused with a linear layer.
     """
     has_experts = layer in expert_layers(model)
     fused = {
@@ -66,7 +64,7 @@ def checkpoint_place(name: str, layer: int, expert: int, model: ModelConfig) -> 
         for other, plain in _OTHER_NAMES.items()
         if "layers" in other
         and not (has_experts and "pre_mlp" in plain)
-        and not (model.kv_lora_rank and "input" in plain)
+        and not (model.is_latent and "input" in plain)
     }
     key, axes = fused.get(name, name), []
     if "*" in key:
@@ -76,25 +74,24 @@ def checkpoint_place(name: str, layer: int, expert: int, model: ModelConfig) -> 
     if "#" in key:
         key = key.replace("local_experts.#.", "experts.")
         axes.append((expert, model.num_experts or 1))
-    return Place(key, tuple(index for index, _ in axes), tuple(size for _, size in axes))
+    return CheckpointLocation(key, tuple(index for index, _ in axes), tuple(size for _, size in axes))
 
 
 def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
-    """Every parameter of a model, in the order in which Hugging Face stores them."""
+    """Return every parameter of a model, in Hugging Face's order."""
     return {row.name: _mapping(row, model, padded_vocab_size) for row in weight_rows(model)}
 
 
 def adapter_table(model: ModelConfig, adapter: AdapterConfig) -> Table:
-    """Every parameter of a model's adapters; names are PEFT's without `base_model.model.`."""
+    """Return every parameter of a model's adapters, by PEFT's names without `base_model.model.`."""
     return {row.name: _mapping(row, model, 0) for row in adapter_rows(model, adapter)}
 
 
 def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> Table:
-    """The table of the stored weights, without a tied output layer, which is not stored.
+    """Return the table of the stored weights, without a tied output layer, which is not stored.
 
     Args:
-        model: the shape of the model.
-        padded_vocab_size: rows of the vocabulary with padding; None: no padding.
+        padded_vocab_size: rows of the vocabulary with padding, or None for no padding.
     """
     table = parameter_table(model, padded_vocab_size or model.vocab_size)
     if not model.untie_embeddings_and_output_weights:
@@ -103,7 +100,6 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
 
 
 def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
-    """The mapping for a row of the table."""
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
     copies: dict[str, Any] = {"layers": row.layers, "num_experts": row.num_experts}
     match row.kind:

@@ -1,10 +1,10 @@
 """Data: tokenizer, JSON readers, chat rendering and masks, pre-training sets, batches; see README.md.
 
-`load_sft` reads chat rows with the tokenizer of `load_tokenizer`. It returns a torch Dataset of `Sample`s,
-for a DataLoader (with `collate`) or for `BatchReader`, which gives each data-parallel rank its `Batch`es. A
-`SampleSource` is any object with samples by index; `build_datasets` builds the `DataSets` of a run.
+`load_sft` reads chat rows with the tokenizer of `load_tokenizer`. It returns a torch Dataset of `Sample`s for
+a DataLoader (with `collate`) or for `BatchReader`, which gives each data-parallel rank its `Batch`es. A
+`SampleSource` is any object with samples by index. `build_datasets` builds the `DataSets` of a run.
 
-The names exported here do not need megatron-core. Pre-training sets do, so they are imported from their own
+The names exported here do not need megatron-core. Pre-training sets do, so import them from their own
 package: `pretraining.dataset.load_training` reads sets, `pretraining.preprocess.write_indexed` writes them.
 """
 
@@ -28,7 +28,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """An exported name; its module is imported now, because rows are read and recognised without torch."""
+    """Import the module of an exported name on first use, so that rows can be read without torch."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""Chat templates: those built in for base models, and which one a tokenizer has.
+"""Built-in chat templates for base models, and the choice of a tokenizer's template.
 
-The built-in ones mark what the assistant says (`{% generation %}`). The chosen one becomes the tokenizer's
-own and is exported with the model, because generation must write what training wrote.
+The built-in templates mark the assistant's words with `{% generation %}`. The chosen template becomes the
+tokenizer's own and is exported with the model, because generation must write the same text as training.
 
-Tools are written where a convention exists that servers of models read: for `chatml` Hermes' tags, for
-`llama3` Meta's JSON. `alpaca` and `plain` know no tools.
+Tools are written where model servers read a convention: Hermes' tags for `chatml`, Meta's JSON for `llama3`.
+`alpaca` and `plain` write no tools.
 """
 
 from __future__ import annotations
@@ -115,34 +115,30 @@ _PLAIN = (
     "{%- endfor %}"
 )
 BUILT_IN: dict[str, str] = {"chatml": _CHATML, "llama3": _LLAMA3, "alpaca": _ALPACA, "plain": _PLAIN}
-"""Text of each template by its name."""
 LLAMA3_CHAT_TEMPLATE = BUILT_IN["llama3"]
 
 _TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""Special tokens that a template writes; the others end an answer with the tokenizer's eos token."""
+"""Special tokens that a template writes. The other templates end an answer with the tokenizer's eos token."""
 assert set(BUILT_IN) == set(get_args(BuiltInTemplate))
 
 
 def ensure_chat_template(
     tokenizer: PreTrainedTokenizerBase, chosen: str | None = None, kwargs: str | None = None
 ) -> None:
-    """Give the tokenizer the chosen chat template, which is exported with it.
+    """Give the tokenizer the chosen chat template, which is exported with the tokenizer.
 
-    If none is chosen, it keeps its own. A LLaMA-3 tokenizer without one gets the built-in `llama3`; any other
-    stays without, which suffices for rows that are plain texts.
+    If no template is chosen, the tokenizer keeps its own. A LLaMA-3 tokenizer without a template gets the
+    built-in `llama3`. Any other tokenizer stays without a template, which suffices for plain texts.
 
     Args:
-        tokenizer: is changed.
-        chosen: the name of a built-in template, or the path of a Jinja file.
-        kwargs: variables that the template begins by setting, if its caller has not, as JSON.
-
+        chosen: name of a built-in template, or path of a Jinja file.
+        kwargs: JSON object of variables, which the template sets if its caller does not.
     Raises:
-        ConfigError: `kwargs` is no JSON object of names.
-        DataError: the tokenizer lacks a special token of the chosen built-in template, or the file cannot be
-            read.
+        ConfigError: `kwargs` is not a JSON object of names.
+        DataError: the tokenizer lacks a special token of the built-in template, or the file cannot be read.
     """
     _choose(tokenizer, chosen)
     begin = "".join(
@@ -177,7 +173,7 @@ def _choose(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> None:
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's name in messages: that of a built-in one, or with the file it came from."""
+    """Return the chat template's name for messages: the built-in name, or the file with the template."""
     text = tokenizer.chat_template
     for name, built_in in BUILT_IN.items():
         if text == built_in:
@@ -192,7 +188,6 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _missing(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The tokens that the tokenizer lacks for a built-in template."""
     if name not in _TOKENS:
         return [] if tokenizer.eos_token else ["eos token"]
     known = set(special_tokens(tokenizer))
@@ -200,7 +195,6 @@ def _missing(name: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    """The text of a template's file."""
     try:
         return read_small(file, _LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:

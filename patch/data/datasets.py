@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from glob import has_magic
 from itertools import count
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_spec import DataPart, parse_data
+from patch.config.data_spec import DataPart, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.order import Blend, Concatenation, passes_text, weights_of
+from patch.data.order import Blend, Concatenation, format_passes, weights_of
 from patch.data.packing import PackingSummary, PairSource, packed
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
@@ -32,19 +31,18 @@ _logger = get_logger(__name__)
 
 
 class DataSets(NamedTuple):
-    """The training and evaluation sets of a run."""
+    """Training and validation sets of a run."""
 
     train: SampleSource
     num_train_samples: int
-    """Samples that the run takes: whole global batches."""
+    """Samples that the run trains on, in whole global batches."""
     valid: dict[str, SampleSource]
-    """The validation sets by name, in the order in which they were given; empty if there is none."""
+    """Validation sets by name, in the given order; may be empty."""
     valid_weights: list[float] | None
-    """Weights of the validation sets; None if they were given without."""
+    """Weights of the validation sets, or None if the sets have no weights."""
     records: list[SetRecord]
-    """Records of the training sets of rows: what a resumed run must find again. Others have none."""
+    """Records of the training sets of raw rows, which a resumed run must find again."""
     pairs: Sequence[PairSource] = ()
-    """All sets of pairs: those that are trained on, and those for validation."""
 
 
 def build_datasets(
@@ -58,39 +56,40 @@ def build_datasets(
     index_folder: StrPath,
     pairs: bool = False,
 ) -> DataSets:
-    """Read all sets; a collective over the job.
-
-    For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
+    """Read all data sets. A collective over the job. With raw rows, the tokenizer gets its chat template.
 
     Args:
-        data: the files and their kind.
-        model: vocabulary and sequence length.
-        tokenizer: encodes raw rows; .bin/.idx must have its vocabulary.
-        sft: .bin/.idx hold conversations, not documents to learn as a whole.
-        num_train_samples: how many samples the run takes, given those of one pass over the training sets.
-        seed: decides the order of samples that come from several sets or from a pre-training set.
-        index_folder: the folder of a pre-training set's index files; all ranks must share it.
-        pairs: rows have two answers.
-
+        tokenizer: encodes raw rows; .bin/.idx sets must have its vocabulary.
+        sft: whether .bin/.idx sets hold conversations, not documents that are trained whole.
+        num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
+        seed: decides the order of samples from several sets or from a pre-training set.
+        index_folder: folder of the index files of pre-training sets; all ranks must share it.
+        pairs: whether each row has two answers.
     Raises:
-        DataError: on all ranks, if a set or the tokenizer cannot be used, or a rank has read other data than
-            the others.
+        DataError: on all ranks, if data or tokenizer are refused, or two ranks have read different data.
     """
     check_vocabulary(tokenizer, model.vocab_size)
-    index_folder = Path(index_folder)
-    train = parse_data(data.train_data_path, "train_data_path")
-    valid = parse_data(data.valid_data_path, "valid_data_path") if data.valid_data_path else ()
+    train, valid = sets_of(data).values()
     if not sft:
         # It imports megatron-core, which raw rows do not need.
         from patch.data.pretraining.dataset import load_run_sets
 
         source, valid_sets = load_run_sets(
             data, model, tokenizer, train=train, valid=valid, num_train_samples=num_train_samples, seed=seed,
-            index_folder=index_folder,
+            index_folder=Path(index_folder),
         )  # fmt: skip
         return _data_sets(source, source.num_samples, valid_sets, [])
-    cache = index_folder.with_name(DATA_CACHE_FOLDER)
-    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache, pairs=pairs)
+    cache = Path(index_folder).with_name(DATA_CACHE_FOLDER)
+
+    def load(path: str) -> SampleSource:
+        if data.dataset_type == "idxmap":
+            from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+            sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
+            return load_indexed_sft(path, tokenizer, **sizes)
+        ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
+        return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
+
     with all_or_none():
         with about("train_data_path"):
             sources = [load(part.path) for part in train]
@@ -107,29 +106,10 @@ def build_datasets(
     return sets._replace(pairs=[source for source in sources if isinstance(source, PairSource)])
 
 
-def _load_sft(
-    path: str,
-    data: DataConfig,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path,
-    *,
-    pairs: bool,
-) -> SampleSource:
-    if data.dataset_type == "idxmap":
-        from patch.data.pretraining.indexed_sft import load_indexed_sft
-
-        return load_indexed_sft(
-            path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
-        )
-    ensure_chat_template(tokenizer, data.chat_template, data.chat_template_kwargs)
-    return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache, pairs=pairs))
-
-
 def _packed(
     sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
 ) -> list[SampleSource]:
-    """The sets, as packs if they are packed; a set in .bin/.idx is as it was made."""
+    """Pack the sets of raw rows if the run packs. A .bin/.idx set stays as it was made."""
     return [
         packed(source, data.max_padding_length, part.path)
         if data.packing and isinstance(source, SftSource)
@@ -141,7 +121,7 @@ def _packed(
 def _pairs(
     sources: Sequence[SampleSource], data: DataConfig, parts: Sequence[DataPart]
 ) -> list[SampleSource]:
-    """The sets as samples of pairs, whose sequences are numbered over all."""
+    """Return the sets as samples of pairs. Sequences are numbered over all sets."""
     made: list[SampleSource] = []
     first = 0
     for source, part in zip(sources, parts, strict=True):
@@ -157,7 +137,7 @@ def _pairs(
 
 
 def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:
-    """Refuse sets that are not the same on all ranks, which may read them on different machines."""
+    """Refuse data sets that differ between ranks, which may read them on different machines."""
     if not dist.is_initialized():
         return
     prints = (source.fingerprint if isinstance(source, SftSource) else "" for source in sources)
@@ -174,7 +154,7 @@ def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSo
 def _joined(
     parts: Sequence[DataPart], sources: Sequence[SampleSource], num_samples: int, seed: int
 ) -> SampleSource:
-    """The training set of a run from one set or several; the log says how often the run goes over each."""
+    """Join the training sets into one, and log how often the run passes over each set."""
     weights = weights_of(parts)
     joined: SampleSource
     if len(sources) == 1:
@@ -187,7 +167,7 @@ def _joined(
     for part, source, times in zip(parts, sources, passes, strict=True):
         _logger.info(
             "%s: the run takes %.0f samples, %s over its %d",
-            part.path, times * len(source), passes_text(times), len(source),
+            part.path, times * len(source), format_passes(times), len(source),
         )  # fmt: skip
     return joined
 
@@ -198,7 +178,7 @@ def _data_sets(
     valid: Sequence[tuple[DataPart, SampleSource]],
     records: list[SetRecord],
 ) -> DataSets:
-    """The sets of a run; validation sets are named after their files or folders (`valid_loss/NAME`)."""
+    """Return the sets of a run. Validation sets are named after their files or folders."""
     by_name: dict[str, SampleSource] = {}
     for part, source in valid:
         path = Path(part.path)

@@ -1,6 +1,6 @@
-"""Which sample comes when: of one set, of several, and in the micro-batches of each rank; read ahead, too.
+"""Order of samples: in one data set, in several, and in the micro-batches of each rank; reading ahead.
 
-All orders are functions of seed, epoch, index and weights alone. There is no state, so a resumed run needs
+All orders are pure functions of seed, epoch, index and weights. There is no state, so a resumed run needs
 only its iteration, and skipping ahead costs nothing.
 """
 
@@ -26,13 +26,11 @@ from patch.distributed.context_group import WHOLE, Zigzag
 
 
 class ShuffledOrder:
-    """The order of one set's samples: sample k is number k mod N in the permutation of epoch k // N.
+    """Order of one data set: sample k is entry k mod N of the permutation of epoch k // N.
 
     Args:
-        size: samples N of the set.
-        seed: the run's seed.
-        set_index: the set's index in a blend, so that sets of equal size have different orders. Set 0 has the
-            order that a set has alone.
+        size: N, samples of the set.
+        set_index: index of the set in a blend, for orders that differ between sets of equal size; else 0.
     """
 
     def __init__(self, size: int, seed: int, set_index: int = 0) -> None:
@@ -44,15 +42,13 @@ class ShuffledOrder:
         return int(self._permutation(epoch)[position])
 
     def _permutation_of(self, epoch: int) -> np.ndarray:
-        """It uses RandomState, whose streams are frozen: a later NumPy gives a resumed run the same order."""
+        """Use RandomState, whose streams are frozen: a resumed run has the same order with a later NumPy."""
         entropy = (self._entropy, epoch, self._set) if self._set else (self._entropy, epoch)
         bits = np.random.MT19937(np.random.SeedSequence(entropy))
         return np.random.RandomState(bits).permutation(self._size)
 
 
 class _Sets(ABC):
-    """Several sets as one."""
-
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -69,15 +65,11 @@ class _Sets(ABC):
 
     @abstractmethod
     def _find(self, index: int) -> tuple[SampleSource, int]:
-        """The set of a sample, and the sample's index in it."""
+        """Return the set of a sample, and the sample's index in the set."""
 
 
 class Concatenation(_Sets):
-    """Sets without weights: the samples of all, set after set. One epoch has each sample of each set once.
-
-    Args:
-        sources: the sets.
-    """
+    """Data sets without weights, one after another. One epoch has each sample of each set once."""
 
     is_shuffled = False
 
@@ -95,27 +87,25 @@ class Concatenation(_Sets):
 
 
 def weights_of(parts: Sequence[DataPart]) -> list[float] | None:
-    """The weights of the sets, of which all have one or none."""
+    """Return the weights of the sets, or None if the sets have none. `parse_data` refuses a mixture."""
     return [part.weight for part in parts if part.weight is not None] or None
 
 
-def passes_text(passes: float) -> str:
-    """How often a set is read, with two digits that count: "9.6 passes", "0.0012 passes", "1 pass"."""
+def format_passes(passes: float) -> str:
+    """Return how often a set is read, with two significant digits: "9.6 passes", "0.0012 passes"."""
     number = f"{passes:.2g}" if passes < 99.5 else f"{passes:.0f}"
     return f"{number} pass" if number == "1" else f"{number} passes"
 
 
 class Blend(_Sets):
-    """Sets with weights: each has its share of the samples at any time, and epochs and orders of its own.
+    """Data sets with weights. Each set has its share of the samples at any time, its own epochs and order.
 
-    Each sample comes from the set that lacks most of its share, by Megatron's rule for blended data sets. A
-    small set with a large weight begins its next epoch while a large one is still in its first.
+    Each sample comes from the set that is most behind its share, by Megatron's rule for blended data sets. A
+    small set with a large weight begins its next epoch while a large set is still in its first.
 
     Args:
-        sources: the sets.
-        weights: their shares of the samples, above 0; the sum may be any number.
-        num_samples: samples N of the run; sample k does not depend on it.
-        seed: decides the orders of the samples.
+        weights: shares of the samples, above 0; the sum may be any number.
+        num_samples: N, samples of the run; sample k does not depend on N.
     """
 
     is_shuffled = True
@@ -127,7 +117,7 @@ class Blend(_Sets):
 
         self._sources = sources
         self._which, self._turns = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
-        """For each sample its set, and the number of samples of that set before it; [N]."""
+        """[N]: for each sample its set, and the number of earlier samples from that set."""
         shares = np.array(weights) / sum(weights)
         build_blending_indices(self._which, self._turns, shares, len(sources), num_samples, False)
         self._orders = [ShuffledOrder(len(source), seed, index) for index, source in enumerate(sources)]
@@ -140,31 +130,26 @@ class Blend(_Sets):
         return self._sources[which], self._orders[which][int(self._turns[index])]
 
     def passes(self) -> list[float]:
-        """How often the run goes over each set, in epochs of that set."""
+        """Return how often the run passes over each set, in epochs of that set."""
         counts = np.bincount(self._which, minlength=len(self._sources)).tolist()
         return [count / len(source) for count, source in zip(counts, self._sources, strict=True)]
 
 
 class BatchReader:
-    """The micro-batches of one rank, by iteration.
+    """Micro-batches of one rank, by iteration.
 
-    Micro-batch m of data-parallel rank r is micro-batch m * DP + r of the global batch, so the global batch
-    consists of the same micro-batches at every DP.
+    Micro-batch m of data-parallel rank r is micro-batch m * DP + r of the global batch. The global batch
+    therefore consists of the same micro-batches at every DP.
 
     Args:
-        source: the data set.
         micro_batch_size: samples of one forward pass.
         global_batch_size: samples of one step over all ranks.
-        dp_rank: this rank's index among the replicas of the model.
-        dp_size: number of replicas.
-        seed: decides the order of the samples if `shuffle` is set.
         shuffle: True repeats the source without end, in a new order each epoch. False reads it once in its
-            own order, and fills the last global batch with samples that have no learned tokens, so that
-            evaluation counts each sample once.
-        zigzag: this rank's part of each sample; ranks of a context-parallel group read the same samples.
-        ahead: step k begins at sample k * global_batch_size + ahead. It is 0 unless the global batch size was
-            changed on a resume.
-        make_batch: makes a micro-batch of whole samples, of which the rank's part is then cut.
+            own order. The last global batch is then filled with samples without a loss, so that evaluation
+            counts each sample once.
+        zigzag: this rank's part of each sample. The ranks of a context-parallel group read the same samples.
+        ahead: step k begins at sample k * global_batch_size + ahead; 0 unless a resume has changed the size.
+        make_batch: makes a micro-batch of whole samples, before the rank's part is taken.
     """
 
     def __init__(
@@ -190,15 +175,11 @@ class BatchReader:
         self._order = ShuffledOrder(len(source), seed) if shuffle else None
 
     def __len__(self) -> int:
-        """Steps of one pass over the source; the last one may be partial."""
+        """Return the steps of one pass over the source; the last step may be partial."""
         return -((self._ahead - len(self._source)) // self._global_batch_size)
 
     def step(self, iteration: int) -> list[Batch]:
-        """This rank's micro-batches of one global batch.
-
-        Args:
-            iteration: counted from 0; without shuffle it must be below `len(self)`.
-        """
+        """Return this rank's micro-batches of an iteration, from 0; without shuffle, below `len(self)`."""
         assert self._order is not None or iteration < len(self), "one pass does not wrap around"
         start = iteration * self._global_batch_size + self._ahead
         first = start + self._dp_rank * self._micro_batch_size
@@ -206,11 +187,7 @@ class BatchReader:
         return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]
 
     def place(self, number: int) -> str:
-        """Where a sample comes from, for people.
-
-        Args:
-            number: of the sample in the run, counted from 0 over all steps.
-        """
+        """Return the place of sample `number` of the run, counted from 0 over all steps, for messages."""
         return self._source.place(number if self._order is None else self._order[number])
 
     def _batch(self, first: int) -> Batch:
@@ -228,28 +205,26 @@ class BatchReader:
 
 
 _END_S = 5.0
-"""How long `read_ahead` waits for a read that has begun. A file system that hangs must not keep a run from
-ending; the thread is a daemon, so the process can end without it."""
+"""Seconds that `read_ahead` waits for a read in progress. A hanging file system must not keep a run from
+ending: the thread is a daemon, so the process can end without it."""
 
 
 class StepReader(Protocol):
-    """Reads the micro-batches of one rank by iteration, as `BatchReader` does."""
+    """Reader of one rank's micro-batches by iteration, such as `BatchReader`."""
 
     def step(self, iteration: int) -> list[Batch]:
-        """This rank's micro-batches of the step `iteration`, counted from 0."""
+        """Return this rank's micro-batches of the step `iteration`, counted from 0."""
 
 
 @contextmanager
 def read_ahead(reader: StepReader, steps: range, num_ahead: int) -> Iterator[StepReader]:
-    """A context with a reader whose batches a thread reads ahead; they are those of `reader`.
+    """Yield a reader that returns the batches of `reader`, which a thread reads ahead.
 
-    Its `step` takes the steps in their order. It raises what `reader.step` raised for that step, and may be
-    called again for the last step that was taken.
+    Take the steps in order; the last step may be taken again. A step raises the error of `reader.step`.
 
     Args:
-        reader: reads one step. The thread calls it, so do not call it at the same time.
-        steps: the steps that will be taken.
-        num_ahead: how many steps are read ahead; 0: `reader` itself is given, without a thread.
+        reader: the thread calls it, so do not call it at the same time.
+        num_ahead: steps to read ahead; 0 yields `reader` itself, without a thread.
     """
     if num_ahead == 0:
         yield reader
@@ -262,7 +237,7 @@ def read_ahead(reader: StepReader, steps: range, num_ahead: int) -> Iterator[Ste
 
 
 class _AheadReader:
-    """Batches from a thread, or the error that ended it."""
+    """Batches from a thread, or the error that ended the thread."""
 
     def __init__(self, reader: StepReader, steps: range, num_ahead: int) -> None:
         self._reader, self._steps = reader, steps
@@ -275,7 +250,7 @@ class _AheadReader:
         self._thread = start_thread("read ahead", self._read_all)
 
     def step(self, iteration: int) -> list[Batch]:
-        """The micro-batches of the next step, or again those of the last one."""
+        """Return the micro-batches of the next step, or those of the last step again."""
         if iteration == self._next and not isinstance(self._outcome, Exception):
             assert iteration in self._steps, "only these steps are read"
             self._outcome = self._outcomes.get()
@@ -287,7 +262,6 @@ class _AheadReader:
         return self._outcome
 
     def close(self) -> None:
-        """End the thread after the step that it reads now."""
         self._is_closed = True
         self._room.release()
         self._thread.join(_END_S)

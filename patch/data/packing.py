@@ -1,10 +1,10 @@
-"""Several conversations in one sequence, so that no slot of a micro-batch is padding that could be data.
+"""Packing: several conversations share a sequence, so that fewer slots of a micro-batch are padding.
 
-    pack           which conversations share a sequence: best-fit decreasing, from their sizes alone
-    packed         a set as one whose samples are packs; the log says what that gains
+    pack           chooses the conversations of each pack by best-fit decreasing, from their sizes alone
+    packed         packs a data set, and logs the gain
 
-Best-fit decreasing takes the conversations from the longest to the shortest, and puts each into the pack with
-the least room in which it fits; it needs at most 11/9 of the fewest possible packs (Johnson, 1973).
+Best-fit decreasing takes the conversations from the longest to the shortest. It puts each into the pack with
+the least room in which it fits. It needs at most 11/9 of the fewest possible packs (Johnson, 1973).
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """Which conversations each pack has; each conversation is in exactly one."""
+    """Conversations of each pack; a conversation is in exactly one pack."""
 
     capacity: int
     """Tokens of a pack, padding included."""
     members: np.ndarray
-    """int64 [N]: conversations, pack after pack; within a pack they keep their order."""
+    """int64 [N]: conversations, pack after pack; in their own order within a pack."""
     ends: np.ndarray
-    """int64 [P]: where each pack ends in `members`."""
+    """int64 [P]: end of each pack in `members`."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The conversations of a pack."""
+        """Return the conversations of a pack."""
         return self.members[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 
 def pack(sizes: np.ndarray, capacity: int) -> Packs:
-    """Pack by best-fit decreasing: the same packs for the same sizes, on every machine.
+    """Pack by best-fit decreasing. The same sizes give the same packs on every machine.
 
-    All conversations of one size are placed together, and so are all packs with the same room, so the time is
-    that of sorting; memory is a few words for each conversation.
+    All conversations of one size are placed together, and so are all packs with the same room. The time is
+    therefore that of sorting; memory is a few words for each conversation.
 
     Args:
         sizes: integer [N], tokens of each conversation, from 1 to `capacity`; not empty.
-        capacity: tokens of a pack.
     """
     assert len(sizes) and sizes.min() >= 1 and sizes.max() <= capacity, "longer ones were cut before"
     pack_of = np.empty(len(sizes), dtype=np.int64)
@@ -65,25 +64,20 @@ def pack(sizes: np.ndarray, capacity: int) -> Packs:
 
 
 class _OpenPacks:
-    """Packs by the room that is left in them.
-
-    Args:
-        capacity: tokens of a pack.
-    """
+    """Packs by the tokens of room that are left in them."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._num_packs = 0
         self._rooms: list[int] = []
-        """The rooms that some pack has, ascending."""
+        """Rooms that at least one pack has, ascending."""
         self._with_room: dict[int, list[np.ndarray]] = defaultdict(list)
-        """The packs of each room."""
 
     def place(self, size: int, conversations: np.ndarray, pack_of: np.ndarray) -> None:
-        """Place conversations of one size, and note the pack of each in `pack_of`."""
+        """Place conversations of one size, and write the pack of each into `pack_of`."""
         while len(conversations):
             room, packs = self._tightest(size, len(conversations))
-            # Best fit puts the next ones into the same pack, which now has the least room, while they fit.
+            # Best fit fills one pack while more of them fit, because that pack now has the least room.
             each = room // size
             full, rest = divmod(len(conversations), each)
             used = packs[: full + (rest > 0)]
@@ -96,7 +90,8 @@ class _OpenPacks:
             conversations = conversations[len(placed) :]
 
     def _tightest(self, size: int, count: int) -> tuple[int, np.ndarray]:
-        """The least room that takes `size`, and the packs that have it; new packs for `count` if none has."""
+        """Return the least room for `size` and its packs; if none fits, open packs for `count` conversations.
+        """
         index = bisect_left(self._rooms, size)
         if index < len(self._rooms):
             room = self._rooms.pop(index)
@@ -106,7 +101,7 @@ class _OpenPacks:
         return self._capacity, np.arange(self._num_packs - new, self._num_packs)
 
     def _leave(self, room: int, packs: np.ndarray) -> None:
-        """Note that these packs have this room left."""
+        """Record the room that is left in packs."""
         if not len(packs) or not room:
             return
         if room not in self._with_room:
@@ -115,32 +110,26 @@ class _OpenPacks:
 
 
 class Conversations(Protocol):
-    """A fine-tuning set before its conversations become samples (`SftSource`)."""
+    """Fine-tuning set before its conversations become samples (`SftSource`)."""
 
     sizes: np.ndarray
-    """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
+    """int64 [N]: tokens of each conversation, without the last token, which is only a label."""
     num_learned: int
-    """Tokens that the loss covers, over all conversations."""
+    """Trained tokens of all conversations."""
     padding: int
     """The token id of padding."""
     fingerprint: str
-    """The same for the same tokens."""
+    """Identifier that is equal for equal tokens."""
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned."""
+        """Return token ids, int32 [size + 1], and whether each token is trained, bool [size + 1]."""
 
     def place(self, index: int) -> str:
-        """Where a conversation comes from, see `SampleSource`."""
+        """Return the place of a conversation in the data, see `SampleSource`."""
 
 
 def packed_sample(source: Conversations, members: Iterable[int], capacity: int) -> Sample:
-    """Conversations in one sample; padding at its end is one more sequence, with nothing to learn.
-
-    Args:
-        source: the conversations.
-        members: which of them the sample has.
-        capacity: tokens of the sample.
-    """
+    """Return conversations as one sample of `capacity` tokens. Padding is one more sequence at the end."""
     tokens, labels = (torch.full((capacity,), source.padding) for _ in range(2))
     loss_mask = torch.zeros(capacity)
     lengths, begin = [], 0
@@ -159,12 +148,7 @@ def packed_sample(source: Conversations, members: Iterable[int], capacity: int) 
 
 
 class PackedSource(Dataset[Sample]):
-    """Samples of several conversations each.
-
-    Args:
-        source: the conversations.
-        packs: which of them share a sample.
-    """
+    """Samples of several conversations each."""
 
     is_shuffled = False
 
@@ -183,15 +167,15 @@ class PackedSource(Dataset[Sample]):
 
 
 class PairSource(PackedSource):
-    """Samples of whole pairs: of each the preferred sequence, and after it the other one.
+    """Samples of whole pairs: for each pair the preferred sequence, then the rejected sequence.
 
-    `of_sequences` has the `sign` of each: 1, -1, or 0 of padding; and its `number` over all sets of a run.
+    `of_sequences` has the `sign` of each sequence (1 preferred, -1 rejected, 0 padding) and its `number` over
+    all sets of a run.
 
     Args:
-        source: the sequences of pair i are its conversations 2 i and 2 i + 1.
-        capacity: tokens of a sample.
-        is_packed: several pairs share a sample; else each has one.
-        first: the number of the set's first sequence.
+        source: pair i has its conversations 2 i and 2 i + 1.
+        is_packed: whether several pairs share a sample.
+        first: number of the set's first sequence.
         name: of the set, for the log.
     """
 
@@ -203,7 +187,7 @@ class PairSource(PackedSource):
         """int64 [N]: tokens of each pair."""
         alone = np.arange(len(self.sizes))
         self.packs = pack(self.sizes, capacity) if is_packed else Packs(capacity, alone, alone + 1)
-        """Which pairs each sample has."""
+        """Pairs of each sample."""
         members = np.stack([2 * self.packs.members, 2 * self.packs.members + 1], axis=1).flatten()
         super().__init__(source, Packs(capacity, members, 2 * self.packs.ends))
 
@@ -222,7 +206,7 @@ class PairSource(PackedSource):
 
 @dataclass(frozen=True, slots=True)
 class PackingSummary:
-    """How the tokens of a packed set are used, against one conversation a sample."""
+    """Use of the tokens of a packed set, compared with one conversation per sample."""
 
     num_conversations: int
     num_packs: int
@@ -234,13 +218,13 @@ class PackingSummary:
 
     @classmethod
     def of(cls, source: Conversations | PairSource, packs: Packs) -> PackingSummary:
-        """The summary of a packed set of conversations or pairs, of which packs are made."""
+        """Return the summary of a packed set of conversations or pairs."""
         sizes = source.sizes
         return cls(len(sizes), len(packs), packs.capacity, int(sizes.sum()), source.num_learned)
 
     @property
     def gain(self) -> float:
-        """How many times fewer samples there are: the gain in throughput if each takes equally long."""
+        """Ratio of unpacked to packed samples: the gain in throughput if each sample takes equally long."""
         return self.num_conversations / self.num_packs
 
     def __str__(self) -> str:
@@ -255,13 +239,7 @@ class PackingSummary:
 
 
 def packed(source: Conversations, capacity: int, name: str) -> PackedSource:
-    """Pack a set, and log what that gains.
-
-    Args:
-        source: the conversations, of at most `capacity` tokens each.
-        capacity: tokens of a sample.
-        name: of the set, for the log.
-    """
+    """Pack conversations of at most `capacity` tokens, and log the gain."""
     packs = pack(source.sizes, capacity)
     _logger.info("%s: %s", name, PackingSummary.of(source, packs))
     return PackedSource(source, packs)

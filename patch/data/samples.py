@@ -1,4 +1,4 @@
-"""Samples, micro-batches, and the interface of a data set that has them."""
+"""Samples, micro-batches, and the interface of a data set."""
 
 from __future__ import annotations
 
@@ -12,62 +12,57 @@ from patch.distributed.context_group import Zigzag
 
 
 class Sample(NamedTuple):
-    """S tokens of one sequence, or of several that are packed; the labels are already shifted."""
+    """S tokens of one sequence, or of several packed sequences; the labels are already shifted."""
 
     tokens: torch.Tensor
     """int64 [S]."""
     labels: torch.Tensor
-    """int64 [S]: labels[i] follows tokens[i]."""
+    """int64 [S]: labels[i] is the token after tokens[i]."""
     loss_mask: torch.Tensor
-    """float32 [S]: the label's weight in the loss: 1, or as an objective says; 0 where it is not learned."""
+    """float32 [S]: weight of each label in the loss: 0 without a loss, else 1 or the objective's weight."""
     lengths: torch.Tensor | None = None
-    """int32 [n]: tokens of each packed sequence, in their order; the sum is S. None: it is one sequence."""
-    further: Mapping[str, torch.Tensor] = {}
-    """Further values of each token for an objective, by name: [S, ...]."""
+    """int32 [n]: tokens of each packed sequence, in order; the sum is S. None for one sequence."""
+    extra_tensors: Mapping[str, torch.Tensor] = {}
+    """Additional values of each token for an objective, by name: [S, ...]."""
     of_sequences: Mapping[str, torch.Tensor] = {}
-    """Values of each sequence, by name: [n, ...], zeros in a sample that only fills up a batch."""
+    """Values of each sequence, by name: [n, ...]; zeros in a sample that only fills up a batch."""
 
 
 def lengths_between(ends: torch.Tensor) -> torch.Tensor:
-    """int32 [n]: tokens of each sequence in a sample.
-
-    Args:
-        ends: bool [S]: whether a token is the last of its sequence; that of the sample always is.
-    """
+    """Return the tokens of each sequence of a sample, int32 [n]. `ends`, bool [S], marks the last token of
+    each sequence; the value of the sample's last token is ignored."""
     starts = torch.nonzero(ends[:-1]).flatten() + 1
     return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), len(ends))]).diff().int()
 
 
 class Batch(NamedTuple):
-    """One micro-batch: the fields of Sample, stacked to [B, S], or of a CP rank [B, S / CP]."""
+    """One micro-batch: the fields of Sample, stacked to [B, S], or to [B, S / CP] on a CP rank."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
-    """int32 [n + 1]: where the packed sequences begin and end among the B * S tokens, counted row after row,
-    with 0 and B * S. No sequence goes over the end of a row. None: each row is one sequence."""
-    further: Mapping[str, torch.Tensor] = {}
+    """int32 [n + 1]: boundaries of the packed sequences among the B * S tokens of all rows, from 0 to B * S.
+    No sequence crosses the end of a row. None if each row is one sequence."""
+    extra_tensors: Mapping[str, torch.Tensor] = {}
     of_sequences: Mapping[str, torch.Tensor] = {}
-    """[n, ...] of the batch's n sequences, which a CP rank has whole."""
+    """[n, ...] for the batch's n sequences; complete on each CP rank."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """The batch with the tensors of its tokens changed."""
-        further = {name: change(tensor) for name, tensor in self.further.items()}
+        """Return the batch with `change` applied to all tensors that have a value per token."""
+        extra_tensors = {name: change(tensor) for name, tensor in self.extra_tensors.items()}
         tokens, labels, loss_mask = map(change, (self.tokens, self.labels, self.loss_mask))
-        return Batch(tokens, labels, loss_mask, self.cu_seqlens, further, self.of_sequences)
+        return Batch(tokens, labels, loss_mask, self.cu_seqlens, extra_tensors, self.of_sequences)
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, but for `cu_seqlens`, which the host reads."""
+        """Return the batch on a device. `cu_seqlens` stays on the host, which reads it."""
         of_sequences = {name: send(tensor, device) for name, tensor in self.of_sequences.items()}
         return self.each(lambda tensor: send(tensor, device))._replace(of_sequences=of_sequences)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Samples of equal length S as one micro-batch, in their order; also a DataLoader's `collate_fn`.
-
-    If one of them has several sequences, the others count as one sequence of S tokens each.
-    """
+    """Stack samples of equal length S to one micro-batch; also a DataLoader's `collate_fn`. If a sample is
+    packed, each unpacked sample counts as one sequence of S tokens."""
     names = ("tokens", "labels", "loss_mask")
     tokens, labels, loss_mask = (torch.stack([getattr(each, name) for each in samples]) for name in names)
     cu_seqlens = None
@@ -76,19 +71,21 @@ def collate(samples: Sequence[Sample]) -> Batch:
         lengths = [whole if sample.lengths is None else sample.lengths for sample in samples]
         ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
         cu_seqlens = torch.cat([ends.new_zeros(1), ends])
-    further = {name: torch.stack([each.further[name] for each in samples]) for name in samples[0].further}
+    extra_tensors = {
+        name: torch.stack([each.extra_tensors[name] for each in samples]) for name in samples[0].extra_tensors
+    }
     named = {name: [each.of_sequences[name] for each in samples] for name in samples[0].of_sequences}
     of_sequences = {name: torch.cat(tensors) for name, tensors in named.items()}
-    return Batch(tokens, labels, loss_mask, cu_seqlens, further, of_sequences)
+    return Batch(tokens, labels, loss_mask, cu_seqlens, extra_tensors, of_sequences)
 
 
 def cut_batch(batch: Batch, zigzag: Zigzag) -> Batch:
-    """A context-parallel rank's part [B, S / CP] of each row; `cu_seqlens` stay those of the whole rows."""
+    """Return a CP rank's part [B, S / CP] of each row. `cu_seqlens` still describes the whole rows."""
     return batch.each(lambda tensor: zigzag.cut(tensor, 1))
 
 
 class SampleSource(Protocol):
-    """A data set: samples of equal length, read by index."""
+    """Data set: samples of equal length, read by index."""
 
     @property
     def is_shuffled(self) -> bool:
@@ -99,4 +96,4 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int) -> Sample: ...  # noqa: D105
 
     def place(self, index: int) -> str:
-        """Where a sample comes from, for people: its file and row or document, as far as that is known."""
+        """Return the file and the row or document of a sample, as far as known, for messages."""

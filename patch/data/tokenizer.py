@@ -18,20 +18,17 @@ from patch.storage.places import StrPath
 _logger = get_logger(__name__)
 
 _LARGEST_ID = 1 << 24
-"""Larger than any vocabulary's; some arrays have an entry for each id."""
+"""Limit above any vocabulary's ids; some arrays have an entry for each id."""
 _LARGEST_FILE = 1 << 29
 """Bytes of the largest file that is accepted; the file of a tokenizer with 256,000 ids has 40 MB."""
 
 
 def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`. Nothing is downloaded, and no code from the folder is run.
+    """Load the tokenizer in a local folder. Nothing is downloaded, and no code from the folder is run.
 
-    Args:
-        folder: a local folder; None is refused with a message that asks for one.
     Raises:
-        DataError: no folder is given; it does not exist, has no tokenizer, or has one that transformers
-            cannot load; one of the files that would be read is a pipe, a device or larger than 512 MiB; or an
-            id is above 16,777,216.
+        DataError: no folder is given, it does not exist, or it has no tokenizer that transformers can load; a
+            file is a pipe, a device or larger than 512 MiB; or an id is above 16,777,216.
     """
     cure, field = "expected the folder of a Hugging Face tokenizer", "tokenizer_name_or_path"
     if folder is None:
@@ -58,11 +55,9 @@ def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
 
 
 def backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The fast tokenizer behind one of transformers, or None if there is none.
-
-    Padding and truncation that its tokenizer.json asks for are off from now on: they would change the ids of
-    a text, and a padding of 1e9 ids needs all memory.
-    """
+    """Return the `tokenizers.Tokenizer` behind a fast tokenizer, or None if the tokenizer is a slow one. Turn
+    off the padding and truncation of its tokenizer.json: they would change the ids of a text, and a padding
+    to 1e9 ids would exhaust the memory."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         return None
@@ -84,7 +79,7 @@ def _check_files(folder: Path) -> None:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id plus one. `len(tokenizer)` is smaller if there are gaps between ids."""
+    """Return the largest id plus one. `len(tokenizer)` is smaller if the ids have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -110,13 +105,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of every special token, such as <|eot_id|>."""
+    """Return the text of every special token, such as <|eot_id|>."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*added, *tokenizer.all_special_tokens})
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills sequences. Any id can be used, because the loss mask excludes padding by position."""
+    """Return the id of padding. Any id works, because the loss mask excludes padding by position."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return candidate

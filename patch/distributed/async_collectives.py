@@ -1,6 +1,6 @@
 """Asynchronous collectives on slices of flat buffers, the same calls over NCCL and gloo.
 
-Each `start_*` returns at once. `Pending.wait` makes this rank's compute stream (CUDA) or this thread (CPU)
+Each `start_*` returns at once. `CommHandle.wait` makes this rank's compute stream (CUDA) or this thread (CPU)
 wait for the result, and measures how long compute waited.
 """
 
@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 from patch.compat.torch_internals import region
 from patch.device import stream_of, streams_of
-from patch.layout.buckets import ROUNDED_UNDER_WAY
+from patch.layout.buckets import NUM_BF16_SENDS_IN_FLIGHT
 
 # torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SMALL_VALUES = "small values"
-"""The stream on which the host reads what ranks have summed."""
+"""The stream on which the host reads small reduced values."""
 
 
 class WaitClock:
-    """Adds up how long compute waited for communication."""
+    """Accumulates the time that compute waits for communication."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -36,14 +36,14 @@ class WaitClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which compute only waits; its duration is added."""
+        """Context in which compute only waits; its duration is accumulated."""
         begin = self._mark()
         with region("wait"):
             yield
         self._marks.append((begin, self._mark()))
 
     def read_ms(self) -> float:
-        """Milliseconds that compute waited since the last call; on CUDA the host waits for the last mark."""
+        """Return the milliseconds waited since the last call; on CUDA the host waits for the last mark."""
         marks, self._marks = self._marks, []
         if not self._is_cuda:
             return sum(end - begin for begin, end in marks) * 1e3
@@ -59,52 +59,49 @@ class WaitClock:
         return event
 
 
-class Pending:
-    """A collective that was started.
+class CommHandle:
+    """A collective in flight.
 
-    The class keeps a reference to it until `wait` is called, even if the caller drops it: gloo needs the
-    memory of a message until the message has arrived.
+    The class keeps a reference to it until `wait`, even if the caller drops the handle: gloo needs the memory
+    of a message until the message has arrived.
 
     Args:
-        works: what torch returned for each part of the collective.
-        finish: called by `wait` when all parts have ended.
+        works: torch's handle of each part of the collective.
+        finish: called by `wait` after all parts have ended.
     """
 
-    _then: Callable[[], Pending] | None = None
-    """Starts another collective with the result of this one."""
+    _then: Callable[[], CommHandle] | None = None
+    """Starts another collective with the result of this collective."""
 
-    _unfinished: ClassVar[set[Pending]] = set()
+    _unfinished: ClassVar[set[CommHandle]] = set()
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = works, finish
         if self._works:
             self._unfinished.add(self)
 
-    def join(self) -> None:
-        """Make the current CUDA stream, or on a CPU this thread, wait for the collective."""
+    def wait_stream(self) -> None:
+        """Make the current CUDA stream (on a CPU: this thread) wait for the collective."""
         for work in self._works:
             work.wait()
 
     def wait(self, clock: WaitClock | None = None) -> None:
-        """Make compute wait for the result, and add the time to `clock` if there is one."""
+        """Make compute wait for the result, and accumulate the time in `clock`."""
         with nullcontext() if clock is None else clock.waiting():
-            self.join()
+            self.wait_stream()
         self._unfinished.discard(self)
         if self._finish is not None:
             self._finish()
         if self._then is not None:
             self._then().wait(clock)
 
-    def then(self, start: Callable[[], Pending], group: dist.ProcessGroup, device: torch.device) -> Pending:
-        """Another collective that needs the result of this one; only the one returned is waited for.
+    def chain(
+        self, start: Callable[[], CommHandle], group: dist.ProcessGroup, device: torch.device
+    ) -> CommHandle:
+        """Chain a collective `start` that needs the result of this one; wait only for the returned handle.
 
-        Over NCCL it follows on the device, while compute goes on. Over gloo `wait` starts it, since no one
-        else learns that this one has ended.
-
-        Args:
-            start: starts the other one.
-            group: the ranks of this one.
-            device: of its tensors.
+        Over NCCL, the second collective follows on the device, while compute continues. Over gloo, `wait`
+        starts it, because only `wait` learns that the first has ended.
         """
         if not follows_on_device(group):
             self._then = start
@@ -117,46 +114,41 @@ class Pending:
 
 
 class _Queued(dist.Work):
-    """Work that a stream has been given by now."""
+    """The work queued on a stream so far."""
 
     def __init__(self, streams: Any, stream: torch.cuda.Stream) -> None:
         super().__init__()
         self._streams, self._end = streams, stream.record_event()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make the current stream wait for it."""
         self._streams.current_stream().wait_event(self._end)
         return True
 
 
-def queued_on(stream: torch.cuda.Stream, device: torch.device) -> Pending:
-    """All that a stream of the device has been given by now, to wait for as for a collective."""
-    return Pending([_Queued(streams_of(device), stream)])
+def queued_on(stream: torch.cuda.Stream, device: torch.device) -> CommHandle:
+    """Return the work queued on a stream so far, as a handle to wait for."""
+    return CommHandle([_Queued(streams_of(device), stream)])
 
 
 def follows_on_device(group: dist.ProcessGroup) -> bool:
-    """Whether the device waits for messages of a group, as for NCCL's, and not the host, as for gloo's."""
+    """Return whether the device (NCCL), not the host (gloo), waits for the group's messages."""
     return dist.get_backend(group) == "nccl"
 
 
 def start_all_reduce(
     buffer: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Pending:
-    """Sum `buffer` over the group, in place, or combine it by `op`."""
+) -> CommHandle:
+    """Start an in-place all-reduce of `buffer`."""
     if group.size() == 1:
-        return Pending([])
-    return Pending([dist.all_reduce(buffer, op, group=group, async_op=True)])
+        return CommHandle([])
+    return CommHandle([dist.all_reduce(buffer, op, group=group, async_op=True)])
 
 
-def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> list[float]:
-    """The few values of a small reduction that is under way.
+def read_values(reduced: torch.Tensor, pending: CommHandle, clock: WaitClock) -> list[float]:
+    """Return the values of a small reduction in flight: `reduced` as passed to `start_all_reduce`.
 
-    It is read on another stream than compute's, so the host does not wait for what is queued there.
-
-    Args:
-        reduced: what `start_all_reduce` was given.
-        pending: what it returned.
-        clock: gets the time that this thread waits for the other ranks.
+    The values are read on a separate stream, so the host does not wait for the work queued on the compute
+    stream. `clock` accumulates the time that this thread waits for the other ranks.
     """
     streams = streams_of(reduced.device)
     with streams.stream(stream_of(reduced.device, SMALL_VALUES)):
@@ -168,51 +160,50 @@ def start_reduce_scatter(
     buffer: torch.Tensor,
     out: torch.Tensor,
     group: dist.ProcessGroup,
-    travels_as: torch.dtype | None = None,
-) -> Pending:
-    """Sum `buffer` over the group and write this rank's shard of the sum to `out`.
+    reduce_dtype: torch.dtype | None = None,
+) -> CommHandle:
+    """Start a reduce-scatter: write this rank's shard of the sum of `buffer` over the group to `out`.
 
-    Over gloo the ranks exchange their parts and sum them in the order of ranks, because gloo's own
-    reduce-scatter moves as many bytes as its all-reduce.
+    Over gloo the ranks exchange their parts and sum them in rank order, because gloo's own reduce-scatter
+    sends as many bytes as its all-reduce.
 
     Args:
         buffer: (group size * n,); not changed, unless `out` is a part of it.
-        out: (n,), this rank's part of `buffer`, or other memory, which gets other values before `wait`.
-        group: the ranks that take part.
-        travels_as: all parts, the own one too, are rounded to this type, exchanged, and added up in fp32 in
-            the order of ranks; not over NCCL (`RoundedSums`). None: the type of `buffer`.
+        out: (n,), this rank's part of `buffer`, or other memory; its values are undefined before `wait`.
+        reduce_dtype: all parts, including this rank's, are rounded to this dtype, exchanged, and summed in
+            fp32 in rank order. Not over NCCL (use `RoundedSums`). None: the dtype of `buffer`.
     """
     if follows_on_device(group):
-        assert travels_as is None, "RoundedSums does that over NCCL"
-        return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
-    own = (buffer if travels_as is None else buffer.to(travels_as)).chunk(group.size())
+        assert reduce_dtype is None, "RoundedSums does that over NCCL"
+        return CommHandle([_reduce_scatter(out, buffer, group=group, async_op=True)])
+    own = (buffer if reduce_dtype is None else buffer.to(reduce_dtype)).chunk(group.size())
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
     others = [rank for rank in range(group.size()) if rank != group.rank()]
-    if others and travels_as is None and out.untyped_storage()._cdata != buffer.untyped_storage()._cdata:
+    if others and reduce_dtype is None and out.untyped_storage()._cdata != buffer.untyped_storage()._cdata:
         received[others[-1]] = out  # the last sum is written there
 
     def add_up() -> None:
-        if travels_as is not None:
+        if reduce_dtype is not None:
             sum_in_fp32(received, out)
             return
         if len(received) == 1:
             out.copy_(received[0])
             return
-        # Partial sums go to a received part, because `out` may be a part that has not been added yet.
+        # Partial sums go to a received part, because `out` may be a part that is not yet summed.
         partial_sum = received[1] if group.rank() == 0 else received[0]
         total = received[0]
         for part in received[1:-1]:
             total = torch.add(total, part, out=partial_sum)
         torch.add(total, received[-1], out=out)
 
-    if group.size() == 1:  # who knows that there is no other rank reads it without a wait
+    if group.size() == 1:  # callers may read the result of a single rank without `wait`
         add_up()
-        return Pending([])
-    return Pending(_exchange(own, received, group), add_up)
+        return CommHandle([])
+    return CommHandle(_exchange(own, received, group), add_up)
 
 
 def sum_in_fp32(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of `parts`, in their order, to `out`, rounded once; on CUDA they are one tensor."""
+    """Write the sum of `parts`, in order, to `out`, rounded once; on CUDA, `parts` is a single tensor."""
     if out.is_cuda:
         # Imported here, because only torch's CUDA builds come with Triton.
         from patch.distributed.part_sums import add_parts
@@ -227,110 +218,88 @@ def sum_in_fp32(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor)
     out.copy_(total)
 
 
-def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Fill `buffer` with the shards of all ranks.
-
-    Args:
-        buffer: (group size * n,).
-        shard: (n,), this rank's part of `buffer` itself.
-        group: the ranks that take part.
-    """
+def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> CommHandle:
+    """Start an all-gather into `buffer` (group size * n,); `shard` (n,) is this rank's part of `buffer`."""
     if group.size() == 1:
-        return Pending([])
-    # gloo's is a ring, of which two travel at a time. As messages between all ranks, those of a whole model
-    # are under way at once, and what the next forward needs first came later: 5 % of a step of four ranks.
-    return Pending([_all_gather(buffer, shard, group=group, async_op=True)])
+        return CommHandle([])
+    # gloo's all-gather is a ring, with two in flight at a time. Point-to-point messages would put a whole
+    # model in flight at once, and delay the weights of the next forward: 5 % of a step of four ranks.
+    return CommHandle([_all_gather(buffer, shard, group=group, async_op=True)])
 
 
-def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Send each rank its part of `sent`, and write what each sends to this rank's to `received`.
-
-    Args:
-        received: (group size * n,).
-        sent: (group size * n,), not to be changed before `wait`.
-        group: the ranks that take part.
-    """
-    return Pending([dist.all_to_all_single(received, sent, group=group, async_op=True)])
+def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> CommHandle:
+    """Start an all-to-all; both tensors are (group size * n,). Do not change `sent` before `wait`."""
+    return CommHandle([dist.all_to_all_single(received, sent, group=group, async_op=True)])
 
 
 def start_swap(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, *, target: int, source: int
-) -> Pending:
-    """Send a tensor to one rank of the group, and receive another from one.
+) -> CommHandle:
+    """Send `sent` to group rank `target`, and receive `received` from group rank `source`.
 
-    All ranks make these calls in the same order.
-
-    Args:
-        sent: contiguous; not to be changed before `wait`.
-        received: contiguous; filled when `wait` returns.
-        group: the ranks that take part.
-        target: the rank within the group that `sent` is for.
-        source: the rank within the group that sends what is received.
+    Both tensors are contiguous; `sent` must not change before `wait`. All ranks call this in the same order.
     """
-    # In one batch, because NCCL would otherwise send before it receives, on all ranks, and wait for ever.
+    # In one batch, because otherwise NCCL would send before it receives on all ranks, and deadlock.
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.irecv, received, group=group, group_peer=source),
             dist.P2POp(dist.isend, sent, group=group, group_peer=target),
         ]
     )
-    return Pending(works)
+    return CommHandle(works)
 
 
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Send `sent[r]` to, and receive `received[r]` from, every other rank r.
-
-    Point to point: gloo's threads stay free for the collectives that ranks wait for, and its all-to-all was
-    no faster.
-    """
+    """Send `sent[r]` to, and receive `received[r]` from, every other rank r."""
+    # Point to point: gloo's threads stay free for more urgent collectives; its all-to-all was no faster.
     sources = [(group.rank() - step) % group.size() for step in range(1, group.size())]
-    # Receives first: gloo tells a sender that it may begin, and that would queue behind what is sent to it.
+    # Receives first: gloo's clear-to-send message would queue behind the data that is sent to that rank.
     works = [dist.irecv(received[source], group=group, group_src=source) for source in sources]
     works += [dist.isend(sent[target], group=group, group_dst=target) for target in reversed(sources)]
     return [work for work in works if work is not None]
 
 
 class RoundedSums:
-    """Reduce-scatters over NCCL that send rounded gradients and add them up in fp32, beside compute.
+    """Reduce-scatters over NCCL that send rounded gradients and sum them in fp32, overlapped with compute.
 
-    Over gloo `start_reduce_scatter` does it.
-
-    Two messages are under way: one is rounded, or added up, while the other is sent. Each stream has a buffer
-    to send from and one to receive in, and does one message after the other, however far the host is ahead.
+    Over gloo, use `start_reduce_scatter`. Two messages are in flight: one is rounded or summed, while the
+    other is sent. Each stream has a send and a receive buffer, and processes its messages in order, however
+    far the host is ahead.
 
     Args:
-        numel: of the largest buffer.
-        travels_as: to which gradients are rounded.
-        device: of the gradients.
+        numel: elements of the largest buffer.
+        reduce_dtype: dtype of the sent gradients.
+        device: device of the gradients.
     """
 
-    def __init__(self, numel: int, travels_as: torch.dtype, device: torch.device) -> None:
+    def __init__(self, numel: int, reduce_dtype: torch.dtype, device: torch.device) -> None:
         self._device, self._streams = device, streams_of(device)
         self._buffers = [
-            tuple(torch.empty(numel, dtype=travels_as, device=device) for _ in ("sent", "received"))
-            for _ in range(ROUNDED_UNDER_WAY)
+            tuple(torch.empty(numel, dtype=reduce_dtype, device=device) for _ in ("sent", "received"))
+            for _ in range(NUM_BF16_SENDS_IN_FLIGHT)
         ]
-        self._asides = [stream_of(device, f"rounded sums {index}") for index in range(ROUNDED_UNDER_WAY)]
+        self._asides = [
+            stream_of(device, f"rounded sums {index}") for index in range(NUM_BF16_SENDS_IN_FLIGHT)
+        ]
         for aside in self._asides:
             aside.wait_stream(self._streams.current_stream())
         self._turn = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Total bytes of the buffers."""
         return sum(part.nbytes for pair in self._buffers for part in pair)
 
-    def start(self, buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    def start(self, buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> CommHandle:
         """Sum `buffer` over the group and write this rank's shard of the sum to `out`.
 
         Args:
-            buffer: (group size * n,), of at most `numel` elements; not changed, unless `out` is a part of it.
+            buffer: (group size * n,), at most `numel` elements; not changed, unless `out` is a part of it.
             out: (n,), this rank's part of `buffer`, or other memory.
-            group: the ranks that take part.
         """
-        self._turn = (self._turn + 1) % ROUNDED_UNDER_WAY
+        self._turn = (self._turn + 1) % NUM_BF16_SENDS_IN_FLIGHT
         aside = self._asides[self._turn]
         aside.wait_stream(self._streams.current_stream())
         with self._streams.stream(aside):

@@ -1,4 +1,4 @@
-"""Collectives on small host values: agreement on failure, values of rank 0, sums and maxima, a barrier."""
+"""Collectives on small host values: agreement on failure, broadcast from rank 0, sums, maxima, a barrier."""
 
 from __future__ import annotations
 
@@ -20,29 +20,26 @@ _MARK = "is_on_all_ranks"
 
 
 def on_all_ranks(error: _Error) -> _Error:
-    """Note of an error that all ranks of the job raise it (or another one) at the same place.
-
-    Its handler may use collectives then. The error is returned, to be raised.
-    """
+    """Mark and return an error that all ranks raise at the same place: its handler may use collectives."""
     setattr(error, _MARK, True)
     return error
 
 
 def is_on_all_ranks(error: Exception) -> bool:
-    """Whether `on_all_ranks` noted so, or there is but one rank."""
+    """Return whether `on_all_ranks` marked the error, or there is only a single rank."""
     return getattr(error, _MARK, False) or dist.get_world_size() == 1
 
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """A context for work that can fail on one rank alone (reading, writing): at its end all raise, or none.
+    """Context for work that may fail on a single rank (reading, writing): at its end all or no ranks raise.
 
     A collective over the whole job. Every rank enters it before the next collective, which a failed rank
-    would never reach. Without a job the error is raised as it is.
+    would never reach. Without a job, the error is raised unchanged.
 
     Raises:
-        Exception: this rank's own error. On ranks without an error: that of the lowest rank that failed,
-            named in the message, as a PatchError of the same class or, for other errors, as PatchError.
+        Exception: this rank's own error. Ranks without an error raise the error of the lowest failed rank,
+            which the message names: as the same subclass of PatchError or, for other errors, as PatchError.
     """
     failure: Exception | None = None
     try:
@@ -54,7 +51,7 @@ def all_or_none() -> Iterator[None]:
             raise failure
         return
     # Only our own classes are sent, because every rank can import them. pickle refuses a class that a library
-    # creates while it runs: this rank would then fail before the collective, and the others would wait.
+    # creates at run time: this rank would then fail before the collective, and the other ranks would wait.
     kind = type(failure) if isinstance(failure, PatchError) else PatchError
     field = failure.field if isinstance(failure, PatchError) else None
     reports = all_gather_object(None if failure is None else (kind, str(failure), field))
@@ -68,14 +65,10 @@ def all_or_none() -> Iterator[None]:
 
 @contextmanager
 def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
-    """Like `all_or_none`, but errors of other types are raised as `error_type`.
+    """Context like `all_or_none`, but other errors become `error_type`.
 
     Args:
-        what: the beginning of the message, such as "checkpoint X was not written".
-        error_type: the type of error that the ranks raise.
-
-    Raises:
-        PatchError: of `error_type`, on every rank, when the block raised on any.
+        what: beginning of the message, such as "checkpoint X was not written".
     """
     with all_or_none():
         try:
@@ -89,10 +82,10 @@ def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
 
 
 def from_rank_0(find: Callable[[], _Value]) -> _Value:
-    """The value that `find` returns on rank 0, on every rank. Collective; without a job just calls `find`.
+    """Broadcast the value that `find` returns on rank 0. Collective; without a job, just call `find`.
 
     Raises:
-        Exception: what `find` raises, on all ranks (see `all_or_none`).
+        Exception: any error of `find`, on all ranks (see `all_or_none`).
     """
     if not dist.is_initialized():
         return find()
@@ -105,30 +98,24 @@ def from_rank_0(find: Callable[[], _Value]) -> _Value:
 
 
 def all_gather_object(value: _Value) -> list[_Value]:
-    """The values of all ranks, in the order of ranks: torch's collective of this name, over the whole job."""
+    """Gather the values of all ranks in rank order, by torch's collective of this name, over the job."""
     per_rank = [value] * dist.get_world_size()
     dist.all_gather_object(per_rank, value)
     return per_rank
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all ranks; over NCCL on this GPU, which torch would otherwise have to guess."""
+    """Wait for all ranks; NCCL gets this GPU explicitly, because torch would have to guess it."""
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
-    """The sum of each value over a group, in float64, on every rank of the group.
-
-    Args:
-        group: the ranks that take part.
-        values: this rank's summands.
-        device: the device that the group communicates with.
-    """
+    """Return the sum of each value over a group, in float64, on every rank of the group."""
     return _reduce(values, device, dist.ReduceOp.SUM, group)
 
 
 def max_over_world(values: list[float], device: torch.device) -> list[float]:
-    """The maximum of each value over all ranks; NaN if any rank has NaN, which a plain maximum may lose."""
+    """Return each value's maximum over all ranks; NaN if any rank has NaN, which a plain max may lose."""
     flags = [float(math.isnan(value)) for value in values]
     reduced = _reduce([*values, *flags], device, dist.ReduceOp.MAX, None)
     largest, is_nan = reduced[: len(values)], reduced[len(values) :]
@@ -141,7 +128,7 @@ def _reduce(
     operation: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup | None,
 ) -> list[float]:
-    # On another stream than compute's: the host waits for the other ranks, not for work queued on its GPU.
+    # Not on the compute stream: the host then waits for the other ranks, but not for work queued on its GPU.
     with streams_of(device).stream(stream_of(device, SMALL_VALUES)):
         reduced = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(reduced, operation, group)

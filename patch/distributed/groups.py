@@ -1,10 +1,9 @@
-"""Process groups of a run: ranks that share a layer (TP), are stages of a pipeline (PP), are replicas (DP).
+"""Process groups of a run, built once by megatron-core's parallel_state, passed as ProcessGroupCollection.
 
-megatron-core's parallel_state builds them once; they are passed on explicitly as a ProcessGroupCollection.
-The rank order is that of --rank-order; by default megatron-core's: TP fastest, then CP, DP, PP.
+The rank order is --rank-order; by default megatron-core's: TP fastest, then CP, DP, PP.
 
-The experts of a layer divide the same ranks anew, without CP: ranks that share an expert (ETP), have other
-experts of the layer (EP), or copies of an expert (EDP). Pipelines are the same; EP may span TP, CP and DP.
+The experts divide the same ranks anew, without CP: ETP ranks share an expert, EP ranks have other experts
+of the layer, EDP ranks have replicas of an expert. Pipelines are the same; EP may span TP, CP and DP.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from patch.compat.overhead import shared_devices
 from patch.config.experts import ExpertsConfig
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
-from patch.distributed.job import join
-from patch.distributed.worker_process import DETERMINISTIC
 from patch.errors import ConfigError
+from patch.launch.job import join
+from patch.launch.worker_process import DETERMINISTIC
 
 _OF_EXPERTS = ("ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp")
 """Groups that a run without experts does not have."""
@@ -36,16 +35,11 @@ _OF_EXPERTS = ("ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp")
 def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
     """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups, seed the generators.
 
-    Deterministic mode is switched on first, because NCCL reads NCCL_ALGO only once, when it starts. If
-    torch.distributed is initialized already (by a test, or by a program that embeds this one), that job is
-    used.
+    Deterministic mode is enabled first, because NCCL reads NCCL_ALGO only at its start. If a test or an
+    embedding program has already initialized torch.distributed, that job is used.
 
-    Args:
-        config: the run.
-        context: the device of this rank.
     Raises:
-        ConfigError: the number of processes differs from the one the configuration was resolved for, or does
-            not suit the experts.
+        ConfigError: the number of processes differs from the configuration's, or does not suit the experts.
         TrainingError: the job could not be joined.
     """
     if config.training.deterministic_mode:
@@ -65,12 +59,12 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
 def _build_groups(
     parallel: ParallelConfig, seed: int, experts: ExpertsConfig | None = None
 ) -> ProcessGroupCollection:
-    """Without experts there are no groups of theirs."""
+    """Build the groups; expert groups only if the model has experts."""
     etp_size = (experts or ExpertsConfig()).etp_size(parallel.tensor_model_parallel_size)
     order = "-".join(parallel.rank_axes).replace("cp", "cp-ep")
     if experts is None:
-        # Upstream builds groups of experts all the same, and refuses an order in which their pipelines differ
-        # from the model's (parallel_state.py:808-817). Experts in the place of CP make them equal.
+        # Upstream always builds expert groups, and refuses an order in which the experts' pipelines differ
+        # from the model's (parallel_state.py:808-817). EP in the place of CP makes the pipelines equal.
         ep_size = 1 if order.endswith("pp") else parallel.context_parallel_size
     else:
         ep_size = experts.expert_model_parallel_size
@@ -97,30 +91,30 @@ def _build_groups(
 def split_instances(groups: ProcessGroupCollection, num_instances: int) -> None:
     """Divide the data-parallel ranks (with CP) into instances of the distributed optimizer.
 
-    An instance has neighbours in the order of `dp_cp`, so that it is a node or a part of one where ranks are
-    numbered by nodes. Sets `intra_dp_cp`, the ranks of an instance, and `inter_dist_opt`, the ranks with the
-    same place in all instances. Upstream's option of initialize_model_parallel divides the ranks of experts
-    (parallel_state.py:1287), which are others where CP > 1. All data-parallel ranks call it.
+    An instance has contiguous ranks of `dp_cp`, so that it stays inside a node if ranks are numbered by
+    nodes. Sets `intra_dp_cp`, the ranks of an instance, and `inter_dist_opt`, the ranks with the same index
+    in all instances. Upstream's option of initialize_model_parallel divides the experts' ranks instead
+    (parallel_state.py:1287), which differ if CP > 1. All data-parallel ranks call this.
 
     Args:
-        groups: of the run.
-        num_instances: divides the number of data-parallel ranks; 1: nothing changes.
+        groups: the process groups, changed in place.
+        num_instances: a divisor of the number of data-parallel ranks; 1 changes nothing.
     """
     if num_instances == 1:
         return
     ranks = dist.get_process_group_ranks(groups.dp_cp)
     size = len(ranks) // num_instances
     own, place = divmod(groups.dp_cp.rank(), size)
-    # Only members meet; each rank makes its two groups in the same order.
+    # Only members synchronize; each rank creates its two groups in the same order.
     instance = ranks[own * size : (own + 1) * size]
     groups.intra_dp_cp = dist.new_group(instance, use_local_synchronization=True)
     groups.inter_dist_opt = dist.new_group(ranks[place::size], use_local_synchronization=True)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed this rank's generators: torch's own alike on all ranks, those of the tracker by TP rank.
+    """Seed this rank's generators: torch's equally on all ranks, the tracker's by TP rank.
 
-    Sequence parallelism and recomputation use the tracker's.
+    Sequence parallelism and recomputation use the tracker.
     """
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -134,19 +128,19 @@ def _use_deterministic_algorithms() -> None:
 
 @contextmanager
 def alone(context: DeviceContext) -> Iterator[ProcessGroupCollection]:
-    """A context with the process groups of a program that runs as one process, without a launcher.
+    """Context with the process groups of a single-process program without a launcher.
 
-    A job that exists already is used, and not destroyed at the end.
+    An existing job is used, and not destroyed at the end.
 
     Raises:
-        ConfigError: a job exists already and has several processes.
+        ConfigError: the existing job has several processes.
     """
     is_own = not dist.is_initialized()
     if is_own:
         dist.init_process_group(context.backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() != 1:
         raise ConfigError(
-            f"this job has {dist.get_world_size()} processes, expected one: start it without torchrun"
+            f"this job has {dist.get_world_size()} processes, expected 1; start the program without torchrun"
         )
     try:
         yield _build_groups(ParallelConfig(nproc_per_node=1), 0, ExpertsConfig())
@@ -157,7 +151,7 @@ def alone(context: DeviceContext) -> Iterator[ProcessGroupCollection]:
 
 
 def shutdown() -> None:
-    """Leave the groups and the job; safe to call when they were never joined."""
+    """Leave the groups and the job; also safe if the job was never joined."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

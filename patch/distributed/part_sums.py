@@ -1,6 +1,6 @@
-"""The sum of ranks' parts in Triton, in the order of ranks: one kernel that reads each number once.
+"""The sum of all ranks' parts in rank order: a Triton kernel that reads each number once.
 
-Eager torch launches an operation for each rank, which reads and writes the sum again. The bits are the same.
+Eager torch launches an operation per rank, and each reads and writes the sum again. The bits are the same.
 With TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
 """
 
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 _BLOCK = tl.constexpr(512)
-"""Small, because the shards of many ranks are: enough programs for all of a GPU."""
+"""Small, because the shards of many ranks are small and need enough programs for a whole GPU."""
 _AT_ONCE = tl.constexpr(8)
-"""Parts whose numbers are on their way together."""
+"""Number of parts with loads in flight together."""
 _BITS_OF_MINUS_ZERO = tl.constexpr(-(2**31))
-"""It changes no number that is added to it; Triton makes 0.0 of -0.0."""
+"""The bits of -0.0, which changes no number when summed; Triton turns a literal -0.0 into 0.0."""
 
 
 def add_parts(
@@ -23,13 +23,13 @@ def add_parts(
 ) -> None:
     """Write the sum of parts to `out`.
 
-    Without `own` it is added up in float32, and rounded once; with it each addition is rounded to its type.
+    Without `own`, the sum is in float32 and rounded once. With `own`, each addition is rounded to its dtype.
 
     Args:
         received: [parts, ...], contiguous.
-        out: in the shape of a part, contiguous, of any type.
-        own: one more part, contiguous, of the type of `received`.
-        rank: how many of the received parts are added before it.
+        out: shape of a part, contiguous, any dtype.
+        own: one more part, contiguous, with the dtype of `received`.
+        rank: number of received parts that are summed before `own`.
     """
     num_parts = len(received)
     if out.numel():

@@ -1,7 +1,7 @@
-"""The architecture of a model, and all that depends on a `model_type` of transformers; see README.md.
+"""The families of models by `model_type` of transformers, and what the family of a model decides.
 
-Here are the families by `model_type`, and what a model's own family decides: its traits, its weights, its
-class in transformers. Imports neither torch nor megatron.
+The family decides traits, weights and the class in transformers; see README.md. Imports neither torch nor
+megatron.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from patch.families.shape import (
 from patch.families.weights import MLP_PARTS, Kind, Part, WeightRow
 
 FAMILIES: dict[str, Family] = {}
-"""`model_type` -> family. A shape that names none belongs to the first that computes it."""
+"""`model_type` -> family. A shape without a `model_type` belongs to the first family that computes it."""
 PRESETS: dict[str, dict[str, Any]] = {}
-"""MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
+"""MODEL_SIZE -> ModelConfig's fields. Fields that a preset leaves out keep their defaults."""
 
 
 _NOT_BUILT = {
-    "deepseek_v3": "its groups of experts, its router's bias and its weights in 8 bits are not built",
-    "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not built",
-    "qwen3_next": "linear attention is not built",
+    "deepseek_v3": "its groups of experts, its router's bias and its fp8 weights are not supported",
+    "gpt_oss": "experts with biases, attention with sinks and weights in MXFP4 are not supported",
+    "qwen3_next": "linear attention is not supported",
 }
-"""Families with experts that are named by their reason."""
+"""Known families that are refused -> reason."""
 
 
 def register_family(family: Family) -> None:
-    """Make a family known to all of this process that reads, plans, builds or converts models.
+    """Make a family known to this process; it replaces a family of the same name.
 
-    It replaces one of its name. A program does this before it reads a command line, in each of its processes.
+    A program calls this in each of its processes, before it reads a command line.
     """
     FAMILIES[family.model_type] = family
     for size, fields in family.presets.items():
@@ -62,23 +62,23 @@ def register_family(family: Family) -> None:
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """ModelConfig's fields from a config.json of any family.
+    """Return ModelConfig's fields from a config.json of any family.
 
     Raises:
-        ConfigError: its `model_type` is none of FAMILIES, or the model has something they do not support.
+        ConfigError: `model_type` is not in FAMILIES, or the family does not support the model.
     """
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        why = _NOT_BUILT.get(str(model_type), "no other is supported")
+        why = _NOT_BUILT.get(str(model_type), "this family is not supported")
         config.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: {why}")
     return FAMILIES[model_type].read_config(config.by_table(model_type))
 
 
 def family_called(model_type: str | None) -> Family:
-    """The family of this name; LLaMA's for None.
+    """Return the family of this name, or LLaMA's for None.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such family.
     """
     if model_type is None:
         return LLAMA
@@ -89,24 +89,21 @@ def family_called(model_type: str | None) -> Family:
 
 
 def traits_of(model: ModelConfig) -> Traits:
-    """The traits of a model: those of its family, overlaid with the fields that are flags."""
+    """Return the traits of a model: the traits of its family, overlaid with the fields that are flags."""
     flags = {name: getattr(model, name) for name in TRAIT_FIELDS}
     return dataclasses.replace(family_called(model.model_type).traits, **flags)
 
 
 def own_traits(model_type: str | None) -> dict[str, Any]:
-    """The traits that a family alone decides, no flag; LLaMA and Mistral have the same."""
+    """Return the traits that no flag changes, only the family; LLaMA and Mistral have the same."""
     traits = dataclasses.asdict(family_called(model_type).traits)
     return {name: value for name, value in traits.items() if name not in TRAIT_FIELDS}
 
 
 def family_of(model: ModelConfig, model_type: str | None = None) -> Family | None:
-    """The family whose class in transformers computes this model; None if transformers has no such class.
+    """Return the family whose class in transformers computes this model, or None if there is no such class.
 
-    Args:
-        model: the model; its own family computes it, unless flags have changed its traits, its window or its
-            experts.
-        model_type: the preferred family if several compute the model: LLaMA, and Mistral without a window.
+    `model_type` is preferred (LLaMA; Mistral without a window), then the model's own family.
     """
     traits, slides = traits_of(model), model.window_size is not None
     matching = {
@@ -118,9 +115,9 @@ def family_of(model: ModelConfig, model_type: str | None = None) -> Family | Non
     return next((matching[name] for name in names if name is not None and name in matching), None)
 
 
-def no_class(model: ModelConfig) -> tuple[str, str]:
-    """Why no class of transformers computes a model (`family_of` is None), and what to change."""
-    if model.num_experts or model.kv_lora_rank:
+def reason_without_hf_class(model: ModelConfig) -> tuple[str, str]:
+    """Return why no class of transformers computes a model (`family_of` is None), and what to change."""
+    if model.num_experts or model.is_latent:
         names = ", ".join(name for name, family in FAMILIES.items() if isinstance(family, ExpertsFamily))
         return (
             "no model of transformers has such experts between such attention",
@@ -129,7 +126,7 @@ def no_class(model: ModelConfig) -> tuple[str, str]:
     family = family_called(model.model_type)
     if not family.computes(model):
         return (
-            f"{family.architecture} of transformers has no others",
+            f"{family.architecture} of transformers supports only MHA and its standard widths",
             "as many key/value groups as heads, and the widths of its sizes",
         )
     return (
@@ -139,26 +136,25 @@ def no_class(model: ModelConfig) -> tuple[str, str]:
 
 
 def with_family(model: ModelConfig) -> ModelConfig:
-    """The model with the family stored that computes it; its own, or LLaMA, where none does.
+    """Return the model with the `model_type` of the family that computes it, else of its own family.
 
     Raises:
-        ConfigError: its `model_type` is none of FAMILIES.
+        ConfigError: its `model_type` is not in FAMILIES.
     """
     family = family_of(model) or family_called(model.model_type)
     return dataclasses.replace(model, model_type=family.model_type)
 
 
 def weight_rows(model: ModelConfig) -> tuple[WeightRow, ...]:
-    """Every parameter of a model, in the order in which Hugging Face stores them.
+    """Return a row for each parameter of a model, in the order in which Hugging Face stores them.
 
-    A combination of traits for which transformers has no class has them too: it can be trained but not
-    exported.
+    A model without a class in transformers also has rows: it trains but is not exported.
     """
     return family_called(model.model_type).rows(model, traits_of(model))
 
 
 def differences(model: ModelConfig, theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Fields in which other values mean another model: the field, its other value, has it other weights."""
+    """Yield fields with which `theirs` means another model: the field, its value, whether weights differ."""
     for field in (each.name for each in dataclasses.fields(model) if each.name in theirs):
         value = theirs[field]
         meaning = own_traits if field == "model_type" else lambda value: value
@@ -168,9 +164,12 @@ def differences(model: ModelConfig, theirs: Mapping[str, Any]) -> Iterator[tuple
             yield field, value, is_cut_otherwise or other != weight_rows(model)
 
 
-@lru_cache(maxsize=64)  # a search of layouts asks for the same ones many times
+@lru_cache(maxsize=64)  # a search of layouts asks for the same models many times
 def layer_matrices(model: ModelConfig) -> tuple[WeightRow, ...]:
-    """The weight matrices of the last layer, which has experts if any has; in the order of its products."""
+    """Return the weight matrices of the last layer, in the order of its products.
+
+    If any layer has experts, the last layer has experts.
+    """
     last = model.num_layers - 1
     return tuple(
         row for row in weight_rows(model) if row.is_per_layer and row.is_matrix and last in row.layers
@@ -178,34 +177,36 @@ def layer_matrices(model: ModelConfig) -> tuple[WeightRow, ...]:
 
 
 class Widths(NamedTuple):
-    """Values of one token on a TP rank, of one part of a layer, as far as they are in use."""
+    """Values of one token on a TP rank in one part of a layer; experts count as far as a token uses them."""
 
-    given: float
+    out_features: float
     """Output channels of the column-parallel products: q, k and v; gate and up."""
-    taken: float
-    """Input channels of the row-parallel products: attention's result; the MLP's."""
+    in_features: float
+    """Input channels of the row-parallel products: the attention output; the MLP's product."""
 
 
 @lru_cache(maxsize=256)
 def widths(model: ModelConfig, part: Part, tp_size: int) -> Widths:
-    """The widths of attention or MLP on one of `tp_size` ranks; MLPs are also the experts of a token."""
+    """Return the widths of attention or MLP on one of `tp_size` ranks; "mlp" includes a token's experts."""
     parts = MLP_PARTS if part == "mlp" else (part,)
     rows = [
         (row.kind, row.shard_shape(tp_size), row.active * row.num_experts)
         for row in layer_matrices(model)
         if row.part in parts
     ]
-    given = sum(shape[0] * times for kind, shape, times in rows if kind is not Kind.ROW_PARALLEL)
-    return Widths(given, sum(shape[1] * times for kind, shape, times in rows if kind is Kind.ROW_PARALLEL))
+    out_features = sum(shape[0] * times for kind, shape, times in rows if kind is not Kind.ROW_PARALLEL)
+    return Widths(
+        out_features, sum(shape[1] * times for kind, shape, times in rows if kind is Kind.ROW_PARALLEL)
+    )
 
 
 def attended_channels(model: ModelConfig) -> int:
-    """Channels of a head as attention's kernel has it: its own, and those of positions."""
+    """Return the channels of a head in the attention kernel: its own channels and ALiBi's."""
     return model.kv_channels + traits_of(model).position_channels
 
 
 def tensor_parallel_units(model: ModelConfig) -> dict[str, int]:
-    """The units that TP divides, in words, and how many of each a model has; experts are not cut by TP."""
+    """Return unit in words -> number that TP must divide; TP does not cut experts here."""
     cut = [row for row in weight_rows(model) if row.part in MLP_PARTS[:2] and row.kind is Kind.ROW_PARALLEL]
     channels = math.gcd(*(row.shard_shape(1)[1] for row in cut))
     return {
@@ -222,7 +223,7 @@ __all__ = [
     "ALIBI_POSITIONS", "EVERY_LAYER", "EXPERT_FIELDS", "FAMILIES", "LATENT_FIELDS", "PRESETS", "SHAPE_FIELDS",
     "TRAIT_FIELDS", "UNUSED_ROTARY_BASE", "AttentionBackend", "ConfigReader", "Family", "HfAttention", "Kind",
     "ModelConfig", "StackedPart", "Traits", "TransformerImpl", "WeightRow", "attended_channels",
-    "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "no_class", "own_traits",
-    "read_config", "register_family", "stacked_part",
+    "differences", "expert_layers", "family_called", "family_of", "layer_matrices", "own_traits",
+    "read_config", "reason_without_hf_class", "register_family", "stacked_part",
     "tensor_parallel_units", "traits_of", "weight_rows", "widths", "with_family",
 ]  # fmt: skip

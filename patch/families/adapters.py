@@ -1,8 +1,8 @@
-"""Adapters of a model (LoRA) as rows of the weight table: two small matrices beside a weight that stays.
+"""Adapters of a model (LoRA) as rows of the weight table: two small matrices beside a frozen weight.
 
-A target W [out, in] gets A [r, in] and B [out, r]; its layer then computes W x + scale * B (A x). Each
-Hugging Face tensor has its own, as in PEFT: q, k and v, gate and up do not share A, and each expert has its
-own. An adapter of a router, of the embedding or of the output layer is not built.
+A target W [out, in] gets A [r, in] and B [out, r]; its layer computes W x + scale * B (A x). As in PEFT, each
+Hugging Face tensor has its own adapter: q, k and v, gate and up, and experts share no A. Adapters of a
+router, the embedding or the output layer are not built.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from patch.flag_field import flag
 
 ALL_LINEAR = "all-linear"
 INSIDE = ".adapters."
-"""In the name of every parameter of an adapter, and of no other."""
+"""Part of the name of every adapter parameter, and of no other parameter."""
 PEFT_PREFIX = "base_model.model."
-"""PEFT's prefix of the names of tensors in a folder."""
+"""Prefix of tensor names in a PEFT folder."""
 MOST_RANK = 8192
-"""The largest rank of an adapter: more than any weight has to gain from it."""
+"""Largest rank of an adapter: more than any weight can use."""
 BLOCK = 64
-"""Values that share a scale in 4 bits."""
+"""Values that share a scale in nf4."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +41,9 @@ class AdapterConfig:
         at_most=MOST_RANK,
     )
     lora_alpha: float | None = flag(
-        "what an adapter gives is multiplied by alpha / rank; 0: alpha is the rank", none=0
+        "the adapter output is multiplied by alpha / rank; 0: alpha is the rank", none=0
     )
-    lora_dropout: float = flag(
-        "share of the values that an adapter takes which become zero", 0.0, at_least=0, below=1
-    )
+    lora_dropout: float = flag("dropout probability of the adapter input", 0.0, at_least=0, below=1)
     lora_target_modules: str = flag(
         "layers that get an adapter: all-linear (attention, MLPs, experts), or names of Hugging Face with "
         "commas between them, as in q_proj,v_proj or model.layers.*.self_attn.*",
@@ -58,42 +56,49 @@ class AdapterConfig:
         none="none",
     )
     quantize_base: Literal["nf4"] | None = flag(
-        "keep the matrices beside adapters in 4 bits: nf4 as bitsandbytes makes it, in blocks of 64 (QLoRA)",
+        "keep the frozen matrices of the layers in nf4 (QLoRA), in blocks of 64 as bitsandbytes does",
         none="none",
     )
 
     @property
+    def is_on(self) -> bool:
+        """Whether the run trains adapters; then the weights of the model are frozen."""
+        return bool(self.lora_rank)
+
+    @property
     def alpha(self) -> float:
-        """`lora_alpha` with its default in place."""
+        """`lora_alpha`, or its default."""
         return self.lora_alpha or self.lora_rank or 0
 
     @property
     def scale(self) -> float:
-        """The factor of what an adapter gives."""
+        """Factor of an adapter's output."""
         assert self.lora_rank, "a run without adapters has no scale"
         return self.alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
 
 
 class Adapter(NamedTuple):
-    """The adapter of one Hugging Face tensor, in all layers and of all experts that have this tensor."""
+    """The adapter of one Hugging Face tensor, in all layers and experts that have this tensor."""
 
     base: WeightRow
-    """The parameter that the target is, or is a part of."""
+    """Parameter that contains the target."""
     target: str
-    """The Hugging Face tensor: `model.layers.*.self_attn.q_proj.weight`."""
+    """Hugging Face tensor, such as `model.layers.*.self_attn.q_proj.weight`."""
     a: WeightRow
-    """[r, in]; cut over TP where the base takes its input in parts."""
+    """[r, in]; cut over TP if the base is row-parallel."""
     b: WeightRow
-    """[out, r]; cut over TP where the base gives its output in parts."""
+    """[out, r]; cut over TP if the base is column-parallel."""
 
     @property
     def name(self) -> str:
-        """The last part of the target's module: `q_proj`; under this name the base's module has it."""
+        """Last part of the target's module name, such as `q_proj`; the base's module has the adapter under
+        it.
+        """
         return _module(self.target).rpartition(".")[2]
 
 
 def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ...]:
-    """The adapters of a model, in the order of its weight table; none without a rank."""
+    """Return the adapters of a model in the order of its weight table; none without a rank."""
     if adapter.lora_rank is None:
         return ()
     targets = [target.strip() for target in adapter.lora_target_modules.split(",")]
@@ -105,10 +110,10 @@ def adapters_of(model: ModelConfig, adapter: AdapterConfig) -> tuple[Adapter, ..
 
 
 def targets_are_there(model: ModelConfig, adapter: AdapterConfig) -> None:
-    """Each target matches a layer of the model.
+    """Refuse targets that match no layer of the model.
 
     Raises:
-        ConfigError: one matches nothing.
+        ConfigError: a target matches nothing.
     """
     names = [_module(target) for target in _targets(model)]
     for target in adapter.lora_target_modules.split(","):
@@ -123,12 +128,12 @@ def targets_are_there(model: ModelConfig, adapter: AdapterConfig) -> None:
 
 
 def adapter_rows(model: ModelConfig, adapter: AdapterConfig) -> tuple[WeightRow, ...]:
-    """The parameters of all adapters of a model, A before B; PEFT's names without `base_model.model.`."""
+    """Return the parameters of all adapters, A before B, with PEFT's names without `base_model.model.`."""
     return tuple(row for each in adapters_of(model, adapter) for row in (each.a, each.b))
 
 
 def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list[HFTensor]:
-    """Every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
+    """Return every tensor that a Hugging Face folder of this model, or of its adapters, must contain."""
     tensors = {
         name.replace("*", str(layer)).replace("#", str(expert)): shape
         for row in (weight_rows(model) if adapter is None else adapter_rows(model, adapter))
@@ -140,9 +145,9 @@ def hf_tensors(model: ModelConfig, adapter: AdapterConfig | None = None) -> list
 
 
 def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
-    """Whether PEFT loads all adapters beside a model of transformers 5, whose experts are one parameter.
+    """Return whether PEFT loads all adapters into transformers 5's model, whose experts are one parameter.
 
-    PEFT 0.21 translates names of experts, and takes those of shared experts and of MLPs for such names.
+    PEFT 0.21 translates names of experts, and takes names of shared experts and MLPs for such names.
     """
     parts = {row.part for row in weight_rows(model)}
     is_mixed = "expert" in parts and not parts.isdisjoint({"mlp", "shared expert"})
@@ -150,36 +155,33 @@ def loads_whole(model: ModelConfig, adapter: AdapterConfig) -> bool:
 
 
 def adapts_experts(model: ModelConfig, adapter: AdapterConfig) -> bool:
-    """Whether experts have adapters."""
+    """Return whether experts have adapters."""
     return any(each.base.part == "expert" for each in adapters_of(model, adapter))
 
 
 def are_experts_single(model: ModelConfig, adapter: AdapterConfig) -> bool:
-    """Whether a rank's experts are computed by layers of their own, one by one: adapted, or in 4 bits."""
+    """Return whether a rank computes its experts one by one, each with its own layers: adapted or in nf4."""
     return bool(adapter.quantize_base) or adapts_experts(model, adapter)
 
 
 def base_rows(model: ModelConfig) -> list[WeightRow]:
-    """The parameters that may have adapters, and that `quantize_base` keeps in 4 bits."""
+    """Return the parameters that may have adapters, and that `quantize_base` keeps in nf4."""
     parts = ("attention", *MLP_PARTS)
     return [row for row in weight_rows(model) if row.part in parts and row.is_matrix]
 
 
 def packed_bytes(elements: int) -> int:
-    """Bytes of whole blocks in 4 bits: half a byte for each value, and a float32 for each block."""
+    """Return the bytes of whole nf4 blocks: half a byte for each value, and a float32 for each block."""
     return elements // 2 + 4 * elements // BLOCK
 
 
 def _targets(model: ModelConfig) -> dict[str, WeightRow]:
-    """The Hugging Face tensors that may have an adapter, with the parameter that each is a part of."""
+    """Hugging Face tensors that may have an adapter -> the parameter that contains the tensor."""
     return {name: base for base in base_rows(model) for name in base.hf}
 
 
 def _matches(target: str, module: str) -> bool:
-    """Whether a target is a module's name, its end, or a pattern of it.
-
-    A pattern is one of file names (* ? [abc]), as regular expressions, PEFT's patterns, can take for ever.
-    """
+    """Whether a target is a module's name, its end, or a file-name pattern; PEFT's regexes may never end."""
     is_named = f".{module}".endswith(f".{target}") and target != ""
     return target == ALL_LINEAR or is_named or fnmatchcase(module, target)
 
@@ -211,25 +213,25 @@ _INERT = frozenset(
     "lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r rank_pattern revision "
     "target_modules task_type use_rslora".split()
 )
-"""Keys of adapter_config.json that are read below, or change nothing. All others must be off."""
+"""Keys of adapter_config.json that are read below or change nothing. All other keys must be off."""
 _SAME_BASE = (None, True, False, "gaussian", "orthogonal")
-"""Initial values (`init_lora_weights`) that leave the base as it was."""
+"""Values of `init_lora_weights` that leave the base weights unchanged."""
 
 
 def read_adapter(config: ConfigReader, model: ModelConfig) -> AdapterConfig:
-    """The adapters of a model that a folder of PEFT describes in its adapter_config.json.
+    """Return the adapters that the adapter_config.json of a PEFT folder describes.
 
     Raises:
-        ConfigError: it has something that is not supported; the message names the key.
+        ConfigError: a feature is not supported; the message names the key.
     """
     config.accept_only({"peft_type": "LORA", "bias": "none"})
     for key, value in config.values.items():
         if key not in _INERT and value:
-            config.refuse(key, value, "null or false: such adapters are not built")
+            config.refuse(key, value, "null or false: such adapters are not supported")
     if (task := config.values.get("task_type")) not in (None, "CAUSAL_LM"):
         config.refuse("task_type", task, "CAUSAL_LM")
     if (initial := config.values.get("init_lora_weights")) not in _SAME_BASE:
-        config.refuse("init_lora_weights", initial, "true: this one is beside weights that it has changed")
+        config.refuse("init_lora_weights", initial, "true: this initialization also changes the base weights")
     rank, alpha = config.integer("r", at_most=MOST_RANK), config.number("lora_alpha")
     dropout = config.number("lora_dropout", 0.0)
     if rank < 1:
@@ -252,12 +254,12 @@ def read_adapter(config: ConfigReader, model: ModelConfig) -> AdapterConfig:
 
 
 def _read_targets(config: ConfigReader, model: ModelConfig) -> str:
-    """`lora_target_modules` of a list of names or of their ends, each of one layer and expert or of all."""
+    """`lora_target_modules` from a list of names or name ends; numbers in names are ignored."""
     names = config.values.get("target_modules")
     if names == ALL_LINEAR:
         return ALL_LINEAR
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        config.refuse("target_modules", names, f"{ALL_LINEAR} or a list of names: patterns are not taken")
+        config.refuse("target_modules", names, f"{ALL_LINEAR} or a list of names: patterns are not supported")
     modules = [_module(target) for target in _targets(model)]
     numbered = {module: "." + re.sub(r"[*#]", "0", module) for module in modules}
     chosen: set[str] = set()
@@ -271,13 +273,7 @@ def _read_targets(config: ConfigReader, model: ModelConfig) -> str:
 
 
 def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
-    """The contents of adapter_config.json.
-
-    Args:
-        model: the model that has the adapters.
-        adapter: what they are.
-        base: its folder, or its name on the hub.
-    """
+    """Return the contents of adapter_config.json; `base` is the base model's folder or name on the hub."""
     chosen = adapters_of(model, adapter)
     names = sorted({each.name for each in chosen})
     if adapters_of(model, dataclasses.replace(adapter, lora_target_modules=",".join(names))) != chosen:
@@ -293,7 +289,7 @@ def write_adapter(model: ModelConfig, adapter: AdapterConfig, base: str | None) 
         "base_model_name_or_path": base,
         "r": adapter.lora_rank,
         "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
-        # PEFT on transformers 5, where experts are one parameter, takes no other for them.
+        # PEFT on transformers 5, where experts are one parameter, refuses dropout for experts.
         "lora_dropout": 0.0 if adapts_experts(model, adapter) else adapter.lora_dropout,
         "use_rslora": adapter.lora_rslora,
         "target_modules": names,

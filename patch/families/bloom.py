@@ -1,8 +1,8 @@
-"""BLOOM: ALiBi, LayerNorms (one behind the embedding), biases everywhere, an MLP without a gate.
+"""BLOOM: ALiBi, LayerNorms (one after the embedding), biases everywhere, an MLP without a gate.
 
-Its weights have names of their own. The merged query_key_value has the rows of each head's query, key and
-value in turn, which is megatron-core's order. Sources of the sizes: the config.json that BigScience publishes
-with each model; its tokenizer has 250,680 words, and the embedding rows up to 250,880.
+Its weights have their own names. The merged query_key_value has the rows of each head's query, key and value
+in turn, which is megatron-core's order. Sources of the sizes: the config.json that BigScience publishes with
+each model. The tokenizer has 250,680 words; the embedding is padded to 250,880 rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEYS = {
 
 class _Bloom(Family):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """See Family, whose keys the file gets; the MLP has four times the hidden width."""
+        """The MLP has four times the hidden width; keys of other names are passed on as Family's keys."""
         of_llama = {
             "num_hidden_layers": config.values["n_layer"],
             "num_attention_heads": config.values["n_head"],
@@ -37,19 +37,18 @@ class _Bloom(Family):
         return super().read_config(ConfigReader(config.file, {**config.values, **of_llama}))
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
-        """See Family; its class has one activation, which no key names."""
+        """BLOOM's class has one activation, which no key names."""
         super().write_type(described, model)
         described.pop("hidden_act")
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
-        """See Family."""
         changed = {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
         set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:
             described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
 
     def computes(self, model: ModelConfig) -> bool:
-        """See Family: its class has no grouped heads, and no width but the hidden one and its fourfold."""
+        """BLOOM's class has no grouped heads; its only widths are hidden and 4 x hidden."""
         hidden, heads = model.hidden_size, model.num_attention_heads
         if not super().computes(model):
             return False
@@ -58,13 +57,13 @@ class _Bloom(Family):
 
 
 def _rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """The parameters in the order in which Hugging Face stores them; flags add none."""
+    """Parameters in the order in which Hugging Face stores them; flags add no rows."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     query = model.num_attention_heads * model.kv_channels
     qkv = query + 2 * model.num_query_groups * model.kv_channels
 
     def rows(ours: str, theirs: str, part: Part, kind: Kind, shape: tuple[int, ...]) -> Iterator[WeightRow]:
-        """A weight and its bias, which TP cuts where it cuts the weight's rows."""
+        """A weight and its bias; TP cuts the bias if it cuts the rows of the weight."""
         layers = range(model.num_layers if "*" in ours else 1)
         weight = {f"transformer.{theirs}.weight": shape}
         yield WeightRow(f"{ours}.weight", part, kind, weight, layers=layers)

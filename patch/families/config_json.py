@@ -1,6 +1,6 @@
-"""Values of a parsed config.json, whose errors name file and key; RoPE's keys in both directions.
+"""Values of a parsed config.json, with errors that name file and key; RoPE's keys in both directions.
 
-transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes one `rope_parameters` with both.
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes both into one `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import yaml
 
 from patch.errors import ConfigError, shown
 from patch.families.shape import ModelConfig
-from patch.numbers import to_float, to_int
+from patch.text import to_float, to_int
 
 _FREE_KEYS = {"hidden_act": "used", "sliding_window": "used"}
-"""Keys of a family of another program that LLaMA's rows would refuse, and that its traits decide."""
+"""Keys that LLaMA's rows refuse, but an externally registered family may use."""
 
 
 @cache
 def key_table() -> dict[str, dict[str, Any]]:
-    """`model_type` -> key of config.json -> what becomes of it: config_keys.yaml."""
+    """Return `model_type` -> key of config.json -> treatment of the key, from config_keys.yaml."""
     table: dict[str, dict[str, Any]] = yaml.safe_load(
         Path(__file__).with_name("config_keys.yaml").read_text(encoding="utf-8")
     )
@@ -31,36 +31,25 @@ def key_table() -> dict[str, dict[str, Any]]:
 
 
 def set_keys(described: dict[str, Any], model_type: str, changed: Mapping[str, Any]) -> None:
-    """Set keys of config.json, and their other spellings where the file has them."""
+    """Set keys of config.json, and their other spellings if the file has them."""
     rows = key_table().get(model_type, {})
     others = {key: row["means"] for key, row in rows.items() if "means" in row and key in described}
     described |= {**changed, **{key: changed[means] for key, means in others.items() if means in changed}}
 
 
 class ConfigReader:
-    """Reads numbers from config.json, or from an object in it.
-
-    Args:
-        file: the path, for messages.
-        values: the parsed object.
-    """
+    """Reader of numbers from config.json, or from an object inside it; `file` is for messages."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         self.file = file
         self.values = values
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """The same file, with values for keys that are absent."""
+        """Return the same file with values for absent keys."""
         return ConfigReader(self.file, {**defaults, **self.values})
 
     def refuse(self, key: str, got: object, expected: str) -> NoReturn:
-        """Raise the ConfigError of one key.
-
-        Args:
-            key: the key in config.json.
-            got: its value.
-            expected: the supported values, in words.
-        """
+        """Raise the ConfigError of one key; `expected` describes the supported values in words."""
         raise ConfigError(f"{self.file}: {key}: got {shown(got)}, expected {expected}")
 
     def accept_only(self, supported: Mapping[str, Any]) -> None:
@@ -71,11 +60,12 @@ class ConfigReader:
                 self.refuse(key, got, f"{only!r}: nothing else is supported")
 
     def by_table(self, model_type: str) -> ConfigReader:
-        """The keys that a family uses, each under its own name, with its defaults; all keys for a family of
-        another program.
+        """Return the keys that a family uses, under their main names and with defaults.
+
+        For a family of another program, which has no rows in the table, return all keys.
 
         Raises:
-            ConfigError: a key that changes the computation has another value than is supported.
+            ConfigError: a key that changes the computation has an unsupported value.
         """
         known, values = key_table().get(model_type), dict(self.values)
         for key, row in (known or {**key_table()["llama"], **_FREE_KEYS}).items():
@@ -96,10 +86,10 @@ class ConfigReader:
         return ConfigReader(self.file, defaults | used)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false; `default` if the key is absent or null.
+        """Return true or false, or `default` if the key is absent or null.
 
         Raises:
-            ConfigError: the value is something else.
+            ConfigError: the value is not a boolean.
         """
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
@@ -107,15 +97,10 @@ class ConfigReader:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None, *, at_most: int | None = None) -> int:
-        """A whole number; `default` if the key is absent or null.
+        """Return a whole number, or `default` if the key is absent or null.
 
-        Args:
-            key: the key in config.json.
-            default: its value if there is none.
-            at_most: the largest legal value.
         Raises:
-            ConfigError: the value is not a whole number or too large, or there is neither a value nor a
-                default.
+            ConfigError: the value is missing without a default, is no whole number, or exceeds `at_most`.
         """
         value = self.values.get(key)
         number = to_int(default if value is None else value)
@@ -126,7 +111,7 @@ class ConfigReader:
         return number
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; `default` and errors as for `integer`."""
+        """Return a finite number; `default` and errors as for `integer`."""
         value = self.values.get(key)
         number = to_float(default if value is None else value)
         if number is None:
@@ -149,13 +134,12 @@ _YARN: dict[str, str] = {
     "mscale_all_dim": "mscale_all_dim",
 }
 _TYPES: dict[str, dict[str, str]] = {"llama3": _LLAMA3, "linear": {}, "dynamic": {}, "yarn": _YARN}
-"""`rope_type` -> key -> ModelConfig's field, besides the factor that all have."""
+"""`rope_type` -> key -> ModelConfig's field, in addition to the factor that all types have."""
 
 ROPE_FIELDS: frozenset[str] = frozenset(
     {"rotary_base", "use_rope_scaling", "rope_scaling_type", "rope_scaling_factor"}
     | {field for fields in _TYPES.values() for field in fields.values()}
 )
-"""ModelConfig's fields that `write_rope` writes."""
 
 _IMPLIED: dict[str, Any] = {
     "yarn_beta_fast": 32.0,
@@ -165,17 +149,14 @@ _IMPLIED: dict[str, Any] = {
     "mscale": None,
     "mscale_all_dim": None,
 }
-"""Fields whose keys are left out where transformers means the same without them."""
+"""Fields whose keys are left out if they have these values, which transformers assumes anyway."""
 
 _OUTSIDE = "original_max_position_embeddings"
-"""A key that some files have beside the object of the others; transformers prefers it."""
+"""Key that some files have outside of the RoPE object; transformers prefers this place."""
 
 
 def read_rope(config: ConfigReader) -> dict[str, Any]:
-    """RoPE's fields from the keys of transformers 4 or 5; if both are present, as transformers 5 reads them.
-
-    `rope_type` was called `type` in old files.
-    """
+    """Return RoPE's fields from keys of transformers 4 or 5, with 5's precedence, or from the old `type`."""
     rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         config.refuse("rope_parameters", rope, "an object for all layers alike")
@@ -193,7 +174,6 @@ def read_rope(config: ConfigReader) -> dict[str, Any]:
 
 
 def _read_scaling(config: ConfigReader, rope: ConfigReader, rope_type: str) -> dict[str, Any]:
-    """The fields of one type of scaling, with transformers' defaults."""
     if rope_type in ("linear", "dynamic"):
         return {"rope_scaling_factor": rope.number("factor")}
     longest = config.integer("max_position_embeddings")
@@ -215,7 +195,7 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, rope_type: str) -> d
 
 
 def _attention_factor(rope: ConfigReader, factor: float) -> float | None:
-    """The factor that the file names, or that follows from its `mscale` and `mscale_all_dim`; else None."""
+    """The factor in the file, or derived from `mscale` and `mscale_all_dim`, or None."""
     if rope.values.get("attention_factor") is not None:
         return rope.number("attention_factor")
     scales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
@@ -226,12 +206,7 @@ def _attention_factor(rope: ConfigReader, factor: float) -> float | None:
 
 
 def write_rope(described: dict[str, Any], model: ModelConfig) -> None:
-    """Set RoPE's keys of transformers 4, and also that of transformers 5 if it is present.
-
-    Args:
-        described: the contents of config.json, changed in place.
-        model: the model to describe.
-    """
+    """Set RoPE's keys of transformers 4, and `rope_parameters` of transformers 5 if `described` has it."""
     scaling = None
     if model.use_rope_scaling:
         scaling = {"rope_type": model.rope_scaling_type, "factor": model.rope_scaling_factor}

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, experts in groups beside shared ones, first layers without.
+"""DeepSeek-V2 and V2-Lite: latent attention, grouped and shared experts, dense first layers.
 
 Sources: arXiv:2405.04434; the config.json that DeepSeek publishes with each model on Hugging Face.
 """
@@ -22,12 +22,11 @@ _LATENT_KEYS = {
 }
 _GROUPS = {"moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group"}
 _METHODS = {False: "greedy", True: "group_limited_greedy"}
-"""Whether experts are in groups -> `topk_method`."""
+"""Whether experts are grouped -> `topk_method`."""
 
 
 class _DeepSeek(ExpertsFamily):
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """See Family; experts are those of ExpertsFamily."""
         sizes = {name: config.integer(key) for name, key in _LATENT_KEYS.items()}
         query = config.values["q_lora_rank"]
         shared = config.integer("n_shared_experts")
@@ -41,7 +40,7 @@ class _DeepSeek(ExpertsFamily):
         if config.integer("num_key_value_heads", heads) != heads:
             expected = f"{heads}: each head has a key and a value"
             config.refuse("num_key_value_heads", config.values["num_key_value_heads"], expected)
-        # Others have there what RoPE turns.
+        # The file's own head_dim is the width that RoPE rotates.
         head = {"head_dim": sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]}
         fields = super().read_config(ConfigReader(config.file, {**config.values, **head}))
         if fields.get("rope_scaling_type", "yarn") != "yarn":
@@ -64,7 +63,6 @@ class _DeepSeek(ExpertsFamily):
         return list(range(first, num_layers))
 
     def computes(self, model: ModelConfig) -> bool:
-        """Whether the class in transformers computes a model with these experts and this attention."""
         with_experts, shared = expert_layers(model), model.moe_shared_expert_intermediate_size
         is_other = model.use_rope_scaling and model.rope_scaling_type != "yarn"
         return bool(
@@ -82,7 +80,6 @@ class _DeepSeek(ExpertsFamily):
         )
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
-        """See Family."""
         head = {"head_dim": model.qk_pos_emb_head_dim} if "head_dim" in described else {}
         super().write_shape(described, model, fields)
         described.pop("head_dim", None)
@@ -103,7 +100,7 @@ class _DeepSeek(ExpertsFamily):
 
 
 def _groups(config: ConfigReader) -> dict[str, int]:
-    """Fields of groups of experts; a rule says which numbers are possible."""
+    """Fields of expert groups; a rule checks the numbers."""
     method = config.values["topk_method"]
     if method not in _METHODS.values():
         config.refuse("topk_method", method, " or ".join(_METHODS.values()))
@@ -111,7 +108,7 @@ def _groups(config: ConfigReader) -> dict[str, int]:
 
 
 def _mscales(config: ConfigReader, fields: dict[str, Any]) -> dict[str, float | None]:
-    """YaRN's two numbers as they are, for the scale of scores needs one of them."""
+    """YaRN's two mscale values unchanged, because the scale of attention scores needs `mscale_all_dim`."""
     if not fields["use_rope_scaling"]:
         return {}
     rope = config.values.get("rope_scaling") or config.values["rope_parameters"]

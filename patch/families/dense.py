@@ -1,8 +1,8 @@
-"""The families of the project, dense: LLaMA 1 to 3.3 with its public sizes; Mistral, Qwen 2, 2.5 and 3.
+"""The dense families: LLaMA 1 to 3.3 with its public sizes; Mistral, Qwen 2, 2.5 and 3.
 
-The others have LLaMA's layers, which may have a sliding window. Sources of LLaMA's sizes: the config.json
-that Meta publishes with each model on Hugging Face; for LLaMA 1 its paper (arXiv 2302.13971, table 2) and
-params.json, where the norm's epsilon is 1e-6 but 1e-5 at 65B.
+Mistral and Qwen have LLaMA's layers, optionally with a sliding window. Sources of LLaMA's sizes: the
+config.json that Meta publishes with each model on Hugging Face. For LLaMA 1: its paper (arXiv 2302.13971,
+table 2) and params.json, where the norm's epsilon is 1e-6, but 1e-5 at 65B.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from patch.families.shape import ModelConfig, Traits, preset
 
 
 def _llama3(size: Sequence[int], factor: float, tied: bool) -> dict[str, Any]:
-    """LLaMA 3.1 and 3.2: RoPE scaling to 128 Ki tokens; the small 3.2 models have tied embeddings.
-
-    The other fields of the scaling have ModelConfig's defaults, which are LLaMA 3.1's.
-    """
+    """LLaMA 3.1 and 3.2: RoPE scaling to 128 Ki tokens; the small 3.2 models have tied embeddings."""
     return {
         **preset(*size, vocab_size=128256, max_position_embeddings=131072, norm_epsilon=1e-5),
         "rotary_base": 500000.0,
@@ -37,7 +34,7 @@ def _llama12(size: Sequence[int], max_position: int, norm_epsilon: float) -> dic
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    # LLaMA 3.1 in miniature; it keeps the vocabulary, so that every LLaMA-3 tokenizer fits it
+    # LLaMA 3.1 in miniature, with its full vocabulary, so that every LLaMA-3 tokenizer fits
     "tiny": _llama3((2, 64, 192, 4, 2), factor=8.0, tied=False),
     "1B": _llama3((16, 2048, 8192, 32, 8), factor=32.0, tied=True),
     "3B": _llama3((28, 3072, 8192, 24, 8), factor=32.0, tied=True),
@@ -63,16 +60,12 @@ LLAMA = Family(
 
 
 def _window_length(model: ModelConfig) -> int | None:
-    """The value of config.json's `sliding_window`, which counts the token itself."""
+    """Value of config.json's `sliding_window`, which counts the token itself."""
     return None if model.window_size is None else model.window_size[0] + 1
 
 
 def _slides(config: ConfigReader) -> bool:
-    """Whether the layers have a sliding window: those from number `max_window_layers` on.
-
-    Raises:
-        ConfigError: some layers have a window and others do not.
-    """
+    """Whether all layers have a sliding window; refuses models where only some layers have one."""
     num_full = config.integer("max_window_layers", 28)
     if 0 < num_full < config.integer("num_hidden_layers"):
         config.refuse("max_window_layers", num_full, "the same attention in all layers")
@@ -80,7 +73,7 @@ def _slides(config: ConfigReader) -> bool:
 
 
 def _window_keys(model: ModelConfig) -> dict[str, Any]:
-    """The keys of the window; the layers from number `max_window_layers` on have it."""
+    """Keys of the window; layers from number `max_window_layers` on have it."""
     window = _window_length(model)
     return {
         "sliding_window": window,
@@ -105,7 +98,6 @@ QWEN2 = Family(
     slides=_slides,
     type_keys=_window_keys,
 )
-"""Biases on queries, keys and values."""
 
 QWEN3 = Family(
     model_type="qwen3",
@@ -114,4 +106,3 @@ QWEN3 = Family(
     slides=_slides,
     type_keys=_window_keys,
 )
-"""An RMSNorm of each query and key head; the other keys of config.json are those of Qwen 2."""

@@ -20,7 +20,7 @@ from patch.families.shape import MOST_EXPERTS, ModelConfig, Traits, preset
 from patch.families.weights import WeightRow, dense_rows
 
 _NUMBER_OF_5 = "num_local_experts"
-"""transformers 5 writes Qwen 3's number of experts under Mixtral's name."""
+"""Key under which transformers 5 writes Qwen 3's number of experts (Mixtral's key)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class ExpertsFamily(Family):
     """A family whose layers have experts."""
 
     expert_keys: Mapping[str, str]
-    """ModelConfig's field -> config.json's key, of whole numbers that the family's experts have."""
+    """ModelConfig's field -> config.json's key, for whole numbers about experts."""
     has_layer_choice: bool = True
-    """Whether config.json says which layers have experts, and how the router's weights are normed."""
+    """Whether config.json says which layers have experts, and whether the router's weights are normed."""
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """ModelConfig's fields from a config.json of this family.
+        """Return ModelConfig's fields from a config.json of this family.
 
         Raises:
-            ConfigError: the model has something that is not supported; the message names the key.
+            ConfigError: a feature is not supported; the message names the key.
         """
         fields = super().read_config(config)
         sizes = {name: config.integer(key) for name, key in self.expert_keys.items()}
@@ -59,7 +59,7 @@ class ExpertsFamily(Family):
         }
 
     def _expert_layers(self, config: ConfigReader, num_layers: int) -> list[int]:
-        """Numbers of layers with experts: each `decoder_sparse_step`th, without `mlp_only_layers`."""
+        """Layers with experts: every `decoder_sparse_step`th, without `mlp_only_layers`."""
         step = config.integer("decoder_sparse_step", 1) if self.has_layer_choice else 1
         if step < 1:
             config.refuse("decoder_sparse_step", step, "at least 1")
@@ -73,14 +73,14 @@ class ExpertsFamily(Family):
         return layers
 
     def computes(self, model: ModelConfig) -> bool:
-        """Whether the class in transformers computes a model with these experts."""
+        """Return whether the class in transformers computes a model with these experts."""
         shared, is_gated = model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate
         has_shared = "moe_shared_expert_intermediate_size" in self.expert_keys
         has_own_width = self.has_layer_choice or model.expert_width == model.ffn_hidden_size
         is_plain = model.moe_layer_freq == EVERY_LAYER and not model.moe_router_pre_softmax
         return bool(
             model.num_experts
-            and model.kv_lora_rank is None
+            and not model.is_latent
             and (has_shared and is_gated if shared else not has_shared)
             and has_own_width
             and (self.has_layer_choice or is_plain)
@@ -90,20 +90,14 @@ class ExpertsFamily(Family):
         )
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
-        """Set the keys of config.json that depend on some fields of the model, except those of `write_type`.
-
-        Args:
-            described: the contents of config.json, changed in place.
-            model: the model to describe.
-            fields: names of the fields whose keys are set.
-        """
+        """Set the keys of config.json that depend on some fields of the model; see Family."""
         super().write_shape(described, model, fields)
         values = {name: getattr(model, name) for name in self.expert_keys}
         if "moe_ffn_hidden_size" in values:
             values["moe_ffn_hidden_size"] = model.expert_width
         changed = {key: values[name] for name, key in self.expert_keys.items() if name in fields}
         set_keys(described, self.model_type, changed)
-        if _NUMBER_OF_5 in described:  # transformers 4 asks for the family's own key
+        if _NUMBER_OF_5 in described:  # transformers 4 reads the family's own key
             described[self.expert_keys["num_experts"]] = model.num_experts
         if self.has_layer_choice and "moe_layer_freq" in fields:
             with_experts = expert_layers(model)
@@ -112,7 +106,6 @@ class ExpertsFamily(Family):
             described["norm_topk_prob"] = not model.moe_router_pre_softmax
 
     def _write_layers(self, described: dict[str, Any], dense: list[int]) -> None:
-        """Set the keys that say which layers have no experts."""
         described |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -122,11 +115,11 @@ _MIXTRAL_NAMES = {
     "mlp.experts.#.up_proj": "block_sparse_moe.experts.#.w3",
     "mlp.experts.#.down_proj": "block_sparse_moe.experts.#.w2",
 }
-"""Qwen's name in a layer -> Mixtral's."""
+"""Part of Qwen's tensor name -> Mixtral's part."""
 
 
 def rows_named(names: Mapping[str, str], model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """The weight table with other names of tensors, by a part of Qwen's that they have in its place."""
+    """Return the weight table with parts of Qwen's tensor names replaced by `names`."""
 
     def renamed(name: str) -> str:
         found = [(theirs, ours) for theirs, ours in names.items() if theirs in name]
@@ -137,17 +130,17 @@ def rows_named(names: Mapping[str, str], model: ModelConfig, traits: Traits) -> 
 
 
 class StackedPart(NamedTuple):
-    """Where transformers 5 has a tensor in memory, and what was saved from there."""
+    """Place of a folder's tensor in the memory of transformers 5, which stacks experts."""
 
     name: str
-    """The tensor of all experts, [experts, rows, columns]; or the same tensor under another name."""
+    """Tensor of all experts [experts, rows, columns], or the renamed tensor if it is not an expert's."""
     expert: int | None
     part: int
-    """The index among gate and up, one behind the other: 0 or 1."""
+    """Index among concatenated gate and up: 0 or 1."""
 
 
 def stacked_part(name: str) -> StackedPart | None:
-    """The name in transformers 5's memory of a tensor as folders have it, if it is another one."""
+    """Return where transformers 5 has a folder's tensor, or None if the name is the same."""
     if match := re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name):
         layer, expert, matrix = match.groups()
         is_down, is_up = matrix in ("down_proj", "w2"), matrix in ("up_proj", "w3")
@@ -193,7 +186,7 @@ MIXTRAL = ExpertsFamily(
         ),
     },
 )  # fmt: skip
-"""All layers have experts, as wide as its config.json says of an MLP."""
+"""All layers have experts; their width is config.json's width of an MLP."""
 
 _QWEN_KEYS = {
     "num_experts": "num_experts",
@@ -220,7 +213,7 @@ QWEN2_MOE = ExpertsFamily(
         ),
     },
 )  # fmt: skip
-"""A shared expert with a gate; Qwen 1.5's model is of this family too."""
+"""A shared expert with a gate; Qwen 1.5's MoE is also of this family."""
 
 QWEN3_MOE = ExpertsFamily(
     model_type="qwen3_moe",

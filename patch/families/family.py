@@ -1,6 +1,6 @@
 """A family: everything that depends on a `model_type` of transformers, in both directions of config.json.
 
-LLaMA, Mistral and Qwen have the same layers up to a few traits, and a few keys of config.json of their own.
+The layers of LLaMA, Mistral and Qwen differ in a few traits and a few keys of config.json.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _SIZES: dict[str, str] = {
     "max_position_embeddings": "max_position_embeddings",
 }
 _KEYS = {**_SIZES, "norm_epsilon": "rms_norm_eps"}
-"""ModelConfig's field -> config.json's key, for fields with the same value in both; those of `_SIZES` are
-whole numbers."""
+"""ModelConfig's field -> config.json's key of the same value; `_SIZES` are whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,28 +33,27 @@ class Family:
 
     model_type: str
     architecture: str
-    """The name of the class in transformers, as in config.json's `architectures`."""
+    """Class in transformers, as in config.json's `architectures`."""
     traits: Traits
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """MODEL_SIZE -> ModelConfig's fields; a field that a size leaves out keeps its default."""
+    """MODEL_SIZE -> ModelConfig's fields. Fields that a size leaves out keep their defaults."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that a config.json may lack: those of the family's class in transformers."""
+    """Values of keys that a config.json may lack: the defaults of the class in transformers."""
     slides: Callable[[ConfigReader], bool] | None = None
-    """Whether the layers use the window given by `sliding_window`, where no `layer_types` say it; None: they
-    never have a window."""
+    """Whether layers use `sliding_window` if no `layer_types` say it, or None if they never do."""
     type_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    """The keys for traits that only this family's config.json has."""
+    """Keys for traits that only this family's config.json has."""
     own_of_router: Set[str] = frozenset()
-    """Traits of its class in transformers: float32 "logits", float32 "weights" in a 16-bit model, "unsorted"
-    choices."""
+    """Router traits of the class in transformers: float32 "logits", float32 "weights" in a 16-bit model,
+    "unsorted" choices."""
     rows: Callable[[ModelConfig, Traits], tuple[WeightRow, ...]] = dense_rows
-    """The weight table of a model of this family; the traits are the model's."""
+    """Weight table of a model with these traits."""
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """ModelConfig's fields from a config.json of this family.
+        """Return ModelConfig's fields from a config.json of this family.
 
         Raises:
-            ConfigError: the model has something that is not supported; the message names the key.
+            ConfigError: a feature is not supported; the message names the key.
         """
         config = config.with_defaults(self.defaults)
         config.accept_only({"hidden_act": self.traits.activation})
@@ -75,11 +73,11 @@ class Family:
         }
 
     def computes(self, model: ModelConfig) -> bool:
-        """Whether the family's class in transformers has these widths and experts, if it has their traits."""
-        return model.num_experts is None and model.kv_lora_rank is None
+        """Return whether the class in transformers, given its traits, has these widths and experts."""
+        return model.num_experts is None and not model.is_latent
 
     def _window(self, config: ConfigReader) -> Window:
-        """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""
+        """Window of all layers. Hugging Face's window length counts the token itself, ours does not."""
         window, kinds = config.values.get("sliding_window"), config.values.get("layer_types")
         has_window = window is not None and config.boolean("use_sliding_window", True)
         slides = self.slides if has_window else None
@@ -95,24 +93,13 @@ class Family:
         return config.integer("sliding_window") - 1, 0
 
     def write_type(self, described: dict[str, Any], model: ModelConfig) -> None:
-        """Set the keys of config.json that state the family and the model's traits.
-
-        Args:
-            described: the contents of config.json, changed in place.
-            model: the model to describe.
-        """
+        """Set the keys of config.json that state family and traits; `described` is changed in place."""
         described |= {"architectures": [self.architecture], "model_type": self.model_type}
         described.pop("layer_types", None)  # transformers 5 derives it from the window
         described |= {**self.type_keys(model), "hidden_act": self.traits.activation}
 
     def write_shape(self, described: dict[str, Any], model: ModelConfig, fields: Set[str]) -> None:
-        """Set the keys of config.json that depend on some fields of the model, except those of `write_type`.
-
-        Args:
-            described: the contents of config.json, changed in place.
-            model: the model to describe.
-            fields: names of the fields whose keys are set.
-        """
+        """Set the keys of config.json for some `fields` of the model, without the keys of `write_type`."""
         changed = {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
         set_keys(described, self.model_type, changed)
         if "untie_embeddings_and_output_weights" in fields:

@@ -9,13 +9,13 @@ from itertools import groupby
 
 from patch.errors import ConfigError, shown
 from patch.families.shape import MOST_LAYERS, ModelConfig
-from patch.numbers import to_int
+from patch.text import to_int
 
 EVERY_LAYER = "1"
 
 
 def expert_layers(model: ModelConfig) -> Sequence[int]:
-    """Numbers of the layers that have experts in place of an MLP.
+    """Return the numbers of the layers that have experts in place of an MLP.
 
     Raises:
         ConfigError: `moe_layer_freq` cannot be read, or has another number of layers.
@@ -46,7 +46,7 @@ def _layers(text: str, num_layers: int) -> tuple[int, ...]:
 
 
 def _value(node: ast.expr) -> list[int] | int:
-    """The value of a list of 0 and 1, of its multiples and sums; none is longer than models are deep."""
+    """Value of an expression of 0/1 lists, their multiples and sums; longer than MOST_LAYERS is refused."""
     match node:
         case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
             return int(number)
@@ -66,7 +66,7 @@ def _value(node: ast.expr) -> list[int] | int:
 
 
 def layers_text(layers: Sequence[int], num_layers: int) -> str:
-    """`moe_layer_freq` of a model in which these layers have experts."""
+    """Return the `moe_layer_freq` of a model in which these layers have experts."""
     if len(layers) == num_layers:
         return EVERY_LAYER
     flags = groupby(range(num_layers), key=lambda number: int(number in layers))

@@ -1,4 +1,4 @@
-"""The shape of a model, each field a flag of a run; the traits of its layers; which fields are which."""
+"""ModelConfig, the shape of a model with its fields as flags; the traits of layers; sets of field names."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any, Literal
 from patch.flag_field import flag
 
 RopeScaling = Literal["llama3", "linear", "dynamic", "yarn"]
-"""How RoPE's frequencies are scaled for longer contexts: `rope_type` of transformers."""
+"""Scaling of RoPE's frequencies for longer contexts: `rope_type` of transformers."""
 
 HfAttention = Literal["eager", "sdpa"]
-"""An attention implementation of transformers, as its `attn_implementation` spells it."""
+"""`attn_implementation` of transformers."""
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
-"""The kernel of attention on CUDA: megatron-core's `AttnBackend`. See `patch.config.backends`."""
+"""Attention kernel on CUDA: megatron-core's `AttnBackend`. See `patch.features.backends`."""
 
 RouterScore = Literal["softmax", "sigmoid"]
-"""The function of a router's logits: megatron-core's `moe_router_score_function`."""
+"""Function that a router applies to its logits: megatron-core's `moe_router_score_function`."""
 
 TransformerImpl = Literal["transformer_engine", "local"]
-"""Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""
+"""Transformer Engine's layers, or this project's layers; Megatron-LM's names."""
 
 Window = tuple[int, int] | None
-"""How many tokens to its left and to its right a token attends to; None: all tokens before it."""
+"""Tokens to the left and right that a token attends to, or None for all tokens before it."""
 
 UNUSED_ROTARY_BASE = 10000.0
 """`rotary_base` of a model without RoPE."""
 
 ALIBI_POSITIONS = 2**16
-"""The longest sequence of a model with ALiBi: further positions are not exact in bf16 and fp16."""
+"""Longest sequence of a model with ALiBi: later positions are not exact in bf16 and fp16."""
 
 MOST_LAYERS = 10_000
-"""The most layers of a model. The plan, the weight table and a pipeline have something for each layer."""
+"""Most layers of a model: the plan, the weight table and a pipeline have an entry per layer."""
 
 MOST_EXPERTS = 1024
-"""The most experts of a layer; the weight table has something for each."""
+"""Most experts of a layer: the weight table has an entry per expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +100,16 @@ class ModelConfig:
         none="none",
     )
     kv_lora_rank: int | None = flag(
-        "multi-latent attention (DeepSeek): width of what keys and values are made from; 0: others", none=0
+        "multi-latent attention (DeepSeek): rank of the compressed KV latent; 0: other attention", none=0
     )
     q_lora_rank: int | None = flag(
-        "latent attention: width of what queries are made from; 0: the hidden width", none=0
+        "latent attention: rank of the compressed query latent; 0: queries are not compressed", none=0
     )
     qk_head_dim: int | None = flag(
         "latent attention: channels of a query's and key's head without RoPE", none=0
     )
     qk_pos_emb_head_dim: int | None = flag(
-        "latent attention: channels of a query's head with RoPE; a key's are those of all heads",
+        "latent attention: channels of a query's head with RoPE; all heads share the key's RoPE channels",
         none=0,
         multiple_of=2,
     )
@@ -125,10 +125,10 @@ class ModelConfig:
         "1",
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        "width of all experts together that every token visits; 0: there are none", none=0
+        "total width of the shared experts, which every token visits; 0: there are none", none=0
     )
     moe_shared_expert_gate: bool = flag("their result is multiplied by a sigmoid of the token", False)
-    moe_router_score_function: RouterScore = flag("what the router makes of its logits", "softmax")
+    moe_router_score_function: RouterScore = flag("score function of the router logits", "softmax")
     moe_router_pre_softmax: bool = flag(
         "softmax over all experts, not over those that a token visits: their weights do not sum to one", False
     )
@@ -136,7 +136,7 @@ class ModelConfig:
         "factor of the weights of a token's experts; 0: none", none=0
     )
     moe_router_num_groups: int | None = flag(
-        "experts are in so many groups, of which a token visits some; 0: they are not", none=0
+        "number of expert groups for group-limited routing; 0: no groups", none=0
     )
     moe_router_group_topk: int | None = flag("groups that a token visits; 0: all", none=0)
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
@@ -160,31 +160,33 @@ class ModelConfig:
     )
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens that RoPE serves: linear and dynamic scaling extend `max_position_embeddings`.
+    def is_latent(self) -> bool:
+        """Whether attention keeps keys and values as latents (DeepSeek-V2)."""
+        return self.kv_lora_rank is not None
 
-        The other types have the extended length there.
-        """
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that RoPE serves; linear and dynamic scaling extend `max_position_embeddings`."""
         extends = self.use_rope_scaling and self.rope_scaling_type in ("linear", "dynamic")
         return int(self.max_position_embeddings * max(self.rope_scaling_factor if extends else 1.0, 1.0))
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that RoPE turns."""
+        """Channels of a head that RoPE rotates."""
         return self.qk_pos_emb_head_dim or self.kv_channels
 
     @property
     def value_channels(self) -> int:
-        """Channels of a value's head, and of its result."""
+        """Channels of a head's value, and of its attention output."""
         return self.v_head_dim or self.kv_channels
 
     @property
     def expert_width(self) -> int:
-        """The width of one expert."""
+        """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def padded_vocab_size(self, tp_size: int) -> int:
-        """Rows of the embedding, padded so that this TP size divides them."""
+        """Return the rows of the embedding, padded so that TP divides them."""
         multiple = self.make_vocab_size_divisible_by
         if multiple % tp_size:
             multiple *= tp_size
@@ -195,48 +197,46 @@ class ModelConfig:
 class Traits:
     """The components of a model's layers. Names and values are those of megatron-core's TransformerConfig.
 
-    A `Literal` with one value means that `patch/model` can build only that one. A family that needs another
-    value adds it to the type; mypy then shows the places that have to handle it. A trait that is also a field
-    of ModelConfig is a flag: a model may have it otherwise than its family.
+    A `Literal` with one value means that `patch/model` can build only this value. A family that needs another
+    value adds it to the type; mypy then shows the places that must handle it. A trait that is also a field of
+    ModelConfig is a flag: a model may differ from its family.
     """
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """A LayerNorm has a bias beside its weight."""
+    """LayerNorm has a bias beside its weight."""
     activation: str = "silu"
-    """The MLP's activation, spelled as in config.json's `hidden_act`."""
+    """Activation of the MLP, spelled as in config.json's `hidden_act`."""
     gated_linear_unit: bool = True
     """Whether the MLP multiplies the activation by a second projection (`up`)."""
     add_bias_linear: bool = False
-    """Biases on every linear layer."""
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only."""
     qk_layernorm: bool = False
-    """A norm of each query and key head."""
     position_embedding_type: Literal["rope", "alibi"] = "rope"
     embedding_norm: bool = False
     """A norm between the embedding and the first layer."""
 
     @property
     def has_rope(self) -> bool:
-        """Whether queries and keys are turned by their positions."""
+        """Whether RoPE rotates queries and keys."""
         return self.position_embedding_type == "rope"
 
     @property
     def position_channels(self) -> int:
-        """Channels beyond a head's own that queries, keys and values have in attention for positions.
+        """Channels that ALiBi adds to each head of queries, keys and values.
 
-        They are 8, of which ALiBi uses 6, so that a head's size stays one that attention kernels take.
+        ALiBi uses 6 of the 8; with 8 the head size stays one that attention kernels support.
         """
         return 0 if self.has_rope else 8
 
     @property
     def is_llama_like(self) -> bool:
-        """Whether Transformer Engine's layers are built for them."""
+        """Whether Transformer Engine's layers can be built."""
         return self.has_rope and self.normalization == "RMSNorm" and not self.add_bias_linear
 
     @property
     def is_bloom_like(self) -> bool:
-        """Whether they have BLOOM's operations in BLOOM's order."""
+        """Whether the layers have BLOOM's operations in BLOOM's order."""
         return not (self.has_rope or self.gated_linear_unit) and (
             (self.normalization, self.activation, self.add_bias_linear)
             == ("LayerNorm", "gelu_pytorch_tanh", True)
@@ -246,7 +246,7 @@ class Traits:
 def preset(
     layers: int, hidden: int, ffn: int, heads: int, groups: int | None = None, **own: Any
 ) -> dict[str, Any]:
-    """ModelConfig's fields of a public model; by default without GQA, and heads as wide together as it is."""
+    """Return ModelConfig's fields of a public model; by default without GQA, head size hidden / heads."""
     return {
         "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
         "num_query_groups": groups or heads, "kv_channels": hidden // heads, **own,
@@ -257,17 +257,17 @@ SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelCon
     *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
     *("transformer_impl", "attention_backend", "precision_align", "init_method_xavier_uniform"),
 }
-"""All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
+"""All fields that a MODEL_SIZE decides; a change of MODEL_SIZE replaces all of them."""
 
 EXPERT_FIELDS: frozenset[str] = frozenset(
     name for name in SHAPE_FIELDS if name == "num_experts" or name.startswith("moe_")
 )
-"""Fields of experts. Runs of earlier versions, which had none, lack them."""
+"""Fields of experts; stored runs of versions without experts lack these fields."""
 
 LATENT_FIELDS: frozenset[str] = frozenset(
     "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim".split()
 )
-"""Fields of latent attention, which runs of earlier versions lack too."""
+"""Fields of latent attention; stored runs of earlier versions lack these fields."""
 
 TRAIT_FIELDS: frozenset[str] = SHAPE_FIELDS & {field.name for field in fields(Traits)}
-"""Traits that are flags; a family says what they are where no flag does."""
+"""Traits that are flags; the family decides them if no flag does."""

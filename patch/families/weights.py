@@ -1,6 +1,6 @@
 """The weight table as data: which Hugging Face tensors make up a parameter, and how TP splits it.
 
-`patch/convert` copies weights by this table; the formulas of `patch/plan` and the rules ask it for parts,
+`patch/convert` copies weights by this table. The formulas of `patch/plan` and the rules read its parts,
 shapes and shares in use.
 """
 
@@ -19,22 +19,22 @@ TIED_OUTPUT = "output_layer.weight"
 """With tied embeddings and PP > 1 this parameter of the last stage is a copy of the embedding."""
 
 OUTPUT = "lm_head.weight"
-"""The output layer in transformers; a folder with tied embeddings may also contain it."""
+"""Output layer in transformers; a folder with tied embeddings may also contain it."""
 
 Part = Literal["embedding", "attention", "norm", "mlp", "router", "shared expert", "expert", "head"]
-"""The part of a model that a parameter belongs to."""
+"""Part of a model that a parameter belongs to."""
 MLP_PARTS: tuple[Part, ...] = ("mlp", "shared expert", "expert")
 """Parts that are MLPs; a layer has an MLP or experts."""
 
 
 class Kind(Enum):
-    """How a parameter is laid out, and how tensor parallelism (TP) splits it."""
+    """Layout of a parameter, and how tensor parallelism (TP) splits it."""
 
     REPLICATED = auto()
     """One tensor, complete on every TP rank, such as a norm's weight."""
     COLUMN_PARALLEL = auto()
-    """One tensor whose rows are split over TP, as in megatron-core's ColumnParallelLinear; or two, a gated
-    MLP's gate and up. A TP rank stores its rows of the first, then its rows of the second."""
+    """One tensor whose rows are split over TP, as in megatron-core's ColumnParallelLinear; or two tensors,
+    gate and up of a gated MLP. A TP rank stores its rows of gate, then its rows of up."""
     ROW_PARALLEL = auto()
     """One tensor whose columns are split over TP, as in megatron-core's RowParallelLinear."""
     VOCAB_PARALLEL = auto()
@@ -44,27 +44,27 @@ class Kind(Enum):
 
 
 class HFTensor(NamedTuple):
-    """Name and shape of a Hugging Face tensor; `*` stands for the layer's number, `#` for the expert's."""
+    """Name and shape of a Hugging Face tensor; `*` is the layer's number, `#` the expert's."""
 
     name: str
     shape: tuple[int, ...]
 
 
 class WeightRow(NamedTuple):
-    """One parameter of the model. `*` stands for the layer's number, and `#` for that of an expert in it."""
+    """One parameter of the model; `*` is the layer's number, `#` the number of an expert in the layer."""
 
     name: str
-    """megatron-core's name, with layers numbered over the whole model, and experts over their layer."""
+    """megatron-core's name, with global numbers of layers, and numbers of experts in their layer."""
     part: Part
     kind: Kind
     hf: Mapping[str, tuple[int, ...]]
-    """The names and shapes of the Hugging Face tensors, in the order that `kind` states."""
+    """Name -> shape of the Hugging Face tensors, in the order that `kind` states."""
     active: float = 1
-    """Share of the parameter that a token uses: below 1 for experts of which a token visits some."""
+    """Share of the parameter that a token uses: below 1 for experts."""
     layers: Sequence[int] = range(1)
-    """Numbers of the layers that have it; outside of layers 0 alone."""
+    """Numbers of the layers that have it; only 0 for a parameter outside of layers."""
     num_experts: int = 1
-    """How many of it a layer has: one for each expert. `hf` has the tensors of one."""
+    """Copies per layer: one for each expert. `hf` has the tensors of one expert."""
 
     @property
     def is_per_layer(self) -> bool:
@@ -83,13 +83,13 @@ class WeightRow(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full (unsharded) parameter, of all experts of one layer, without padding."""
+        """Elements of the unsharded parameter, of all experts of a layer, without padding."""
         return self.num_experts * sum(math.prod(shape) for shape in self.hf.values())
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of the part on one of `tp_size` TP ranks, without vocabulary padding; of one expert.
+        """Return the shape on one of `tp_size` TP ranks, of one expert, without vocabulary padding.
 
-        Of a matrix: how many values its product gives for a token, and how many it takes.
+        The shape of a matrix is [output, input] channels of its product.
         """
         rows, columns = sum(shape[0] for shape in self.hf.values()), next(iter(self.hf.values()))[1:]
         if self.kind is Kind.ROW_PARALLEL:
@@ -98,7 +98,7 @@ class WeightRow(NamedTuple):
 
 
 def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
-    """The parameters of a model with LLaMA's names, in the order in which Hugging Face stores them.
+    """Return the parameters of a model with LLaMA's names, in the order in which Hugging Face stores them.
 
     A tied output layer is included, under the embedding's Hugging Face name.
     """
@@ -114,7 +114,7 @@ def dense_rows(model: ModelConfig, traits: Traits) -> tuple[WeightRow, ...]:
 
 
 class _LayerRow(NamedTuple):
-    """Makes the rows of some layers: names without what stands before the layer's own parts."""
+    """Factory of rows of some layers; tensor and parameter names are relative to the layer."""
 
     layers: Sequence[int]
 
@@ -129,7 +129,7 @@ class _LayerRow(NamedTuple):
 
 
 def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
-    """The parameters of a layer in the order of its computation; those that traits add come last."""
+    """Parameters of a layer in the order of its computation; those that traits add come last."""
     hidden, head = model.hidden_size, model.kv_channels
     query, key = model.num_attention_heads * head, model.num_query_groups * head
     qkv = {"q": query, "k": key, "v": key}
@@ -142,7 +142,7 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
     dense = _LayerRow([n for n in row.layers if n not in with_experts] if with_experts else row.layers)
     rows = [
         norm("input_layernorm", "input_layernorm", hidden),
-        *([merged] if model.kv_lora_rank is None else _latents(row, model)),
+        *(_latents(row, model) if model.is_latent else [merged]),
         row("self_attention.linear_proj.weight", "attention", Kind.ROW_PARALLEL, output),
         norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
         *(_mlp(dense, "mlp", "mlp", "mlp", model.ffn_hidden_size, model, traits) if dense.layers else ()),
@@ -157,7 +157,7 @@ def _layer_rows(model: ModelConfig, traits: Traits) -> list[WeightRow]:
 
 
 def _latents(row: _LayerRow, model: ModelConfig) -> list[WeightRow]:
-    """The weights of latent attention's queries, keys and values. Every rank makes whole latents (model)."""
+    """Weights of latent attention's queries, keys and values. Every TP rank computes whole latents."""
     rank, rope, heads = model.kv_lora_rank, model.qk_pos_emb_head_dim, model.num_attention_heads
     assert rank and rope and model.qk_head_dim
 
@@ -192,7 +192,6 @@ def _mlp(
     traits: Traits,
     **own: Any,
 ) -> list[WeightRow]:
-    """The two parameters of an MLP, of a shared expert, or of each expert."""
     given = ("gate", "up") if traits.gated_linear_unit else ("up",)
     first = {f"{theirs}.{each}_proj.weight": (width, model.hidden_size) for each in given}
     second = {f"{theirs}.down_proj.weight": (model.hidden_size, width)}
@@ -203,10 +202,7 @@ def _mlp(
 
 
 def _experts(row: _LayerRow, model: ModelConfig, traits: Traits) -> list[WeightRow]:
-    """The parameters of a layer with experts, with Qwen's names.
-
-    Under EP a rank has E / EP experts in a row, numbered from 0 on.
-    """
+    """Parameters of a layer with experts, with Qwen's names; an EP rank has E / EP experts, from 0 on."""
     hidden, number, shared = model.hidden_size, model.num_experts, model.moe_shared_expert_intermediate_size
     assert number is not None
     own = {"num_experts": number, "active": model.moe_router_topk / number}

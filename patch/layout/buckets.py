@@ -1,18 +1,18 @@
-"""Where each parameter lies in the flat buffers, and how the buffers are cut in buckets and shards.
+"""Positions of the parameters in the flat buffers, and the cut of the buffers into buckets and shards.
 
-Arithmetic only: no tensor is touched. Buckets follow the backward pass, so that the first bucket's
-gradients are complete first; a bucket closes when it holds `bucket_size` elements, and is padded so that
-every rank's shard of it has the same size. Inside a bucket parameters with weight decay come first, so that
-a shard is at most a few ranges of one parameter group each; but a series that goes on in the next bucket (a
-layer's experts, whose matrices are to lie at equal distances) comes last. Each domain (optimizer/domain.py)
-has a flat buffer of its own; the buckets of all of them are in one order.
+Arithmetic only: no tensor is touched. Buckets follow the backward pass, so the gradients of the first bucket
+are complete first. A bucket closes when it holds `bucket_size` elements. It is padded so that all ranks have
+shards of the same size. Inside a bucket, parameters with weight decay come first, so a shard has few ranges,
+each of one parameter group. A series that continues in the next bucket comes last (a layer's experts, whose
+matrices must lie at equal distances). Each buffer group (optimizer/buckets/buffer_group.py) has its own flat
+buffer. The buckets of all buffer groups share one order.
 
-Buckets are tapered: no compute hides the messages of those that backward completes last, and the next
-forward needs them first. So a bucket has at most half of the elements that are left, down to a smallest
-size; among thousands of ranks all have the same size. The last gradient, mostly that of the embedding, comes
-at once; it is cut in buckets whose sizes halve, so that the smaller ones are summed, updated and gathered
-while the larger ones travel. Any other parameter that is larger than a bucket is cut in equal parts, so that
-no staging buffer is larger than a bucket.
+Buckets are tapered: no compute hides the messages of the buckets that backward completes last, and the next
+forward needs their weights first. So a bucket has at most half of the remaining elements, down to a smallest
+size. With thousands of ranks all buckets have the same size. The last gradient, mostly of the embedding, is
+complete at once. It is cut into buckets of halving sizes, so that the smaller buckets are summed, updated and
+gathered while the larger ones are in flight. Any other parameter that is larger than a bucket is cut into
+equal parts, so no staging buffer exceeds a bucket.
 """
 
 from __future__ import annotations
@@ -25,69 +25,67 @@ from typing import NamedTuple
 # A shard's elements are a multiple of this, so that vector kernels and collectives start aligned.
 ALIGNMENT = 64
 _NCCL_ALIGNMENT = 2**16
-"""NCCL's rings have their full bandwidth at messages that a large power of 2 divides, upstream says."""
+"""Divisor of the messages at which NCCL's rings have their full bandwidth, according to upstream."""
 _SMALLEST_NUMEL = 2**16
-"""Elements of a bucket below which its messages cost their latency, whatever their size."""
+"""Elements of a bucket below which a message costs only its latency."""
 _SMALLEST_SHARE, _LONG_RING = 16, 128
-"""A tapered bucket has at least 1/16 of `bucket_size`; among more than 128 ranks a share that grows with
-them, because every bucket costs a message its latency for each (toolkits/benchmarks/RESULTS.md)."""
+"""Smallest tapered bucket: 1/16 of `bucket_size`. With more than 128 ranks this share grows with the ranks,
+because each bucket costs a message's latency per rank (toolkits/benchmarks/RESULTS.md)."""
 
 NUM_STAGING = 3
-"""Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
-bucket before. At ZeRO-3 the third is for what stays whole, and no larger."""
-NUM_WHOLE = 2
-"""Units of weights that are whole at once if replicas shard them: one computes, the next is gathered."""
-MAX_TRAVELLING = 4
-"""Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
-bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
-ROUNDED_UNDER_WAY = 2
-"""Messages of rounded gradients over NCCL: one is sent while another is rounded, or added up."""
+"""Staging buffers of ZeRO-2: one filling, one in flight, one for gradients that arrive before the previous
+bucket is complete. With ZeRO-3 the third is for parameters that stay whole, and no larger than their
+bucket."""
+NUM_GATHERED_UNITS = 2
+"""Units whose weights are whole at once with ZeRO-3: one computes, the next is being gathered."""
+MAX_IN_FLIGHT = 4
+"""Reductions that a CPU keeps in flight during backward. Each holds memory for what it receives: a bucket
+less the rank's own part. Step time is the same from 2 to all of them (toolkits/benchmarks/RESULTS.md)."""
+NUM_BF16_SENDS_IN_FLIGHT = 2
+"""Messages of rounded gradients over NCCL: one is sent while another is rounded or summed."""
 
 
 class ParamSpec(NamedTuple):
-    """A parameter, as the layout of buckets needs to know it."""
+    """The facts about a parameter that the layout of buckets needs."""
 
     numel: int
     group: int
-    """Index of its parameter group: the order of groups inside a bucket."""
-    is_alone: bool = False
-    """In buckets of its own (a tied embedding, which the first and last stage must cut alike)."""
+    """Index of the parameter group; it orders the parameters inside a bucket."""
+    has_own_bucket: bool = False
+    """Whether it has its own buckets (a tied embedding, which two stages must cut alike)."""
     stage: int = 0
-    """Which of the rank's pipeline stages it belongs to: each has its own backward, no bucket spans two."""
-    domain: int = 0
-    """Index of its domain, that is of its flat buffer: no bucket spans two."""
-    series: int = 0
-    """Not 0: of those with this number nothing but a bucket's padding lies between two."""
+    """Index among the rank's pipeline stages. Each stage has its own backward, and no bucket spans two."""
+    buffer_group: int = 0
+    """Index of the buffer group and its flat buffer; no bucket spans two."""
+    contiguous_with: int = 0
+    """Number of its series, or 0 if none. Only bucket padding may lie between parameters of one series."""
     unit: int = 0
-    """The unit that is gathered and freed together: no bucket spans two. 0: parameters that stay whole."""
+    """Number of the unit (FSDP), or 0 if the parameter stays whole. No bucket spans two units."""
 
 
 class ParamRange(NamedTuple):
-    """Elements of one parameter, and where they lie in its flat buffer: [begin, end)."""
+    """Elements of one parameter, and their position [begin, end) in the flat buffer."""
 
     parameter: int
-    """Its index among the parameters."""
     begin: int
     end: int
     offset: int = 0
-    """Index of the first of these elements in the flattened parameter; 0 for a whole parameter."""
+    """Index of the first element in the flattened parameter; 0 for a whole parameter."""
 
 
 @dataclass(frozen=True)
 class BucketRange:
-    """One bucket: elements [begin, end) of its domain's flat buffer, padding at its end included."""
+    """One bucket: elements [begin, end) of the flat buffer of a buffer group, padding at the end included."""
 
     begin: int
     end: int
     params: tuple[ParamRange, ...]
-    """The parameters in it, in the order of their elements: whole ones, or a part of a single one. All parts
-    of a parameter follow each other without gaps."""
+    """Whole parameters or one part of a single parameter, in the order of their elements. All parts of a
+    parameter follow each other without gaps."""
     stage: int = 0
-    """Which of the rank's pipeline stages they belong to."""
-    domain: int = 0
-    """Index of their domain."""
+    buffer_group: int = 0
     unit: int = 0
-    """The unit with which they are gathered and freed; 0: they stay whole."""
+    """Unit that is gathered and freed together, or 0 if the parameters stay whole."""
 
     @property
     def numel(self) -> int:
@@ -95,12 +93,12 @@ class BucketRange:
         return self.end - self.begin
 
     def shard(self, rank: int, num_shards: int) -> tuple[int, int]:
-        """The part [begin, end) of the flat buffer that belongs to one rank."""
+        """Return the part [begin, end) of the flat buffer that belongs to one rank."""
         size = self.numel // num_shards
         return self.begin + rank * size, self.begin + (rank + 1) * size
 
     def params_within(self, begin: int, end: int) -> list[ParamRange]:
-        """The parameters' parts inside [begin, end) of the flat buffer, none of them empty."""
+        """Return the non-empty parts of parameters inside [begin, end) of the flat buffer."""
         found = []
         for param in self.params:
             first, last = max(param.begin, begin), min(param.end, end)
@@ -115,15 +113,15 @@ def lay_out(
     """Cut parameters into buckets.
 
     Args:
-        specs: in the order in which backward completes their gradients.
+        specs: in the order in which backward completes the gradients.
         bucket_size: elements after which a bucket closes.
-        num_shards: of each domain: data-parallel ranks that share a bucket.
-        is_padded: a bucket is a multiple of 2**16 elements, as upstream's pad_buckets_for_high_nccl_busbw.
+        num_shards: per buffer group, the data-parallel ranks that share a bucket.
+        is_padded: pad buckets to multiples of 2**16 elements, as upstream's pad_buckets_for_high_nccl_busbw.
     Returns:
-        buckets in the order in which their last parameters are complete, in each domain without gaps; without
-        parameters one, of padding alone.
+        buckets in the order in which their last parameters are complete, without gaps in each buffer group.
+        If there are no parameters, one bucket of padding.
     """
-    if not specs:  # a frozen stage still takes part in what its data-parallel ranks do together
+    if not specs:  # a frozen stage still takes part in the collectives of its data-parallel group
         return [BucketRange(0, num_shards[0] * ALIGNMENT, ())]
     buckets: list[BucketRange] = []
     units = [math.lcm(shards * ALIGNMENT, _NCCL_ALIGNMENT if is_padded else 1) for shards in num_shards]
@@ -131,29 +129,30 @@ def lay_out(
     smallest = [smallest_bucket(bucket_size, shards) for shards in num_shards]
     for parts in _packed(specs, bucket_size, units, smallest):
         last = specs[parts[-1].parameter]
-        begin, unit = ends[last.domain], units[last.domain]
+        begin, unit = ends[last.buffer_group], units[last.buffer_group]
         params, position = [], begin
         for part in sorted(parts, key=lambda part: _place(specs[part.parameter], last)):
             params.append(ParamRange(part.parameter, position, position + part.numel, part.offset))
             position += part.numel
-        end = ends[last.domain] = begin + -(-(position - begin) // unit) * unit
-        buckets.append(BucketRange(begin, end, tuple(params), last.stage, last.domain, last.unit))
+        end = ends[last.buffer_group] = begin + -(-(position - begin) // unit) * unit
+        buckets.append(BucketRange(begin, end, tuple(params), last.stage, last.buffer_group, last.unit))
     return buckets
 
 
 def _place(spec: ParamSpec, last: ParamSpec) -> tuple[bool, int]:
-    """Where in its bucket a parameter belongs; the last one to be complete may be of a series."""
-    return last.series > 0 and spec.series == last.series, spec.group
+    """Sort key inside a bucket: a series of the bucket's last parameter goes to the end."""
+    return last.contiguous_with > 0 and spec.contiguous_with == last.contiguous_with, spec.group
 
 
-def flat_numels(buckets: Sequence[BucketRange], num_domains: int) -> list[int]:
-    """Elements of each domain's flat buffer."""
-    return [max((b.end for b in buckets if b.domain == domain), default=0) for domain in range(num_domains)]
+def flat_numels(buckets: Sequence[BucketRange], num_buffer_groups: int) -> list[int]:
+    """Return the elements of each buffer group's flat buffer."""
+    return [
+        max((b.end for b in buckets if b.buffer_group == buffer_group), default=0)
+        for buffer_group in range(num_buffer_groups)
+    ]
 
 
 class _Part(NamedTuple):
-    """Elements of one parameter that are to lie in one bucket."""
-
     parameter: int
     offset: int
     numel: int
@@ -162,42 +161,37 @@ class _Part(NamedTuple):
 def _packed(
     specs: Sequence[ParamSpec], bucket_size: int, units: Sequence[int], smallest_sizes: Sequence[int]
 ) -> list[list[_Part]]:
-    """Parts of parameters by bucket; only a whole parameter in the taper exceeds its bucket's size."""
+    """Parts of parameters by bucket; only a whole parameter in the taper exceeds its bucket."""
     packed: list[list[_Part]] = []
     open_: dict[tuple[int, int, int], list[_Part]] = {}
     room: dict[tuple[int, int, int], int] = {}
-    last = {spec.domain: index for index, spec in enumerate(specs)}
-    # The last gradient of a domain comes with the one before it, so nothing hides it: it is not counted.
-    left = {domain: -specs[index].numel for domain, index in last.items()}
+    last = {spec.buffer_group: index for index, spec in enumerate(specs)}
+    # Nothing hides the last gradient of a buffer group, so it is not counted.
+    left = {buffer_group: -specs[index].numel for buffer_group, index in last.items()}
     for spec in specs:
-        left[spec.domain] += spec.numel
+        left[spec.buffer_group] += spec.numel
     for index, spec in enumerate(specs):
-        place, unit = (spec.stage, spec.domain, spec.unit), units[spec.domain]
-        smallest = max(smallest_sizes[spec.domain], unit)
-        is_tapered = spec.is_alone or index == last[spec.domain]
+        place, unit = (spec.stage, spec.buffer_group, spec.unit), units[spec.buffer_group]
+        smallest = max(smallest_sizes[spec.buffer_group], unit)
+        is_tapered = spec.has_own_bucket or index == last[spec.buffer_group]
         parts = list(_cut(index, spec.numel, bucket_size, unit, smallest, is_tapered=is_tapered))
         parts = parts or [_Part(index, 0, 0)]
         is_first = place not in open_ or room[place] < spec.numel
-        if spec.is_alone or len(parts) > 1:
+        if spec.has_own_bucket or len(parts) > 1:
             packed += [[part] for part in parts]
             open_.pop(place, None)
         else:
             if is_first:
-                open_[place], room[place] = [], min(bucket_size, max(left[spec.domain] // 2, smallest))
+                open_[place], room[place] = [], min(bucket_size, max(left[spec.buffer_group] // 2, smallest))
                 packed.append(open_[place])
             open_[place] += parts
             room[place] -= spec.numel
-        left[spec.domain] -= spec.numel
+        left[spec.buffer_group] -= spec.numel
     return sorted(packed, key=lambda parts: parts[-1].parameter)
 
 
 def smallest_bucket(bucket_size: int, num_shards: int) -> int:
-    """Elements of the smallest bucket of a taper.
-
-    Args:
-        bucket_size: of the largest one.
-        num_shards: data-parallel ranks that share a bucket.
-    """
+    """Return the elements of the smallest bucket of a taper, shared by `num_shards` data-parallel ranks."""
     smallest = bucket_size * max(num_shards, _LONG_RING) // (_LONG_RING * _SMALLEST_SHARE)
     return max(min(smallest, bucket_size), _SMALLEST_NUMEL)
 
@@ -205,15 +199,8 @@ def smallest_bucket(bucket_size: int, num_shards: int) -> int:
 def _cut(
     index: int, numel: int, bucket_size: int, unit: int, smallest: int, *, is_tapered: bool
 ) -> Iterator[_Part]:
-    """A parameter in parts that are multiples of `unit`, but for the last one.
-
-    None exceeds a bucket, or the smallest one of a taper if that is larger, by a unit or more.
-
-    They depend on the parameter's size and on what is equal on all ranks, because two stages must cut a tied
-    embedding alike.
-
-    Args:
-        is_tapered: each part is at most half of what is left; else parts are about equal.
+    """Yield parts of a parameter, multiples of `unit` but for the last: halving if tapered, else about equal.
+    They depend only on sizes that are equal on all ranks: two stages must cut a tied embedding alike.
     """
     largest, offset = max(bucket_size, smallest), 0
     while offset < numel:

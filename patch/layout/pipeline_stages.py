@@ -1,10 +1,10 @@
-"""The layers of each pipeline stage, by a rule or a layout by hand, and what belongs to them.
+"""Layers of each pipeline stage, by rule or by `--pipeline-model-parallel-layout`, and how each is kept.
 
-The layers of a pipeline stage (with interleaving: of each of a process's stages) in the order of forward:
+A pipeline stage (with interleaving: each virtual stage) orders its layers in forward as follows:
 
-    first the offloaded ones    they are away longest, and their copies have the most time
-    then the recomputed ones    with --recompute-method block; uniform recomputes all layers
-    then those that are kept    their backward comes first
+    offloaded layers first     their activations are away longest, so the copies have the most time
+    then recomputed layers     with --recompute-method block; uniform recomputes all layers
+    then kept layers           their backward comes first
 
 Imports neither torch nor megatron.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from patch.errors import ConfigError
 
 _REPETITIONS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
-"""First of groups, then of single letters, as megatron-core expands them."""
+"""Repeats of groups, then of single letters, in megatron-core's order of expansion."""
 _MAX_LETTERS = 100_000
 _FORM = "a form such as Et*3|t*4|t*4L: E embedding, t layer, L loss, | between stages, (t|)*3 for repeats"
 
@@ -25,18 +25,15 @@ _FORM = "a form such as Et*3|t*4|t*4L: E embedding, t layer, L loss, | between s
 def split_layers(
     num_layers: int, num_stages: int, *, with_embedding: bool = False, with_loss: bool = False
 ) -> list[int]:
-    """Layers of each pipeline stage in the order in which a batch passes them.
+    """Return the layers of each pipeline stage, in the order in which a batch passes the stages.
 
-    If asked for, the embedding counts as a layer of the first stage, and output layer and loss as one of the
-    last. If the sum does not divide evenly, the middle stages get the remaining layers first, because the
-    first stage also has the embedding, and the last stage the output layer. If it does, this is Megatron-LM's
-    split.
+    If the sum does not divide evenly, the middle stages get the remaining layers first: the first stage also
+    has the embedding, and the last stage the output layer. If it divides evenly, this is Megatron-LM's split.
+    Virtual stages count as stages.
 
     Args:
-        num_layers: transformer layers of the model.
-        num_stages: stages over all pipeline ranks, interleaved ones included; at most what is counted.
-        with_embedding: `--account-for-embedding-in-pipeline-split`.
-        with_loss: `--account-for-loss-in-pipeline-split`.
+        with_embedding: count the embedding as a layer (`--account-for-embedding-in-pipeline-split`).
+        with_loss: count output layer and loss as a layer (`--account-for-loss-in-pipeline-split`).
     """
     fewest, num_remaining = divmod(num_layers + with_embedding + with_loss, num_stages)
     middle_first = [*range(1, num_stages - 1), 0, num_stages - 1]
@@ -47,10 +44,10 @@ def split_layers(
 
 
 def layout_layers(layout: str) -> list[int]:
-    """Layers of each pipeline stage of a layout in Megatron-LM's spelling, such as `Et*3|t*4|t*4L`.
+    """Return the layers of each stage of a layout in Megatron-LM's spelling, such as `Et*3|t*4|t*4L`.
 
     Raises:
-        ConfigError: the text is no layout, or one with stages that cannot be built.
+        ConfigError: the text is no layout, or has stages that cannot be built.
     """
     letters = layout.replace(",", "")
     for repetition in _REPETITIONS:
@@ -58,7 +55,7 @@ def layout_layers(layout: str) -> list[int]:
             _refuse(layout, f"at most {_MAX_LETTERS} letters", "it repeats something too often")
         letters = repetition.sub(lambda match: match[1] * int(match[2]), letters)
     if "m" in letters:
-        _refuse(layout, "no m", "layers that predict several tokens (MTP) are not built")
+        _refuse(layout, "no m", "multi-token prediction (MTP) is not supported")
     if unknown := sorted(set(letters) - set("EtL|")):
         _refuse(layout, _FORM, f"{' '.join(unknown)} has no meaning here")
     if letters.count("E") != 1 or letters.count("L") != 1 or letters[0] != "E" or letters[-1] != "L":
@@ -75,49 +72,48 @@ def _refuse(layout: str, expected: str, why: str) -> NoReturn:
 
 
 def layout_text(stage_layers: list[int]) -> str:
-    """The layout of stages with these numbers of layers, for `layout_layers`."""
+    """Return the layout, for `layout_layers`, of stages with these numbers of layers."""
     return "E" + "|".join(f"t*{layers}" if layers > 1 else "t" * layers for layers in stage_layers) + "L"
 
 
 def can_be_micro_batch_group(size: int, num_micro_batches: int, pp_size: int) -> bool:
-    """Whether an interleaved stage can pass so many micro-batches on before the next stage of its process.
+    """Return whether an interleaved stage can run `size` micro-batches before the rank's next stage runs.
 
-    Upstream's schedule (schedules.py:995-1018) wants PP or more in each group, also in the last one of a
-    step, which has the rest.
+    Upstream's schedule (schedules.py:995-1018) wants at least PP micro-batches in each group. This includes
+    the last group of a step, which has the remainder.
     """
     last_group = num_micro_batches % size
     return pp_size <= size <= num_micro_batches and (last_group == 0 or last_group >= pp_size)
 
 
 def smallest_micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
-    """The smallest group of micro-batches: its stage keeps the fewest activations."""
+    """Return the smallest group of micro-batches; it keeps the fewest activations."""
     sizes = range(pp_size, num_micro_batches)
     fitting = (size for size in sizes if can_be_micro_batch_group(size, num_micro_batches, pp_size))
     return next(fitting, num_micro_batches)
 
 
 class StageActivations(NamedTuple):
-    """Numbers of layers of one stage, in this order."""
+    """Numbers of layers of one stage, in the order of forward."""
 
     offloaded: int
-    """Their activations are in host memory until backward needs them."""
+    """Layers whose activations are in host memory until backward needs them."""
     recomputed: int
-    """Only their inputs are kept; with --recompute-method uniform only those of blocks of layers."""
+    """Layers that keep only their inputs; with --recompute-method uniform, blocks keep only theirs."""
     kept: int
-    """All that backward needs is kept; with AC=sel (as of offloaded layers) what it keeps."""
+    """Layers that keep all activations; with AC=sel (like offloaded layers) what selective recomputation
+    keeps."""
 
     @property
     def computed_again(self) -> slice:
-        """The places of recomputed layers in the stage."""
+        """Positions of the recomputed layers in the stage."""
         return slice(self.offloaded, self.offloaded + self.recomputed)
 
 
 def stage_activations(num_layers: int, settings: Any) -> StageActivations:
-    """How a stage of this many layers is split. A stage that has fewer than are asked for gives what it has.
+    """Return how a stage splits its layers, by a TrainingConfig or an object with its recomputation fields.
 
-    Args:
-        num_layers: of the stage.
-        settings: of the run: a TrainingConfig, or another with its fields of recomputation and offload.
+    A stage with fewer layers than requested gives all it has.
     """
     is_full = settings.recompute_granularity == "full"
     if is_full and settings.recompute_method == "uniform":

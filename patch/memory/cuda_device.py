@@ -14,26 +14,22 @@ from patch.memory.offload_device import Copies, Event, Joinable, allocate_pinned
 class Fragmentation:
     """An estimate of the bytes lost to fragmentation, from the allocator's statistics of each step.
 
-    The allocator keeps memory that was freed, so reserved minus allocated measures fragmentation only in a
-    step before which all freed memory has been returned to the device.
+    The allocator caches freed memory. So reserved minus allocated bytes measures fragmentation only in a
+    step that begins with an empty cache.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Bytes lost in the last step that could be measured."""
         self._has_freed_memory = True
-        """Whether the allocator keeps memory that was freed, so that the next step cannot be measured."""
+        """Whether the allocator caches freed memory, so that the next step cannot be measured."""
 
     def invalidate(self) -> None:
-        """Record that memory was freed, which the allocator keeps."""
+        """Record that memory was freed, which the allocator caches."""
         self._has_freed_memory = True
 
     def update(self, max_allocated: int, max_reserved: int) -> bool:
-        """Update the estimate after a step.
+        """Update the estimate after a step with its peaks of allocated and reserved bytes.
 
-        Args:
-            max_allocated: the most bytes that were allocated in the step.
-            max_reserved: the most bytes that torch had reserved in the step.
         Returns:
             whether the caller should empty the allocator's cache, so that the next step can be measured.
         """
@@ -47,8 +43,7 @@ class CudaDevice:
     """A GPU; see OffloadDevice for the methods.
 
     Args:
-        device: the GPU.
-        what: what is offloaded; its copies are in an order of their own.
+        what: name of the offloaded data. Each name has its own copy streams.
     """
 
     def __init__(self, device: torch.device, what: str = "states") -> None:
@@ -60,57 +55,57 @@ class CudaDevice:
         )
 
     def set_device(self) -> None:
-        """Make the GPU the current one of this thread.
+        """Make the GPU current in this thread.
 
         Otherwise the end of a stream context would make GPU 0 current and create a CUDA context there.
         """
         self._streams.set_device(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate a buffer of (numel,) zeros; copies to it wait until it is zeroed."""
+        """Allocate a buffer of (numel,) zeros. Copies to the buffer wait until it is zeroed."""
         buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self._h2d_stream.wait_stream(self._streams.current_stream(self.device))
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Record that torch's allocator keeps the buffer's memory; see Fragmentation."""
+        """Record that torch's allocator caches the buffer's memory; see Fragmentation."""
         self._fragmentation.invalidate()
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a (numel,) buffer of pinned memory, without rounding its size up."""
+        """Allocate a (numel,) buffer of pinned memory, without rounding up its size."""
         return allocate_pinned(numel, dtype)
 
     def record_event(self, after: Sequence[Joinable] = ()) -> Event:
-        """Record on the current stream, or with `after` on a separate one, so that compute does not wait."""
+        """Record on the current stream, or with `after` on a separate stream: compute does not wait."""
         compute = self._streams.current_stream(self.device)
         if not after:
             return compute.record_event()
         self._join_stream.wait_stream(compute)
         with self._streams.stream(self._join_stream):
             for work in after:
-                work.join()
+                work.wait_stream()
         return self._join_stream.record_event()
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
-        """Copy on the device-to-host stream. It is a queue: start copies in the order of their events."""
+        """Copy on the device-to-host stream, in call order: start copies in the order of their events."""
         with self._streams.stream(self._d2h_stream):
             after.wait()
         return self._copy(copies, self._d2h_stream)
 
     def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
-        """Copy on the host-to-device stream, which is a queue too."""
+        """Copy on the host-to-device stream, in call order."""
         if after is not None:
             with self._streams.stream(self._h2d_stream):
                 after.wait()
         return self._copy(copies, self._h2d_stream)
 
     def usable_bytes(self) -> int:
-        """Bytes that are free or reserved by torch, without those lost to fragmentation."""
+        """Return the bytes that are free or reserved by torch, minus bytes lost to fragmentation."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - self._fragmentation.num_bytes
 
     def pop_peak_bytes(self) -> int:
-        """The most bytes that torch had allocated since the last call."""
+        """Return the peak bytes that torch allocated since the last call."""
         peak = torch.cuda.max_memory_allocated(self.device)
         if self._fragmentation.update(peak, torch.cuda.max_memory_reserved(self.device)):
             torch.cuda.empty_cache()
@@ -128,5 +123,5 @@ class CudaDevice:
         with self._streams.stream(stream):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-        # A thread that waits for a blocking event sleeps and leaves its core to the Adam kernel's threads.
+        # A thread that waits for a blocking event sleeps, so that the Adam kernel can use its core.
         return stream.record_event(self._streams.Event(blocking=True))

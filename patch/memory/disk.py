@@ -1,17 +1,17 @@
-"""Memory on a disk: buffers in a nameless file, read ahead and written behind by threads.
+"""Memory on a disk: buffers in an unnamed file, read ahead and written behind by threads.
 
-A buffer is a meta tensor, which has a shape and no values; views of it are parts of the buffer. `on_host`
-and `write_values` read and write any part, through the page cache. `start_read` and `start_write` move whole
-buffers between the file and aligned memory, past the page cache (O_DIRECT) where the file system takes that.
+A buffer is a meta tensor: it has a shape and no values. Views of the meta tensor are parts of the buffer.
+`on_host` and `write_values` access any part through the page cache. `start_read` and `start_write` move
+whole buffers between the file and aligned memory with O_DIRECT, if the file system supports it.
 
-The file has no name: the kernel frees it with its last process, also after kill -9 or a lost machine. So
-nothing is ever left in the folder, nothing in it is followed or trusted, and no other program can shorten or
-replace the file; any number of ranks and runs share a folder. Room is reserved when a buffer is allocated.
+The kernel frees an unnamed file when its last process ends, even after kill -9. No file is left in the
+folder, and no other program can shorten or replace it. Any number of ranks and runs can share a folder.
+Disk space is reserved when a buffer is allocated.
 
-Requests of 64 MiB from two threads reach what the disk can do, because os.preadv and os.pwritev release the
-GIL and the kernel splits such a request for the disk's whole queue. PyPI's liburing (2026.3) takes bytearrays
-alone, no memory of torch, and containers forbid io_uring by default; kvikio (26.10) needs cupy and CUDA, and
-uses such threads itself where there is no GPUDirect Storage.
+Requests of 64 MiB from two threads reach the full disk bandwidth: os.preadv and os.pwritev release the GIL,
+and the kernel splits each request over the disk's queue. PyPI's liburing (2026.3) accepts only bytearrays,
+and containers forbid io_uring by default. kvikio (26.10) needs cupy and CUDA; without GPUDirect Storage it
+uses the same kind of threads.
 """
 
 from __future__ import annotations
@@ -29,29 +29,26 @@ from typing import NamedTuple
 
 import torch
 
-from patch.device import same_device
+from patch.device import device_setter
 from patch.errors import TrainingError
 from patch.logger import get_logger
 from patch.memory.offload_device import whole_pages
-from patch.numbers import size_text
+from patch.text import size_text
 
 _logger = get_logger(__name__)
 
 _REQUEST_BYTES = 64 << 20
 _NUM_THREADS = 2
-"""For each direction."""
 
 Jobs = Sequence[Future[None]]
-"""The requests of one transfer; it is complete when all of them are."""
+"""Requests of one transfer, which is complete when all of them are."""
 
 
 class DiskMemory:
-    """Memory in a file of its own; an Allocator, whose buffers are meta tensors.
+    """Memory in an unnamed file in `folder`, which is created: an Allocator whose buffers are meta tensors.
 
-    Args:
-        folder: where the file lies; created if it is missing.
     Raises:
-        TrainingError: there can be no file.
+        TrainingError: the file cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,23 +63,22 @@ class DiskMemory:
         except OSError:
             _logger.warning("%s takes no direct I/O: states there pass through the page cache", folder)
         self._readers, self._writers = (
-            ThreadPoolExecutor(_NUM_THREADS, f"disk-{what}", initializer=same_device())
+            ThreadPoolExecutor(_NUM_THREADS, f"disk-{what}", initializer=device_setter())
             for what in ("read", "write")
         )
         self._end = 0
         self._unused: dict[int, list[int]] = defaultdict(list)
-        """Begins of ranges of the file that no buffer has any more, by their length."""
+        """Offsets of unused ranges of the file, by the length of the range."""
         self._writes: dict[int, Jobs] = {}
-        """The last write to each range, by its begin."""
         self._lock = Lock()
         self.num_bytes_moved = 0
-        """Bytes read and written by whole buffers so far."""
+        """Bytes that `start_read` and `start_write` moved so far."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Reserve room for a (numel,) buffer: of zeros, or where another one was of what that one had.
+        """Reserve a (numel,) buffer: zeros, or the old contents of a freed buffer.
 
         Raises:
-            TrainingError: the disk, or this user's share of it, is full.
+            TrainingError: the disk or the user's quota is full.
         """
         buffer = torch.empty(numel, dtype=dtype, device="meta")
         size = whole_pages(buffer.nbytes)
@@ -98,19 +94,18 @@ class DiskMemory:
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Do nothing: the range is used again when the last reference to the buffer is gone."""
+        """Do nothing: the range is reused after the last reference to the buffer is gone."""
 
     def _forget(self, key: int, size: int, begin: int) -> None:
         del _places[key]
         self._unused[size].append(begin)
 
     def start_read(self, source: torch.Tensor, target: torch.Tensor, after: Jobs = ()) -> Jobs:
-        """Start to read a whole buffer, when all writes to it, and `after`, have ended.
+        """Start to read a whole buffer, after all writes to the buffer and the requests `after`.
 
         Args:
-            source: the buffer.
-            target: memory that begins at a page and ends with one, as HOST allocates it, or pinned.
-            after: what still uses the target.
+            target: page-aligned memory of whole pages, from HOST or pinned.
+            after: requests that still use the target.
         """
         place = _place_of(source)
         assert place is not None
@@ -118,7 +113,7 @@ class DiskMemory:
         return self._start(self._readers, os.preadv, place, target, after)
 
     def start_write(self, source: torch.Tensor, target: torch.Tensor) -> Jobs:
-        """Start to write a whole buffer; see `start_read`, of which target and source are exchanged."""
+        """Start to write a whole buffer from page-aligned memory, after earlier writes to the buffer."""
         place = _place_of(target)
         assert place is not None
         after = self._writes.get(place.begin, ())
@@ -143,7 +138,7 @@ class DiskMemory:
         return [threads.submit(transfer, begin) for begin in range(0, place.size, _REQUEST_BYTES)]
 
     def transfer_part(self, call: _Call, part: torch.Tensor, memory: torch.Tensor) -> None:
-        """Read or write a part of a buffer through the page cache, behind all writes that were started."""
+        """Read or write a part of a buffer through the page cache, after all writes that were started."""
         place = _place_of(part)
         assert place is not None and part.is_contiguous()
         for job in self._writes.get(place.begin, ()):
@@ -168,8 +163,8 @@ class DiskMemory:
             yield
         except OSError as error:
             raise TrainingError(
-                f"memory in {self.folder}: {what}: {error.strerror}. Checkpoints are whole; make room "
-                "there, look after the disk, or give another folder",
+                f"memory in {self.folder}: {what}: {error.strerror}. Checkpoints are not affected. Free "
+                "space, check the disk, or choose another folder",
                 field="offload_folder",
             ) from error
 
@@ -179,16 +174,12 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 
 class _Place(NamedTuple):
-    """Where a buffer is."""
-
     memory: DiskMemory
     begin: int
     size: int
-    """Bytes, whole pages."""
 
 
 _places: dict[int, _Place] = {}
-"""By the buffer's storage."""
 
 
 def _place_of(tensor: torch.Tensor) -> _Place | None:
@@ -196,12 +187,12 @@ def _place_of(tensor: torch.Tensor) -> _Place | None:
 
 
 def is_on_disk(value: object) -> bool:
-    """Whether a value is a tensor in a DiskMemory."""
+    """Return whether a value is a tensor in a DiskMemory."""
     return isinstance(value, torch.Tensor) and _place_of(value) is not None
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor in host memory: itself, or a copy from a device or a disk.
+    """Return a tensor in host memory: the tensor itself, or a copy of it from a device or a disk.
 
     Raises:
         TrainingError: the disk fails.
@@ -214,7 +205,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values to a tensor wherever it is.
+    """Copy values to a tensor on a device, in host memory or on a disk.
 
     Raises:
         TrainingError: a disk fails.

@@ -1,8 +1,4 @@
-"""The interface of an offload device, a device with too little memory, and the host memory that it uses.
-
-CudaDevice         a GPU: copies between it and pinned memory run on separate streams
-SimulatedDevice    CPU memory with a budget, for runs and tests of offload without a GPU
-"""
+"""The interface of an offload device (a device with too little memory), and the host memory that it uses."""
 
 from __future__ import annotations
 
@@ -16,13 +12,13 @@ import torch
 
 
 class Allocator(Protocol):
-    """Allocates flat buffers, and is told when a caller gives one up."""
+    """Allocates flat buffers, and is told when the caller frees a buffer."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros."""
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Record that the caller gives up a buffer; its memory is freed with the last reference."""
+        """Record that the caller frees a buffer. Its memory is freed with the last reference."""
 
 
 class TorchAllocator:
@@ -40,14 +36,14 @@ class TorchAllocator:
 
 
 class HostAllocator:
-    """Pageable host memory: whole pages, as disks want them, in huge ones if the system has them."""
+    """Pageable host memory in whole pages, which direct I/O needs; huge pages if the system has them."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros."""
         # Private: shared memory does not get huge pages.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pages = mmap.mmap(-1, whole_pages(numel * dtype.itemsize), flags=flags)
-        pages.madvise(mmap.MADV_DONTFORK)  # a page copied for a child would not get what a disk still sends
+        pages.madvise(mmap.MADV_DONTFORK)  # a forked copy would miss data that a disk read still writes
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 pages.madvise(mmap.MADV_HUGEPAGE)
@@ -63,25 +59,20 @@ HOST = HostAllocator()
 
 
 def whole_pages(num_bytes: int) -> int:
-    """The bytes of the pages that hold `num_bytes`; at least one page."""
+    """Round up to whole pages; at least one page."""
     return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 class _PinnedPages(mmap.mmap):
     """Pages that are registered with CUDA, and unregistered before they are unmapped.
 
-    If their address stayed registered, CUDA would copy to the old pages after the system has mapped others
-    at the same address.
+    If an address stayed registered, CUDA would copy to the old pages after the system reuses the address.
     """
 
     address, device = 0, 0
 
     def register(self, address: int) -> None:
-        """Pin the pages, which begin at `address`.
-
-        Raises:
-            MemoryError: the system cannot pin that much memory.
-        """
+        """Pin the pages, which begin at `address`; raise MemoryError if the system cannot pin that much."""
         error_code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if error_code:
             with suppress(RuntimeError):  # this thread's next kernel reports the error as its own
@@ -94,15 +85,13 @@ class _PinnedPages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            with torch.cuda.device(self.device):  # whichever thread has dropped the last reference
+            with torch.cuda.device(self.device):  # the last reference may end in any thread
                 torch.cuda.synchronize()  # copies may still use the pages
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a (numel,) buffer of zeros in pinned host memory, of exactly this size.
-
-    torch's own allocator rounds up to a power of two.
+    """Allocate a (numel,) buffer of zeros in pinned memory, of exactly this size (torch rounds to 2 ** n).
 
     Raises:
         MemoryError: the system cannot pin that much memory.
@@ -116,7 +105,7 @@ def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(numel,) zeros in host memory that a device copies from and to at full speed.
+    """Allocate (numel,) zeros in host memory that a device copies from and to at full speed.
 
     Raises:
         MemoryError: the system cannot pin that much memory.
@@ -127,7 +116,7 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(source, target) pairs of equal shapes and types."""
+"""(source, target) pairs of equal shapes and dtypes."""
 
 
 class Event(Protocol):
@@ -143,7 +132,7 @@ class Event(Protocol):
 class Joinable(Protocol):
     """Unfinished work that the current stream can wait for, for example a collective."""
 
-    def join(self) -> None:
+    def wait_stream(self) -> None:
         """Make the current stream, or on a CPU this thread, wait for the work."""
 
 
@@ -151,44 +140,36 @@ class OffloadDevice(Allocator, Protocol):
     """A device that buffers are offloaded from."""
 
     def set_device(self) -> None:
-        """Make the device the current one of this thread; every thread that copies calls it first."""
+        """Make the device current in this thread; every thread that copies calls it first."""
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a (numel,) buffer of host memory that the device copies from and to at full speed."""
 
     def record_event(self, after: Sequence[Joinable] = ()) -> Event:
-        """Record an event at the end of all work queued on the current stream, and of all of `after`."""
+        """Record an event after all work queued on the current stream and all work in `after`."""
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
-        """Start copies to the host that wait for `after`, and for all earlier copies to the host.
-
-        Returns:
-            an event at the end of the copies.
-        """
+        """Start copies to the host, after `after` and all earlier copies; return an event at their end."""
 
     def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
-        """Start copies to the device at once, or with `after` as soon as it has occurred.
-
-        Returns:
-            an event at the end of the copies.
-        """
+        """Start copies to the device, after `after` if it is given; return an event at their end."""
 
     def usable_bytes(self) -> int:
-        """Bytes that this process may use on the device: those it uses already and those that are free."""
+        """Return the bytes that this process may use on the device: bytes in use plus free bytes."""
 
     def pop_peak_bytes(self) -> int:
-        """The most bytes that this process used on the device since the last call."""
+        """Return the peak bytes that this process used on the device since the last call."""
 
     def count_activations(self) -> AbstractContextManager[None]:
-        """A context for forward and backward, so that the peak includes the tensors that they keep."""
+        """Return a context for forward and backward in which the peak includes saved activations."""
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Within `count_activations`: let the peak include a tensor's memory until that is freed.
+        """Within `count_activations`, count a tensor's memory until it is freed.
 
-        Only what changes the hooks of saved tensors calls it.
+        Only code that replaces the hooks of saved tensors calls it.
         """
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a parameter or a view of one."""
+    """Return whether the tensor is a parameter or a view of a parameter."""
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)

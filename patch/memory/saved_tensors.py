@@ -1,13 +1,13 @@
-"""Tensors that autograd saves for backward are in host memory until backward needs them.
+"""Tensors that autograd saves for backward, kept in host memory until backward needs them.
 
-    saving     forward: what autograd saves inside is a group, whose copies to the host start at the end
-    release    forward goes on: the groups' memory on the device is freed when the copies have ended
-    fetch      backward comes near: the copies back start
+    saving     in forward: tensors that autograd saves form a group; at the end its copies to the host start
+    release    later in forward: the device memory of groups is freed when the copies have ended
+    fetch      early in backward: the copies back start
     unpack     backward needs the first tensor of a group: compute waits for the copies
 
-A storage is copied once, and whole, however many saved tensors are views of it. Memory of the device is
-allocated and freed in the order of the compute stream. So compute waits for a copy before the memory that it
-reads is freed, and a copy back waits for what compute did before with the memory that it writes to.
+A storage is copied once as a whole, even if several saved tensors are views of it. Device memory is allocated
+and freed in the order of the compute stream. So compute waits for a copy to the host before the source memory
+is freed. A copy back waits until compute has finished with its target memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ _LEAST_UNIT = 4096
 
 
 class HostBlocks:
-    """Blocks for groups of tensors. There are never more blocks than were in use at the same time.
-
-    Args:
-        device: allocates them.
-    """
+    """Host blocks for groups of tensors. The number of blocks is at most the peak number in use."""
 
     def __init__(self, device: OffloadDevice) -> None:
         self._device = device
         self._free: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A (n,) uint8 block of at least this many bytes; its content is undefined.
+        """Take a (n,) uint8 block of at least this many bytes; its content is undefined.
 
         Raises:
             MemoryError: the system cannot pin that much memory.
@@ -44,65 +40,57 @@ class HostBlocks:
         large_enough = [index for index, block in enumerate(self._free) if block.numel() >= num_bytes]
         if large_enough:
             return self._free.pop(min(large_enough, key=lambda index: self._free[index].numel()))
-        if self._free:  # a new one takes the place of one that is too small
+        if self._free:  # the new block replaces the largest free block, which is too small
             self._free.pop(max(range(len(self._free)), key=lambda index: self._free[index].numel()))
-        # Rounded by up to an eighth, so that groups of nearly equal sizes share blocks.
+        # Round up by at most an eighth, so that groups of nearly equal sizes share blocks.
         unit = max(_LEAST_UNIT, 1 << max(num_bytes.bit_length() - 4, 0))
         return self._device.allocate_pinned(-(-num_bytes // unit) * unit, torch.uint8)
 
     def give(self, block: torch.Tensor) -> None:
-        """Return a block. Copies that start from now on must not overtake those from and to it."""
+        """Return a block. Later copies must not overtake earlier copies from or to the block."""
         self._free.append(block)
 
 
 _ALIGNMENT = 512
-"""Alignment of storages in a block, in bytes, as of torch's own allocations on a GPU."""
+"""Alignment of storages in a block, in bytes; equal to that of torch's CUDA allocations."""
 
 
 class Clock(Protocol):
     """Measures how long compute waits."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context in which compute only waits."""
+        """Return a context in which compute only waits."""
 
     def read_ms(self) -> float:
-        """Milliseconds of it since the last call."""
+        """Return the milliseconds that compute waited since the last call."""
 
 
 class _Storage:
-    """A storage that autograd saves.
-
-    Args:
-        tensor: (n,), the whole storage, in the type of the first saved tensor in it.
-        group: the group that it is in.
-    """
+    """A storage that autograd saves: (n,), in the dtype of its first saved tensor."""
 
     def __init__(self, tensor: torch.Tensor, group: SavedGroup) -> None:
         self.on_device: torch.Tensor | None = tensor
-        """(n,); None while only the host has the content."""
         self.on_host: torch.Tensor | None = None
-        """(n,), a part of the group's block."""
+        """(n,), a part of the group's block, or None if the host has no copy."""
         self.group, self.num_bytes = group, tensor.nbytes
 
     def has_memory(self) -> bool:
-        """Whether there is memory; what is recomputed has none until backward."""
+        """Return whether the device has the content; a storage to be recomputed has none until backward."""
         return self.on_device is not None and self.on_device.untyped_storage().nbytes() > 0
 
     def send(self, block: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a part of a host block; the copy to start."""
         assert self.on_device is not None
         self.on_host = block[begin : begin + self.num_bytes].view(self.on_device.dtype)
         return self.on_device, self.on_host
 
     def fetch(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate memory on the device; the copy to start."""
         assert self.on_host is not None
         self.on_device = torch.empty(len(self.on_host), dtype=self.on_host.dtype, device=device)
         return self.on_host, self.on_device
 
 
 class _View(NamedTuple):
-    """A saved tensor: where it is in its storage. Only autograd refers to it."""
+    """A saved tensor as a view of its storage. Only autograd refers to it."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -111,57 +99,49 @@ class _View(NamedTuple):
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, whose storage is on the device."""
         assert self.storage.on_device is not None, "the step of this graph has ended"
         whole = self.storage.on_device.view(self.dtype)
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
 class SavedGroup:
-    """The tensors that autograd saved in one `saving`."""
+    """The tensors that autograd saved in one `saving` context."""
 
     def __init__(self) -> None:
         self.storages: list[_Storage] = []
-        """Offloaded storages, until they are back; then each is freed when backward has used it."""
+        """Offloaded storages, until they are fetched. Then autograd frees each storage after its use."""
         self.block: torch.Tensor | None = None
-        """Host memory of all of them, until they are back."""
         self.sent: Event | None = None
-        """The end of the copies to the host, while the device's memory is not released."""
+        """The end of the copies to the host, or None after the device memory is released."""
         self.fetched: Event | None = None
-        """The end of the copies back, while compute has not waited for it."""
+        """The end of the copies back, or None after compute has waited for them."""
 
 
 class SavedTensors:
-    """The groups of a process.
-
-    Args:
-        device: copies on streams of its own.
-        torch_device: where the tensors are.
-    """
+    """All groups of a process, copied by `device`; the tensors are on `torch_device`."""
 
     def __init__(self, device: OffloadDevice, torch_device: torch.device) -> None:
         self.device = device
         self.clock: Clock | None = None
-        """Gets the time that compute waits for copies; if the device copies at once, their time too."""
+        """Measures the time that compute waits for copies; with synchronous copies, their time too."""
         self._torch_device = torch_device
         self._blocks = HostBlocks(device)
         self._open: list[SavedGroup] = []
-        """Groups with a block, in the order of their `saving`."""
         self._num_bytes = 0
 
     @contextmanager
     def saving(self, stays: Callable[[torch.Tensor], bool]) -> Iterator[SavedGroup]:
-        """A context for a part of forward. At its end the copies of what autograd saved inside start.
+        """Offload the tensors that autograd saves in this context; their copies start when it ends.
 
         Args:
-            stays: whether a saved tensor is to stay on the device; weights do.
+            stays: returns whether a saved tensor stays on the device. Weights always stay.
         """
         group = SavedGroup()
         storages: dict[int, _Storage] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _View:
             self.device.count(tensor)
-            saved = tensor.detach()  # the tensor itself would refer to its own graph
+            saved = tensor.detach()  # the original tensor would keep its own graph alive
             if is_weight(tensor) or stays(tensor):
                 return saved
             memory = saved.untyped_storage()
@@ -176,7 +156,7 @@ class SavedTensors:
         self._send(group, list(storages.values()))
 
     def _send(self, group: SavedGroup, storages: Sequence[_Storage]) -> None:
-        """Start the copies to the host, except of memory that was given up to be recomputed in backward."""
+        """Start the copies to the host, except of freed storages that backward will recompute."""
         group.storages = [storage for storage in storages if storage.has_memory()]
         if not group.storages:
             return
@@ -192,10 +172,10 @@ class SavedTensors:
             group.sent = self.device.copy_to_host(copies, self.device.record_event())
 
     def release(self, *, but: SavedGroup | None = None) -> None:
-        """Free the device's memory of groups whose copies have been started; compute waits for the copies.
+        """Free the device memory of groups whose copies have started; compute waits for the copies.
 
         Args:
-            but: a group whose copies go on beside compute.
+            but: a group to keep, whose copies overlap with compute.
         """
         for group in self._open:
             if group.sent is not None and group is not but:
@@ -206,7 +186,7 @@ class SavedTensors:
                     storage.on_device = None
 
     def fetch(self, group: SavedGroup) -> None:
-        """Start the copies of a group back, unless its memory was not released."""
+        """Start the copies of a group back, unless its device memory was not released."""
         if group.block is None or group.fetched is not None:
             return
         if group.sent is not None:
@@ -219,7 +199,7 @@ class SavedTensors:
             group.fetched = self.device.copy_to_device(copies, self.device.record_event())
 
     def end_step(self) -> None:
-        """End a forward and backward. What an error left behind is given up: its graph cannot be used."""
+        """End a forward and backward, and drop groups that an error left, whose graphs are unusable."""
         for group in list(self._open):
             for event in (group.sent, group.fetched):
                 if event is not None:
@@ -227,12 +207,12 @@ class SavedTensors:
             self._close(group)
 
     def pop_bytes(self) -> int:
-        """Bytes copied to the host since the last call."""
+        """Return the bytes copied to the host since the last call."""
         num_bytes, self._num_bytes = self._num_bytes, 0
         return num_bytes
 
     def pop_wait_ms(self) -> float:
-        """Milliseconds that compute waited for copies since the last call; 0 without a clock."""
+        """Return the milliseconds that compute waited for copies since the last call; 0 without a clock."""
         return 0.0 if self.clock is None else self.clock.read_ms()
 
     def _unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
@@ -242,7 +222,6 @@ class SavedTensors:
         return saved.tensor()
 
     def _need(self, group: SavedGroup) -> None:
-        """Make compute wait until a group is on the device."""
         self.fetch(group)
         if group.fetched is not None:
             with self._waiting():
@@ -250,10 +229,7 @@ class SavedTensors:
             self._close(group)
 
     def _close(self, group: SavedGroup) -> None:
-        """The host's copies are not needed any more, and the rest is up to autograd's references.
-
-        The next copy to the block follows the last one, and what compute has waited for.
-        """
+        """Give back the host block. Later copies to the block follow the last copy from it."""
         assert group.block is not None
         self._blocks.give(group.block)
         self._open.remove(group)

@@ -20,30 +20,27 @@ class SimulatedOutOfMemory(torch.OutOfMemoryError):
 
 
 class _FinishedEvent:
-    """The event of work that has ended already."""
-
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work has ended."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work has ended."""
 
 
 class SimulatedDevice:
     """CPU memory with a budget; see OffloadDevice for the methods. Copies end before the call returns.
 
     Args:
-        budget: bytes, or UNLIMITED. It is checked when a buffer is allocated and, inside
-            `count_activations`, when autograd saves a tensor for backward.
+        budget: bytes, or UNLIMITED. It is checked when a buffer is allocated, and when autograd saves a
+            tensor inside `count_activations`.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.allocated_bytes = 0
-        """Bytes of buffers and activations, and those that `reserve` counted."""
+        """Bytes of buffers and activations, plus the bytes that `reserve` counted."""
         self._peak_bytes = 0
         self._counter: _StorageCounter | None = None
-        """The counter of the current `count_activations`."""
 
     def set_device(self) -> None:
         """Do nothing: the CPU is always current."""
@@ -80,13 +77,13 @@ class SimulatedDevice:
         self.release(buffer.nbytes)
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate pageable host memory: without a GPU, pinning it is of no use."""
+        """Allocate pageable host memory: pinning needs a GPU."""
         return torch.empty(numel, dtype=dtype)
 
     def record_event(self, after: Sequence[Joinable] = ()) -> Event:
-        """Wait for `after` at once; all other work of this thread has ended."""
+        """Wait for `after` at once. All other work of this thread has ended."""
         for work in after:
-            work.join()
+            work.wait_stream()
         return _FinishedEvent()
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
@@ -100,30 +97,30 @@ class SimulatedDevice:
         return _FinishedEvent()
 
     def usable_bytes(self) -> int:
-        """The budget."""
+        """Return the budget."""
         return self.budget
 
     def pop_peak_bytes(self) -> int:
-        """The most bytes that were counted since the last call."""
+        """Return the peak counted bytes since the last call."""
         peak, self._peak_bytes = self._peak_bytes, self.allocated_bytes
         return peak
 
     @contextmanager
     def count_activations(self) -> Iterator[None]:
-        """A context for forward and backward: what autograd saves counts until its memory is freed.
+        """Count the tensors that autograd saves in this context until their memory is freed.
 
-        Each storage counts once; weights do not, since `reserve` has counted them. When the context ends,
-        nothing is counted any more, even if an error keeps the graph alive.
+        Each storage counts once. Weights do not count, because `reserve` has counted them. Counting stops
+        when the context ends, even if an error keeps the graph alive.
 
         Raises:
-            SimulatedOutOfMemory: at the tensor that exceeds the budget.
+            SimulatedOutOfMemory: a saved tensor exceeds the budget.
         """
         if self.budget == UNLIMITED:
             yield
             return
         self._counter = _StorageCounter(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _itself):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
         finally:
             self._counter.close()
@@ -140,24 +137,16 @@ class SimulatedDevice:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.count(tensor)
-        return tensor.detach()  # the tensor itself would refer to its own graph
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+        return tensor.detach()  # the original tensor would keep its own graph alive
 
 
 class _StorageCounter:
-    """Counts the bytes of storages until they are freed, or until `close`."""
-
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
-        """The counted sizes, by the storage's address."""
 
     def count(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, unless it is counted."""
         if storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = 0
             self._storages[storage._cdata] = weakref.ref(storage)
@@ -165,7 +154,7 @@ class _StorageCounter:
         self._measure()
 
     def _measure(self) -> None:
-        """Count what the storages have now: recomputation frees memory and gives it back to them."""
+        # Recomputation frees the memory of a storage and allocates it again.
         sizes = {key: storage.nbytes() for key, ref in self._storages.items() if (storage := ref())}
         grown = sum(sizes.values()) - sum(self._sizes[key] for key in sizes)
         if grown > 0:
@@ -179,6 +168,5 @@ class _StorageCounter:
         self._device.release(self._sizes.pop(key, 0))
 
     def close(self) -> None:
-        """Release all bytes that are still counted; storages that are freed later change nothing."""
         self._device.release(sum(self._sizes.values()))
         self._sizes, self._storages = {}, {}

@@ -1,7 +1,7 @@
 """Copies of whole buffers between a device and pageable host memory, staged through two pinned buffers.
 
-While one staging buffer is copied to or from the device, the host copies the other one from or to pageable
-memory. Without these buffers the driver would stage such copies itself: more slowly, and blocking the host.
+While one staging buffer is copied to or from the device, the host copies the other staging buffer from or
+to pageable memory. A driver stages such copies more slowly and blocks the host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from patch.memory.offload_device import Copies, Event, OffloadDevice
 
-# Large enough for full speed, but small, because nothing overlaps the first and the last part.
+# Large enough for full speed, and small because nothing overlaps the first and the last part.
 _STAGING_BYTES = 32 << 20
 
 
 class _Part(NamedTuple):
-    """A part of one copy that fits into a staging buffer; (n,) uint8 each."""
+    """A part of one copy that fits into a staging buffer: (n,) uint8 tensors."""
 
     staging: torch.Tensor
     source: torch.Tensor
@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
 
 class StagedCopier:
-    """Copies buffers in the order of the calls: a copy begins when the one before has ended."""
+    """Copies buffers in call order: a copy starts after the previous copy has ended."""
 
     def __init__(self, device: OffloadDevice) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class StagedCopier:
         self._worker = ThreadPoolExecutor(1, "staged-copy", initializer=device.set_device)
 
     def copy_to_host(self, copies: Copies) -> None:
-        """Copy buffers behind all work that is queued on the device; returns when the copies have ended."""
+        """Copy buffers after all work queued on the device; return when the copies have ended."""
         self._worker.submit(lambda: None).result()  # a copy to the device may still use the staging buffers
         queued = self._device.record_event()
         pending: deque[tuple[Event, _Part]] = deque()
@@ -48,11 +48,7 @@ class StagedCopier:
             _copy_out(event, part)
 
     def copy_to_device(self, copies: Copies) -> Future[None]:
-        """Copy in the background.
-
-        Returns:
-            a future that is done when the copies have ended; work queued on the device after that sees them.
-        """
+        """Copy in the background; device work that is queued after the future is done sees the copies."""
         return self._worker.submit(self._copy_to_device, copies)
 
     def _copy_to_device(self, copies: Copies) -> None:
@@ -66,7 +62,6 @@ class StagedCopier:
             event.synchronize()
 
     def _split(self, copies: Copies) -> Iterator[_Part]:
-        """Split copies into parts, which use the staging buffers in turn."""
         num_parts = 0
         for pair in copies:
             source, target = (tensor.view(torch.uint8) for tensor in pair)

@@ -1,7 +1,7 @@
 """The LLaMA model on megatron-core's TransformerBlock; see README.md."""
 
-from patch.config.execution import Execution
-from patch.model.hf_order import SOURCES, sources_of
+from patch.model.attention.packed_sequences import PackedSequences
+from patch.model.hf_numerics.layers import SOURCES, sources_of
 from patch.model.llama import (
     WEIGHT_PREFIXES,
     LlamaModel,
@@ -9,15 +9,13 @@ from patch.model.llama import (
     sharded_weights,
     unchanged_weights,
 )
-from patch.model.loss import LearnedTokens, ScoredTokens, sum_aligned
-from patch.model.packed_sequences import PackedSequences
+from patch.model.loss import LossMask, ScoredTokens, sum_aligned
 from patch.model.weight_init import forget_weights, forgetting_weights, initialize_weights
 
 __all__ = [
     "SOURCES",
     "WEIGHT_PREFIXES",
-    "Execution",
-    "LearnedTokens",
+    "LossMask",
     "LlamaModel",
     "PackedSequences",
     "ScoredTokens",

@@ -1,10 +1,9 @@
-"""Layers whose activations are not all kept until backward: recomputed and offloaded ones (AC=full, offload).
+"""Transformer layers that recompute or offload their activations (AC=full, AC=offload).
 
-They are subclasses of upstream's layer and have no parameters of their own. `patch.layout.pipeline_stages`
-decides which layers they are.
+The layers subclass TransformerLayer and add no parameters. `patch.layout.pipeline_stages` chooses them.
 
-An offloaded layer's activations start for the host when its forward ends, while the next layer computes; when
-that one has ended too, their memory on the device is freed. They start back when the next layer's backward
+The copy of a layer's activations to the host starts when the forward of the layer ends. The device memory is
+freed when the forward of the next layer has ended. The copy back starts when the backward of the next layer
 begins. So at most two offloaded layers have activations on the device.
 """
 
@@ -17,24 +16,20 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from patch.config.execution import Execution
+from patch.config.schema import TrainingConfig
 from patch.layout.pipeline_stages import stage_activations
 from patch.memory import SavedTensors
 from patch.memory.saved_tensors import SavedGroup
 
-LEAST_SHARE = 16
-"""A saved tensor stays on the device if it has less than this part of the bytes of the layer's input."""
+MIN_OFFLOAD_DIVISOR = 16
+"""A saved tensor stays on the device if it is smaller than this fraction (1 / 16) of the layer's input."""
 
 
 class RecomputedLayer(TransformerLayer):
-    """A layer of which only the input is kept; backward repeats its forward.
+    """A layer that keeps only its input; backward repeats its forward by `recompute`.
 
-    Upstream recomputes single layers in its block of layers (transformer_block.py:560-578). Here a layer does
-    so itself, so that another one of the block can be offloaded.
-
-    Args:
-        recompute: upstream's `checkpoint`, or one that takes its arguments.
-        arguments, named: those of TransformerLayer.
+    megatron-core recomputes layers in the TransformerBlock (transformer_block.py:560-578). Here a layer
+    recomputes itself, so that other layers of the block can be offloaded.
     """
 
     def __init__(self, *arguments: Any, recompute: Callable[..., Any], **named: Any) -> None:
@@ -42,7 +37,7 @@ class RecomputedLayer(TransformerLayer):
         self._recompute = recompute
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, Any]:
-        """TransformerLayer's: hidden states [S, B, H] in; the same and a context, which is None, out."""
+        """Return the hidden states [S, B, H] and a context, which is None."""
         forward = super().forward
         if not self.training:
             return forward(hidden_states, **arguments)
@@ -54,20 +49,14 @@ class RecomputedLayer(TransformerLayer):
 
 
 class OffloadedLayer(TransformerLayer):
-    """A layer whose activations are in host memory between its forward and its backward.
-
-    Args:
-        offload: of the stage.
-        is_first: whether it is the first layer of its stage.
-        arguments, named: those of TransformerLayer.
-    """
+    """A layer whose activations are in host memory between its forward and its backward."""
 
     def __init__(self, *arguments: Any, offload: StageOffload, is_first: bool, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.offload, self._is_first = offload, is_first
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, Any]:
-        """TransformerLayer's: hidden states [S, B, H] in; the same and a context, which is None, out."""
+        """Return the hidden states [S, B, H] and a context, which is None."""
         forward = super().forward
         if not torch.is_grad_enabled():
             return forward(hidden_states, **arguments)
@@ -76,11 +65,9 @@ class OffloadedLayer(TransformerLayer):
 
 
 class StageOffload:
-    """Sends the activations of a stage's offloaded layers, and fetches them.
+    """Copies the activations of a stage's offloaded layers to the host and back.
 
-    Args:
-        saved: of the process.
-        keeps_input: whether the stage's input is kept until backward anyway: the pipeline's schedule does so.
+    `keeps_input`: the pipeline schedule keeps the stage's input until backward anyway.
     """
 
     def __init__(self, saved: SavedTensors, *, keeps_input: bool) -> None:
@@ -88,16 +75,13 @@ class StageOffload:
         self._newest: SavedGroup | None = None
         """The group of the layer whose forward has just ended, if it is offloaded."""
         self._before: SavedGroup | None = None
-        """The group of the layer before that one, in the same forward of the stage."""
+        """The group of the layer before `_newest`, in the same forward of the stage."""
 
     @contextmanager
     def saving(self, hidden: torch.Tensor, arguments: dict[str, Any], *, is_first: bool) -> Iterator[None]:
-        """A context for the forward of an offloaded layer.
+        """Context for the forward of an offloaded layer with the input `hidden`.
 
-        Args:
-            hidden: its input.
-            arguments: what else it gets, which other layers get too, so its tensors stay.
-            is_first: whether it is the first layer of the stage.
+        All layers share the tensors in `arguments`, so these stay on the device.
         """
         if is_first:
             self._before = None
@@ -105,7 +89,7 @@ class StageOffload:
         shared = _storages_of([*arguments.values(), *(vars(packed).values() if packed else ())])
         if is_first and self._keeps_input:
             shared.add(hidden.untyped_storage()._cdata)
-        least_bytes = hidden.nbytes / LEAST_SHARE
+        least_bytes = hidden.nbytes / MIN_OFFLOAD_DIVISOR
 
         def stays(tensor: torch.Tensor) -> bool:
             storage = tensor.untyped_storage()
@@ -115,7 +99,7 @@ class StageOffload:
             yield
 
     def follow(self, layer: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
-        """A forward hook of the offloaded layers, and of the one that follows them."""
+        """Forward hook of the offloaded layers and of the layer after them."""
         if not torch.is_grad_enabled():
             return
         self._saved.release(but=self._newest)
@@ -128,24 +112,16 @@ class StageOffload:
 
 
 def _storages_of(values: list[Any]) -> set[int]:
-    """Identities of the storages of the tensors among some values."""
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
 def layer_kinds(
-    num_layers: int, execution: Execution, offload: StageOffload | None, recompute: Callable[..., Any]
+    num_layers: int, training: TrainingConfig, offload: StageOffload | None, recompute: Callable[..., Any]
 ) -> list[tuple[type[TransformerLayer], dict[str, Any]]]:
-    """The class of each layer of a stage, and what it takes besides upstream's arguments.
-
-    Args:
-        num_layers: of the stage.
-        execution: the settings.
-        offload: of the stage, if the process offloads activations.
-        recompute: see RecomputedLayer.
-    """
-    split = stage_activations(num_layers, execution)
+    """Return the class of each layer of a stage, and its arguments besides those of TransformerLayer."""
+    split = stage_activations(num_layers, training)
     kinds: list[tuple[type[TransformerLayer], dict[str, Any]]] = [(TransformerLayer, {})] * num_layers
-    if execution.recompute_method == "block":
+    if training.recompute_method == "block":
         recomputed = slice(split.offloaded, split.offloaded + split.recomputed)
         kinds[recomputed] = [(RecomputedLayer, {"recompute": recompute})] * split.recomputed
     for index in range(split.offloaded):
@@ -154,7 +130,7 @@ def layer_kinds(
 
 
 def follow_offloaded(layers: Sequence[torch.nn.Module]) -> None:
-    """Let a stage's offload follow its offloaded layers, which come first, and the one behind them."""
+    """Register the stage's hooks on the offloaded layers, which come first, and on the layer after them."""
     offloads = [layer.offload for layer in layers if isinstance(layer, OffloadedLayer)]
     for layer in layers[: len(offloads) + 1] if offloads else ():
         layer.register_forward_hook(offloads[0].follow)

@@ -1,21 +1,21 @@
-"""Adapters (LoRA, arXiv:2106.09685) of a rank's stages: all that is trained, beside weights that stay.
+"""LoRA adapters (arXiv:2106.09685) of a rank's stages: the only trainable weights; base weights are frozen.
 
-A linear layer with output W x gives W x + scale * B (A dropout(x)). Each Hugging Face tensor that a layer is
-made of (q, k, v; gate, up) is a part with an A and a B of its own, as in PEFT. Over all parts of a layer A is
-one product, and B is one: a matrix of blocks whose rows lie as those of W.
+A linear layer with output W x returns W x + scale * B (A dropout(x)). Each Hugging Face tensor of a layer (q,
+k, v; gate, up) is a part with its own A and B, as in PEFT. The A of all parts are one product. The B are one
+block-diagonal matrix, whose rows have the order of W's rows.
 
-What an adapter adds is whole, cut or a part of a sum over TP as the layer's own output is. Messages are as
-wide as the rank:
+An adapter's output is full, sharded or a partial sum over TP, as the layer's own output is. Collectives are
+as wide as the LoRA rank:
 
-    layer           A         A x             B         summed over TP once a step
-    Column          whole     of all heads    rows      nothing: the gradient of A x is summed
-    Column with SP  whole     gathered        rows      A's gradient, of a rank's tokens
-    Row             columns   summed          whole     nothing
-    Row with SP     columns   reduced and cut whole     B's gradient, of a rank's tokens
-    uncut           whole     -               whole     with SP both
-    of experts      as above  no message      as above  what is whole: the dispatcher has their messages
+    layer           A         A x             B         summed over TP once per step
+    Column          full      all heads       rows      nothing, because A x's gradient is summed
+    Column with SP  full      all-gather      rows      gradient of A, from a rank's tokens
+    Row             columns   all-reduce      full      nothing
+    Row with SP     columns   reduce-scatter  full      gradient of B, from a rank's tokens
+    unsharded       full      -               full      with SP both gradients
+    expert          as above  no collective   as above  full factors; the dispatcher communicates
 
-Shapes: S sequence (with SP a rank has S / TP of it), I inputs and O outputs of this rank, r rank.
+Shapes: S sequence (S / TP per rank with SP), I inputs and O outputs of this rank, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -44,31 +44,30 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from patch.config.execution import Execution
-from patch.config.schema import ModelConfig
+from patch.config.schema import RunConfig
 from patch.families import Kind
 from patch.families.adapters import Adapter, AdapterConfig, adapters_of
 from patch.families.weights import WeightRow
-from patch.model.hf_order import BatchFirst
+from patch.model.hf_numerics.layers import HFLinear
 
 _AXES: dict[Kind, int] = {Kind.COLUMN_PARALLEL: 0, Kind.ROW_PARALLEL: 1}
-"""The axis along which TP cuts a factor."""
+"""The axis along which TP shards A or B."""
 
 
 _Message = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Sum(torch.autograd.Function):
-    """output + scale * hidden @ second.T, in the output's memory where autograd lets us."""
+    """output + scale * hidden @ second.T, in place where autograd allows it."""
 
     @staticmethod
     def forward(
         ctx: Any, output: torch.Tensor, hidden: torch.Tensor, second: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """[..., O] and [..., r] with [O, r]; [..., O] out."""
+        """[..., O] and [..., r] with [O, r] in; [..., O] out."""
         ctx.scale = scale
         ctx.save_for_backward(hidden, second)
-        if output._is_view() or not output.is_contiguous():  # as upstream's messages are, of one rank too
+        if output._is_view() or not output.is_contiguous():  # as megatron-core's collectives return
             output = output.clone(memory_format=torch.contiguous_format)
         else:
             ctx.mark_dirty(output)
@@ -78,7 +77,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of output, hidden and second."""
         hidden, second = ctx.saved_tensors
         rows, scaled = gradient.reshape(-1, len(second)), hidden.flatten(0, -2) * ctx.scale
         of_hidden = (rows @ second).mul_(ctx.scale).view(hidden.shape)
@@ -86,8 +84,6 @@ class _Sum(torch.autograd.Function):
 
 
 class _Factor(torch.nn.Module):
-    """A or B of a part, whose values are not set yet."""
-
     def __init__(
         self, row: WeightRow, like: torch.Tensor, dtype: torch.dtype, tp_size: int, *, sees_part: bool
     ) -> None:
@@ -101,22 +97,16 @@ class _Factor(torch.nn.Module):
 
 
 class _Part(torch.nn.Module):
-    """The two factors with PEFT's names."""
-
     def __init__(self, make: Callable[[WeightRow], _Factor], adapter: Adapter) -> None:
         super().__init__()
         self.lora_A, self.lora_B = make(adapter.a), make(adapter.b)
 
 
 class Adapters(torch.nn.ModuleDict):
-    """The adapters of a linear layer, by the names of its parts.
+    """The adapters of a linear layer, by the names of its parts; some parts may have none.
 
-    Args:
-        layer: what they belong to.
-        adapters: of its parts; some parts may have none.
-        config: their scale and dropout.
-        groups: data-parallel ranks, whose dropout differs.
-        num_query_groups: of the model, in whose order the rows of a merged q, k and v lie.
+    Data-parallel ranks (`groups`) have different dropout. `num_query_groups` sets the row order of merged
+    QKV.
     """
 
     _order: torch.Tensor | None
@@ -150,7 +140,7 @@ class Adapters(torch.nn.ModuleDict):
         share = group.size() if base.kind in (Kind.COLUMN_PARALLEL, Kind.QKV) else 1
         names = {each.target: each.name for each in adapters}
         self._parts = [(names.get(target), shape[0] // share) for target, shape in base.hf.items()]
-        """For each part in order: its name, None without an adapter, and the rows of B."""
+        """Per part: its name, or None without an adapter, and the rows of B."""
         order = None
         if base.kind is Kind.QKV:
             order = _order([rows for _, rows in self._parts], num_query_groups // share)
@@ -158,10 +148,10 @@ class Adapters(torch.nn.ModuleDict):
         self.register_buffer("_order", order, persistent=False)
         replicas = groups.expt_dp if is_of_experts else groups.dp_cp
         self._place = replicas.rank(), group.rank() if is_cut or base.kind is Kind.ROW_PARALLEL else 0
-        """Ranks with the same place take the same input."""
+        """Ranks with the same place have the same input, so they need the same dropout."""
 
     def forward(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        """The layer's output [..., O] and what the adapters add, from the layer's input [..., I]."""
+        """Return the layer's output [..., O] plus the adapters' output, from the layer's input [..., I]."""
         first = [part.lora_A.weight for part in self._own()]
         if self._dropout and self.training:
             hidden = torch.cat([linear(self._with_zeros(input), weight) for weight in first], dim=-1)
@@ -173,7 +163,7 @@ class Adapters(torch.nn.ModuleDict):
         return sum_
 
     def add_part(self, number: int, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        """A part's output [..., O] and what its adapter adds, in PEFT's order of operations; at TP 1.
+        """Return a part's output [..., O] plus its adapter's output, in PEFT's order of operations; at TP 1.
 
         Source: peft/tuners/lora/layer.py, Linear.forward.
         """
@@ -188,7 +178,6 @@ class Adapters(torch.nn.ModuleDict):
         return [*self.values()]
 
     def _second(self) -> torch.Tensor:
-        """B of all parts, [O, parts * r]."""
         known = dict(zip(self, (part.lora_B.weight for part in self._own()), strict=True))
         like = next(iter(known.values()))
         blocks = [known[name] if name else like.new_empty(rows, 0) for name, rows in self._parts]
@@ -196,7 +185,7 @@ class Adapters(torch.nn.ModuleDict):
         return stacked if self._order is None else stacked[self._order]
 
     def _with_zeros(self, input: torch.Tensor) -> torch.Tensor:
-        """Dropout by a seed of the CPU's generator, which resume and recomputation restore."""
+        """Apply dropout, seeded by the CPU generator, which resume and recomputation restore."""
         seed = int(torch.randint(2**62, ()))
         own = zlib.crc32(repr((seed, *self._place)).encode())
         generator = torch.Generator(input.device).manual_seed(own)
@@ -206,7 +195,7 @@ class Adapters(torch.nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
     ) -> ShardedStateDict:
-        """The adapter's shards, named and cut like the layer's own."""
+        """Return the adapters' shards, named and sharded like the layer's weight."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, self._axes, sharded_offsets,
             tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
@@ -214,7 +203,7 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def _message(layer: Any, *, is_cut: bool) -> _Message | None:
-    """The collective for A x over a TP group; its backward is that of the other direction."""
+    """Return the TP collective for A x."""
     if isinstance(layer, ColumnParallelLinear):
         if is_cut:
             return partial(
@@ -229,7 +218,7 @@ def _message(layer: Any, *, is_cut: bool) -> _Message | None:
 
 
 def _order(sizes: list[int], num_groups: int) -> torch.Tensor:
-    """Where the rows of a merged q, k and v are in the three after each other: group by group."""
+    """Return the row indices that reorder stacked q, k and v into merged QKV, group by group."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
     parts = [
         torch.arange(end - size, end).view(num_groups, -1) for size, end in zip(sizes, ends, strict=True)
@@ -237,37 +226,29 @@ def _order(sizes: list[int], num_groups: int) -> torch.Tensor:
     return torch.cat(parts, dim=1).flatten()
 
 
-def add_adapters(
-    stage: Any, model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
-) -> None:
-    """Freeze a stage (LlamaModel) and give its layers adapters, whose values are not set yet.
-
-    Args:
-        stage: of this rank.
-        model: the shape of the whole model.
-        execution: its `adapter` says which layers get adapters of which rank.
-        groups: of this rank.
-    """
-    config = execution.adapter
+def add_adapters(stage: Any, run: RunConfig, groups: ProcessGroupCollection) -> None:
+    """Freeze a stage (LlamaModel) and add adapters, which are not yet initialized."""
+    model, config = run.model, run.adapter
     stage.requires_grad_(False)
     for base, found in groupby(adapters_of(model, config), key=lambda each: each.base):
         adapters = list(found)
         for layer in _layers_called(stage, base):
             layer.adapters = Adapters(layer, adapters, config, groups, model.num_query_groups)
             product: Any = getattr(layer, "product", None)
-            is_aligned = isinstance(product, BatchFirst) and product.num_parts == len(base.hf)
-            if is_aligned and groups.tp.size() == 1:  # over more ranks sums have another order anyway
-                product.adapters = layer.adapters
+            is_aligned = isinstance(product, HFLinear) and product.num_parts == len(base.hf)
+            # On several ranks the order of sums differs anyway, except in layers that are not cut.
+            if is_aligned and (groups.tp.size() == 1 or base.kind is Kind.REPLICATED):
+                product.adapt = layer.adapters.add_part
             else:
                 layer.register_forward_hook(_add)
     stage.is_adapted = True
-    if stage.pre_process and execution.recompute_granularity is not None:
-        # What is recomputed passes gradients on only if its input has one.
+    if stage.pre_process and run.recompute is not None:
+        # Recomputed layers get gradients only if their input requires one.
         stage.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
 
 
 def _layers_called(stage: Any, base: WeightRow) -> Iterator[Any]:
-    """The linear layers of a stage that a row of the weight table is about."""
+    """Yield the linear layers of a stage that a row of the weight table describes."""
     path = base.name.removeprefix("decoder.layers.*.").removesuffix(".weight")
     before, _, behind = path.partition(".#.")
     for layer in stage.decoder.layers:
@@ -277,5 +258,5 @@ def _layers_called(stage: Any, base: WeightRow) -> Iterator[Any]:
 
 
 def _add(layer: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
-    """A forward hook of upstream's layers, which give an output and a bias."""
+    """Forward hook of layers that return an output and a bias."""
     return layer.adapters(output[0], inputs[0]), output[1]

@@ -1,4 +1,4 @@
-"""The kernels of a model that is built on a device (`patch.config.backends`): those that work there."""
+"""The kernels that a model uses on a device: the kernels of `patch.features.backends` that work there."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.config.backends import Backends, SdpaKernel, choose_backends
-from patch.config.execution import Execution
-from patch.config.schema import ModelConfig
+from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.collectives import all_gather_object
 from patch.families import attended_channels
+from patch.features.backends import Backends, SdpaKernel, choose_backends
 from patch.logger import get_logger
-from patch.model.attention import CausalAttention
-from patch.model.context_parallel import ContextParallelAttention
+from patch.model.attention.context_parallel import ContextParallelAttention
+from patch.model.attention.core_attention import CausalAttention
 
 _logger = get_logger(__name__)
 _CPU = MachineFacts(cuda_devices=0, cpu_cores=1)
@@ -29,42 +28,37 @@ _CPU = MachineFacts(cuda_devices=0, cpu_cores=1)
 
 def backends_on(
     device: torch.device,
-    model: ModelConfig,
-    execution: Execution,
+    config: RunConfig,
     groups: ProcessGroupCollection,
     upstream: TransformerConfig,
 ) -> Backends:
-    """The kernels of a model on a device. It sets whether torch's FlashAttention is flash-attn 3's.
+    """Return the kernels of a model on a device, and switch torch's FlashAttention to flash-attn 3 or back.
 
-    On a GPU a collective over the job: what fails on one rank is used by none.
-
-    Args:
-        device: of the weights.
-        model: the model.
-        execution: how it is computed.
-        groups: megatron-core's process groups.
-        upstream: the model as megatron-core has it.
+    On a GPU this is a collective over the job: a kernel that fails on one rank is used on no rank.
     """
     machine = MachineFacts.probe() if device.type == "cuda" else _CPU
-    cp_size = groups.cp.size()
-    backends = choose_backends(model, execution, machine, cp_size=cp_size)
+    backends = choose_backends(config, machine)
     if machine.cuda_devices and _use_flash_attention_3(backends.has_flash_attention_3) is not None:
         machine = dataclasses.replace(machine, libraries=machine.libraries - {"flash_attn_3"})
-        backends = choose_backends(model, execution, machine, cp_size=cp_size)
+        backends = choose_backends(config, machine)
     if machine.cuda_devices:
+        model, cp_size = config.model, groups.cp.size()
         is_engine = backends.transformer_impl == "transformer_engine" and model.attention_backend != "local"
-        is_ring = cp_size > 1 and execution.cp_comm_type == "p2p"
-        tried = () if is_engine and cp_size == 1 else backends.sdpa  # else others' kernels
-        own = faults_of(tried, upstream, model.seq_length, attended_channels(model), device, is_ring=is_ring)
+        is_ring = cp_size > 1 and config.parallel.cp_comm_type == "p2p"
+        tried = () if is_engine and cp_size == 1 else backends.sdpa  # (): TE has its own kernels
+        own = failing_kernels(
+            tried, upstream, model.seq_length, attended_channels(model), device, is_ring=is_ring
+        )
         faults = {kernel: why for found in all_gather_object(own) for kernel, why in found.items()}
         for kernel, why in faults.items():
-            _logger.warning("attention by %s fails here, and is not used: %s", kernel, why)
-        backends = choose_backends(model, execution, machine, cp_size=cp_size, faulty=faults)
+            said = "attention kernel %s failed its trial on this GPU and is not used: %s"
+            _logger.warning(said, kernel, why)
+        backends = choose_backends(config, machine, faulty=faults)
         _logger.info("kernels: %s", backends.line)
     return backends
 
 
-def faults_of(
+def failing_kernels(
     kernels: Sequence[SdpaKernel],
     config: TransformerConfig,
     length: int,
@@ -73,18 +67,16 @@ def faults_of(
     *,
     is_ring: bool = False,
 ) -> dict[SdpaKernel, str]:
-    """The kernels that raise, forward and backward, at one sequence of a model, and what they say.
+    """Return the kernels that raise in forward and backward of one sequence, with their error messages.
 
-    torch goes on to the next kernel by itself, which is no fault, where it knows before that one cannot be
-    used, but not where cuDNN finds no plan or a launch fails. Of each process: its own heads, all tokens.
+    torch itself skips a kernel that it knows to be unsuitable, which is no fault. It does not skip a kernel
+    if cuDNN finds no plan or a launch fails. Each process tries its own heads and all tokens.
 
     Args:
-        kernels: to be tried; not math, which needs memory for all scores and is torch's own arithmetic.
-        config: of the model.
+        kernels: to try; "math" is skipped, because it needs memory for all scores and cannot fail otherwise.
         length: S, tokens of a sequence.
         head_size: channels of a head in attention.
-        device: where.
-        is_ring: whether context parallelism's ring calls them: cuDNN, or one that needs no trial.
+        is_ring: whether the CP ring calls the kernels; only cuDNN needs a trial then.
     """
     found: dict[SdpaKernel, str] = {}
     num_ranks = config.tensor_model_parallel_size * (1 if is_ring else config.context_parallel_size)
@@ -113,7 +105,7 @@ def faults_of(
                 attend(*heads, None).sum().backward()
             torch.get_device_module(device).synchronize(device)
         except torch.OutOfMemoryError:
-            pass  # of the whole run's memory nothing is known here
+            pass  # the memory of the whole run is not known here
         except RuntimeError as error:
             if not is_skipped(error):
                 found[kernel] = (str(error).strip().splitlines() or ["no reason"])[0]
@@ -121,16 +113,13 @@ def faults_of(
 
 
 def is_skipped(error: RuntimeError) -> bool:
-    """Whether torch's SDPA says that it would go on to the next kernel, if there was one."""
+    """Return whether the error says that SDPA skipped the kernel."""
     return str(error).startswith(("No available kernel", "No viable backend"))
 
 
 def _use_flash_attention_3(is_wanted: bool) -> Exception | None:
-    """Switch torch's FlashAttention for this process; the error if the library cannot be loaded.
-
-    From then on SDPA, varlen_attn and context parallelism's ring run its kernels.
-    """
-    from torch.nn import attention  # its names differ between versions of torch only where it is not needed
+    """Switch torch's FlashAttention (SDPA, varlen_attn, CP ring); return the error if flash-attn 3 fails."""
+    from torch.nn import attention  # the names are missing only in torch versions that do not get here
 
     is_active = attention.current_flash_attention_impl() == "FA3"
     if is_active and not is_wanted:
@@ -139,6 +128,7 @@ def _use_flash_attention_3(is_wanted: bool) -> Exception | None:
         try:
             attention.activate_flash_attention_impl("FA3")
         except (ImportError, OSError, RuntimeError) as error:
-            _logger.warning("flash-attn 3 is installed, but cannot be used: %s", error)
+            said = "flash-attn 3 failed to load and is not used: %s; reinstall it for this torch version"
+            _logger.warning(said, error)
             return error
     return None

@@ -1,4 +1,4 @@
-"""Upstream's configuration of a model, from its shape, its traits and how it is computed."""
+"""megatron-core's TransformerConfig of a run."""
 
 from __future__ import annotations
 
@@ -9,40 +9,34 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from patch.compat.corrections import StageLayout
-from patch.config.execution import Execution
-from patch.config.schema import ModelConfig
+from patch.config.choices import PRECISIONS
+from patch.config.schema import ModelConfig, RunConfig
 from patch.device import torch_dtype
 from patch.families import expert_layers, traits_of
-from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
-from patch.model.hf_order import batch_first_silu, bloom_gelu
+from patch.model.fp8.te_scales import scaling_settings
+from patch.model.hf_numerics.layers import batch_first_silu, bloom_gelu
 from patch.model.mlp import activation_called
-from patch.model.te_scales import scaling_settings
 
 
 def transformer_config(
-    model: ModelConfig,
+    config: RunConfig,
     groups: ProcessGroupCollection,
-    execution: Execution,
     *,
     cuda: bool,
     aligned: frozenset[str] = frozenset(),
 ) -> TransformerConfig:
-    """Upstream's configuration of a model. Fusions that need CUDA extensions are off.
+    """Return megatron-core's configuration of a run's model. Fusions that need CUDA extensions are off.
 
-    Args:
-        model: the shape of the whole model.
-        groups: megatron-core's process groups, which set the sizes of TP, PP and CP.
-        execution: how the model is computed.
-        cuda: whether the weights are on a GPU.
-        aligned: the operations (of `sources_of`) in Hugging Face's order.
+    `aligned` are the operations (from `sources_of`) in Hugging Face's order.
     """
-    dtype, traits = torch_dtype(execution.facts.kept_as), traits_of(model)
+    model, parallel, training = config.model, config.parallel, config.training
+    dtype, traits = torch_dtype(PRECISIONS[training.precision].kept_as), traits_of(model)
     activation = activation_called(traits.activation)
     if "swiglu" in aligned and traits.activation == "silu":
         activation = batch_first_silu
     elif "gelu" in aligned:
         activation = bloom_gelu
-    kind = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
+    kind = MLATransformerConfig if model.is_latent else TransformerConfig
     return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -61,10 +55,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=groups.tp.size(),
         context_parallel_size=groups.cp.size(),
-        cp_comm_type=execution.cp_comm_type,
-        sequence_parallel=execution.sequence_parallel and groups.tp.size() > 1,
+        cp_comm_type=parallel.cp_comm_type,
+        sequence_parallel=parallel.sequence_parallel and groups.tp.size() > 1,
         calculate_per_token_loss=True,
-        deterministic_mode=execution.deterministic_mode,
+        deterministic_mode=training.deterministic_mode,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -73,15 +67,14 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_attention_settings(model),
-        **_expert_settings(model, execution, groups, aligned),
-        **_layer_settings(model, execution, dtype, aligned, cuda=cuda),
-        **_recompute_settings(execution),
-        **_pipeline_settings(model.num_layers, groups.pp, execution),
+        **_expert_settings(config, groups, aligned),
+        **_layer_settings(config, dtype, aligned, cuda=cuda),
+        **_recompute_settings(config),
+        **_pipeline_settings(config, groups.pp),
     )
 
 
 def _attention_settings(model: ModelConfig) -> dict[str, Any]:
-    """The fields of upstream's configuration for attention, with the scale of latent attention's scores."""
     settings: dict[str, Any] = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
@@ -89,11 +82,11 @@ def _attention_settings(model: ModelConfig) -> dict[str, Any]:
         "window_size": model.window_size,
         "attention_dropout": 0.0,
     }
-    if model.kv_lora_rank is None:
+    if not model.is_latent:
         return settings
     is_yarn = model.use_rope_scaling and model.rope_scaling_type == "yarn"
     return settings | {
-        # Our stage gives RoPE's table to this attention as to any other.
+        # LlamaModel passes RoPE's table to latent attention too.
         "multi_latent_attention": False,
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,
@@ -107,13 +100,13 @@ def _attention_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_settings(
-    model: ModelConfig, execution: Execution, groups: ProcessGroupCollection, aligned: frozenset[str]
+    config: RunConfig, groups: ProcessGroupCollection, aligned: frozenset[str]
 ) -> dict[str, Any]:
-    """The fields of upstream's configuration for experts; the divisor of their losses is Router's."""
-    layers = expert_layers(model)
+    """Return the fields for experts; Router sets the divisor of the expert losses."""
+    model, settings = config.model, config.experts
+    layers, numbers = expert_layers(model), range(model.num_layers)
     if not layers:
         return {}
-    settings, numbers = execution.experts, range(model.num_layers)
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.expert_width,
@@ -138,88 +131,68 @@ def _expert_settings(
 
 
 def _layer_settings(
-    model: ModelConfig, execution: Execution, dtype: torch.dtype, aligned: frozenset[str], *, cuda: bool
+    config: RunConfig, dtype: torch.dtype, aligned: frozenset[str], *, cuda: bool
 ) -> dict[str, Any]:
-    """The fields of upstream's configuration that differ between our layers and Transformer Engine's.
-
-    Of our 8-bit products (eight_bit_product.py) upstream knows nothing.
-    """
-    if model.transformer_impl != "transformer_engine":
-        overlaps = execution.tp_comm_overlap  # of tensor parallelism's messages with products
+    """Return the fields that differ between our layers and TE's; our fp8 products need no field."""
+    if config.model.transformer_impl != "transformer_engine":
+        overlaps = config.parallel.tp_comm_overlap
         return {
             "transformer_impl": "local",
-            "tp_comm_overlap": not cuda if overlaps is None else overlaps,  # else resolved
+            "tp_comm_overlap": not cuda if overlaps is None else overlaps,  # on CUDA a run has resolved None
             "recompute_modules": _recomputed_modules(dtype, aligned, cuda=cuda),
         }
-    # Its norms are parts of its linear layers, its messages overlap only through user buffers (not set up).
+    # TE fuses norms into linear layers. Its TP overlap needs user buffers, which are not set up here.
     settings = {"transformer_impl": "transformer_engine", "tp_comm_overlap": False, "recompute_modules": []}
-    return settings | scaling_settings(execution)
+    return settings | scaling_settings(config)
 
 
 def _recomputed_modules(dtype: torch.dtype, aligned: frozenset[str], *, cuda: bool) -> list[str]:
-    """Upstream's `recompute_modules` for AC=sel: what is large and cheap, but no matrix product.
-
-        norms        outputs (upstream's `layernorm`), except in fp32 on a CPU and with --precision-align
-        activation   the product of silu(gate) and up: one of an MLP's three widths (mlp.py)
-        attention    only with --precision-align, where the eager one keeps its scores (`core_attn`)
-
-    Fused attention keeps no scores, so recomputing it, as upstream does by default, saves nothing.
-    Norms are left out if torch computes them by several operations, each of which adds a gradient to the
-    norm's input. If they were recomputed, these gradients would be summed before the residual's gradient is
-    added instead of after it, which gives other bits.
-
-    Args:
-        dtype: the dtype of activations.
-        aligned: the operations (of `sources_of`) in Hugging Face's order.
-        cuda: whether the model is on a GPU.
-    """
+    """Return `recompute_modules` for AC=sel: large outputs of cheap operations, no matrix product."""
+    # `layernorm`: not if torch computes a norm by several operations, each of which adds a gradient to the
+    # norm's input. Recomputation would sum these gradients before the residual's gradient is added instead
+    # of after it, which gives other bits.
+    # `core_attn`: only eager attention keeps scores; fused attention keeps none, so nothing would be saved.
+    # The MLP's activation (one of the MLP's three widths) is recomputed by mlp.py.
     is_one_operation = "rmsnorm" not in aligned and (cuda or dtype != torch.float32)
     attention = ["core_attn"] if "attention" in aligned else []
     return [*attention, "layernorm"] if is_one_operation else attention
 
 
-def _recompute_settings(execution: Execution) -> dict[str, Any]:
-    """The fields of upstream's configuration for recomputation, except the modules of `selective`."""
-    granularity = execution.recompute_granularity
+def _recompute_settings(config: RunConfig) -> dict[str, Any]:
+    granularity, training = config.recompute, config.training
     if granularity != "full":
         return {"recompute_granularity": granularity}
-    if execution.recompute_method == "block":  # such layers recompute themselves (activation_layers.py)
+    if training.recompute_method == "block":  # RecomputedLayer does it (activation_layers.py)
         return {}
     return {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
-        "recompute_num_layers": execution.recompute_num_layers,
+        "recompute_num_layers": training.recompute_num_layers,
     }
 
 
-def _pipeline_settings(
-    num_layers: int, pp: torch.distributed.ProcessGroup, execution: Execution
-) -> dict[str, Any]:
-    """The fields of upstream's configuration for pipeline stages and their communication."""
-    pp_size = pp.size()
-    stage_layers = list(execution.stage_layers or split_layers(num_layers, pp_size))
+def _pipeline_settings(config: RunConfig, pp: torch.distributed.ProcessGroup) -> dict[str, Any]:
+    pp_size, stage_layers = pp.size(), config.stage_layers
     vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
     is_even = len(set(stage_layers)) == 1
-    overlaps = is_interleaved and execution.overlap_p2p_communication
-    count = execution.num_micro_batches
-    group = execution.micro_batch_group or smallest_micro_batch_group(count, pp_size)
+    overlaps = is_interleaved and config.parallel.overlap_p2p_communication
     return {
         "pipeline_model_parallel_size": pp_size,
         "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
-        "microbatch_group_size_per_vp_stage": group if is_interleaved else None,
-        # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
-        # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM;
-        # in batches, which do not overlap, only among three processes (`messages_can_travel`).
+        "microbatch_group_size_per_vp_stage": config.micro_batch_group if is_interleaved else None,
+        # With two interleaved pipeline ranks, both neighbors are the same rank. In a batch of sends and
+        # receives, a gradient could be received as an activation. So each message is sent alone, as in
+        # Megatron-LM. Batches, which do not overlap, need three or more ranks (`p2p_overlap_is_possible`).
         "overlap_p2p_comm": overlaps,
-        "overlap_p2p_comm_warmup_flush": overlaps and execution.overlap_p2p_communication_warmup_flush,
+        "overlap_p2p_comm_warmup_flush": overlaps and config.parallel.overlap_p2p_communication_warmup_flush,
         "batch_p2p_comm": not overlaps,
-        # Upstream's default makes the host wait for the whole GPU after each batch, because of a fault of old
-        # versions of torch (model_parallel_config.py:307): `wait` waited for nothing (pytorch#68866). Since
-        # 1.13 (pytorch#82450) it makes the compute stream wait for the batch, as for single messages.
+        # megatron-core's default synchronizes the GPU after each batch (model_parallel_config.py:307),
+        # because `wait` did not wait in old torch versions (pytorch#68866). Since torch 1.13
+        # (pytorch#82450) `wait` makes the compute stream wait for the batch.
         "batch_p2p_sync": False,
-        # A send that overlaps with computation may still read the output when upstream frees it. Over gloo
-        # this gave wrong losses.
+        # An overlapped send may still read the output when megatron-core frees it. With gloo this gave
+        # wrong losses.
         "deallocate_pipeline_outputs": not overlaps,
     }

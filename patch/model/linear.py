@@ -1,19 +1,18 @@
-"""The linear layers: upstream's, cut over tensor parallelism (TP) by columns or rows, made of parts.
+"""megatron-core's linear layers, sharded over tensor parallelism (TP) by columns or rows, built from parts.
 
-    product     how matrices are multiplied: `Product` (plain), EightBits (eight_bit_product.py), FourBits
-                (four_bit_product.py), BatchFirst and its like (hf_order.py)
-    messages    around the product, as upstream's (`Messages`), or in pieces of it (overlapped_linear.py)
-    sink        where a weight's gradient goes: weight_gradient.py
+    product     how matrices are multiplied: `Product` (plain), Fp8Product (fp8/product.py), Nf4Product
+                (nf4_product.py), HFLinear and its subclasses (hf_numerics/layers.py)
+    messages    TP collectives around the product (`TPCollectives`), or chunked with it (overlapped_linear.py)
+    gradient    where a weight's gradient is accumulated (weight_gradient.py)
 
-The spec chooses them: `ModuleSpec(module=Column, params={"product": ..., "in_pieces": ...})`. Parameters,
-names and checkpoints are upstream's. Transformer Engine's layers stay its own (te_spec.py).
+The spec chooses the parts: `ModuleSpec(module=Column, params={"product": ..., "in_pieces": ...})`.
+Parameters, names and checkpoints are megatron-core's. Transformer Engine's layers are separate (te_spec.py).
 
-Where upstream builds a layer itself `give_product` serves the finished layer: the output layer. The
-down projections of its multi-latent attention, of which it takes exact classes of its own only
-(multi_latent_attention.py:405-417, 450-462), give their weights to `PLAIN` (latent_attention.py).
+If megatron-core builds a layer itself (the output layer), `give_product` changes the finished layer. Its
+multi-latent attention accepts only megatron-core's exact classes as down projections
+(multi_latent_attention.py:405-417, 450-462), so `PLAIN` multiplies by their weights (latent_attention.py).
 
-Shapes: S sequence (with SP a rank has S / TP of it), B micro-batch, M tokens, I inputs and O outputs of this
-rank.
+Shapes: S sequence (S / TP per rank with SP), B micro-batch, M tokens, I inputs and O outputs of this rank.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch.autograd.function import once_differentiable
 
 from patch.distributed.async_collectives import (
-    Pending,
+    CommHandle,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -37,35 +36,35 @@ from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 from patch.model.weight_gradient import weight_gradient
 
 
-class Messages(NamedTuple):
-    """Upstream's messages around a product; none by default."""
+class TPCollectives(NamedTuple):
+    """TP collectives around a product; none by default."""
 
     group: Any = None
-    """The TP group (a ProcessGroup); not needed without either of the two."""
+    """The TP group (a ProcessGroup), or None if both flags are False."""
     is_cut: bool = False
-    """The input is cut along its first dimension over the group (SP)."""
+    """Whether the input is split along its first dimension over the group (SP)."""
     sums_gradient: bool = False
-    """The input's gradient is a sum over the group."""
+    """Whether the input's gradient is summed over the group."""
 
-    def start_gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """All ranks' parts of a tensor along its first dimension; they are there after the wait."""
+    def start_gather(self, part: torch.Tensor) -> tuple[torch.Tensor, CommHandle]:
+        """Start an all-gather along the first dimension; the result is complete after the wait."""
         whole = part.new_empty(part.shape[0] * self.group.size(), *part.shape[1:])
         own = whole.chunk(self.group.size())[self.group.rank()].copy_(part)
-        # As bytes, because communication libraries do not know 8-bit floats everywhere.
+        # As bytes, because not every communication library supports fp8.
         return whole, start_all_gather(whole.view(torch.uint8), own.view(torch.uint8), self.group)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts of a tensor along its first dimension."""
+        """All-gather along the first dimension."""
         whole, gathering = self.start_gather(part)
         gathering.wait()
         return whole
 
-    def raise_to_largest(self, numbers: torch.Tensor) -> None:
-        """Replace each number by the largest of all ranks' in its place."""
+    def all_reduce_max(self, numbers: torch.Tensor) -> None:
+        """Replace each element by its maximum over the ranks."""
         start_all_reduce(numbers, self.group, dist.ReduceOp.MAX).wait()
 
-    def start_sum(self, gradient: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, Pending | None]:
-        """The gradient of this rank's input, of that shape, final after the wait; None: it is final."""
+    def start_sum(self, gradient: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, CommHandle | None]:
+        """Start the sum of the input's gradient; the handle is None if the gradient is final."""
         if self.is_cut:
             own = gradient.new_empty(shape)
             return own, start_reduce_scatter(gradient.view(-1, *shape[1:]), own, self.group)
@@ -73,20 +72,20 @@ class Messages(NamedTuple):
         return gradient, start_all_reduce(gradient, self.group) if self.sums_gradient else None
 
 
-NO_MESSAGES = Messages()
+NO_COLLECTIVES = TPCollectives()
 
 
 class Product:
-    """The plain product, whose weight gradient is added where the optimizer wants it; others replace parts.
+    """The plain product; the weight's gradient is accumulated in the main gradient. Subclasses replace parts.
 
     The products are input @ weight.T, and in backward gradient @ weight and gradient.T @ input.
     """
 
     adds_bias = False
-    """Whether it adds the bias, in one operation, also where upstream leaves that to what follows."""
+    """Whether the product adds the bias itself, even where megatron-core returns the bias to the caller."""
 
     def of(self, weight: torch.nn.Parameter | None) -> Self:
-        """The product of one layer. None: the weight comes with each call."""
+        """Return the product of one layer; `weight` is None if each call passes the weight."""
         return self
 
     def __call__(
@@ -94,51 +93,47 @@ class Product:
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        messages: Messages = NO_MESSAGES,
+        messages: TPCollectives = NO_COLLECTIVES,
     ) -> torch.Tensor:
-        """[S, B, I] times [O, I] transposed: [S, B, O]; if cut, [S / TP, B, I] to [S, B, O]."""
+        """Multiply [S, B, I] by [O, I] transposed to [S, B, O]; with SP the input is [S / TP, B, I]."""
         output = _Linear.apply(input, weight, self, messages, torch.is_grad_enabled())
         return output if bias is None else output + bias
 
     def forward(
-        self, input: torch.Tensor, weight: torch.Tensor, messages: Messages, *, keeps: bool
+        self, input: torch.Tensor, weight: torch.Tensor, messages: TPCollectives, *, keeps: bool
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The output, and what is kept for the weight's gradient.
+        """Return the output, and the tensors to save for the gradient of the weight (none unless `keeps`).
 
-        Args:
-            input: [S, B, I]; if cut, [S / TP, B, I], of which the product gathers what it needs.
-            weight: [O, I].
-            messages: if the input is cut, backward gathers the first of what is kept.
-            keeps: whether the weight gets a gradient.
+        The input is [S, B, I]; with SP [S / TP, B, I], which the product all-gathers as it needs. With SP,
+        backward all-gathers the first saved tensor.
         """
         whole = messages.gather(input) if messages.is_cut else input
         return whole @ weight.t(), (input,) if keeps else ()
 
     def of_gradient(self, gradient: torch.Tensor, *, of_input: bool, of_weight: bool) -> Any:
-        """The output's gradient [M, O], as the two methods below take it; which of them will be called."""
+        """Return the gradient of the output [M, O] in the form for the two methods below."""
         return gradient
 
     def input_gradient(self, gradient: Any, weight: torch.Tensor) -> torch.Tensor:
-        """[M, I]."""
+        """Return the gradient of the input [M, I]."""
         return gradient @ weight
 
     def weight_gradient(
-        self, weight: torch.Tensor, gradient: Any, kept: list[torch.Tensor], messages: Messages
+        self, weight: torch.Tensor, gradient: Any, kept: list[torch.Tensor], messages: TPCollectives
     ) -> torch.Tensor:
-        """[O, I], or what stands for it.
+        """Return the gradient of the weight [O, I], or a stand-in.
 
         Args:
-            weight: the object that the layer got in forward, which autograd's copies are not.
-            gradient: what `of_gradient` made.
-            kept: what `forward` kept; if the input is cut, the first of it is gathered.
-            messages: those around the product.
+            weight: the parameter itself, not the copy that autograd saved.
+            gradient: from `of_gradient`.
+            kept: from `forward`; with SP the first tensor is all-gathered.
         """
         (whole,) = kept
         return weight_gradient(weight, gradient, whole.reshape(-1, whole.shape[-1]))
 
 
 class _Linear(torch.autograd.Function):
-    """A product with messages around it, which overlap in backward with the products that upstream's do."""
+    """A product with collectives, which overlap in backward as in megatron-core."""
 
     @staticmethod
     def forward(
@@ -146,7 +141,7 @@ class _Linear(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         product: Product,
-        messages: Messages,
+        messages: TPCollectives,
         has_backward: bool,
     ) -> torch.Tensor:
         keeps = has_backward and ctx.needs_input_grad[1]
@@ -160,7 +155,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         product: Product = ctx.product
-        messages: Messages = ctx.messages
+        messages: TPCollectives = ctx.messages
         weight, *kept = ctx.saved_tensors
         needs_input, gathering, summing = ctx.needs_input_grad[0], None, None
         if kept and messages.is_cut:
@@ -182,16 +177,8 @@ class _Linear(torch.autograd.Function):
 PLAIN = Product()
 
 
-class _OfParts:
-    """Common base of both layers below; upstream's classes call `_forward_impl` for the product.
-
-    They may have `adapters` (adapters.py), whose entries in a checkpoint stand beside the layer's own.
-
-    Args:
-        product: see the module.
-        in_pieces: whether messages travel in pieces of the product, which is the plain one then.
-        arguments, named: those of upstream's class.
-    """
+class _ParallelLinearBase:
+    """Common base of Column and Row. With `in_pieces`, collectives are chunked with the plain product."""
 
     def __init__(
         self, *arguments: Any, product: Product = PLAIN, in_pieces: bool = False, **named: Any
@@ -205,11 +192,9 @@ class _OfParts:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Upstream's, which takes all but the layer's own weight for uncut."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        adapters = getattr(self, "adapters", None)
-        if adapters is not None:
-            state |= adapters.sharded_state_dict(f"{prefix}adapters.", sharded_offsets, metadata)
+        for name, child in self.named_children():  # type: ignore[attr-defined]
+            state |= child.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return state
 
     def _forward_impl(self, **named: Any) -> torch.Tensor:
@@ -219,8 +204,8 @@ class _OfParts:
         return TensorGroup(self.tp_group, is_overlapped=self.config.tp_comm_overlap)  # type: ignore[attr-defined]
 
 
-class Column(_OfParts, ColumnParallelLinear):
-    """Upstream's layer whose weight is cut over TP along its rows."""
+class Column(_ParallelLinearBase, ColumnParallelLinear):
+    """ColumnParallelLinear with an exchangeable product."""
 
     def _forward_impl(self, **named: Any) -> torch.Tensor:
         if not self.in_pieces:
@@ -229,11 +214,11 @@ class Column(_OfParts, ColumnParallelLinear):
         return OverlappedColumn.apply(input, weight, bias, self._tensor_group(), named["sequence_parallel"])
 
 
-class Row(_OfParts, RowParallelLinear):
-    """Upstream's layer whose weight is cut over TP along its columns."""
+class Row(_ParallelLinearBase, RowParallelLinear):
+    """RowParallelLinear with an exchangeable product."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, B, I] in; [S, B, O], with SP [S / TP, B, O], out, and the bias if the caller adds it."""
+        """Return [S, B, O], with SP [S / TP, B, O], and the bias if the caller adds it."""
         if self.product.adds_bias and self.tp_group.size() == 1:
             return self.product(input_, self.weight, self.bias), None
         if not self.in_pieces:
@@ -245,9 +230,9 @@ class Row(_OfParts, RowParallelLinear):
 
 
 def give_product(layer: ColumnParallelLinear | RowParallelLinear, product: Product) -> None:
-    """Let a finished layer of upstream's own class compute its product so, with upstream's messages.
+    """Replace the product of a finished layer, which keeps megatron-core's collectives.
 
-    An instance's `_forward_impl` precedes its class's, and upstream's `forward` calls it.
+    megatron-core's `forward` calls `_forward_impl`, which is set on the instance here.
     """
     layer._forward_impl = partial(_multiply, product.of(layer.weight))
 
@@ -263,5 +248,4 @@ def _multiply(
     tp_group: Any,
     **unused: Any,
 ) -> torch.Tensor:
-    """Upstream's call of `_forward_impl`."""
-    return product(input, weight, bias, Messages(tp_group, sequence_parallel, allreduce_dgrad))
+    return product(input, weight, bias, TPCollectives(tp_group, sequence_parallel, allreduce_dgrad))

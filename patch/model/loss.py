@@ -1,17 +1,18 @@
-"""The loss: output layer and cross entropy in one, chunk by chunk over tokens, so that no logits are held.
+"""Output layer and cross entropy in one operation, chunk by chunk over tokens, so that logits are not kept.
 
-A chunk's logits give its losses, and at once its gradients of the hidden states and of the weight, in the
-order of upstream's operations. So backward holds no logits either; it only hands the gradients on. For that,
-forward has to know what backward will bring: `LearnedTokens`. Where it follows from the losses themselves
-(a factor for each sequence of a pair), forward gives each token's loss, and backward computes chunks again.
+Forward computes the logits of a chunk, its losses, and at once the gradients of hidden states and weight, in
+the order of megatron-core's operations. Backward only returns these gradients. So forward needs the gradient
+of the loss in advance (`LossMask`). If that gradient depends on the losses (as in DPO), forward returns each
+token's loss, and backward computes the chunks again.
 
-One chunk gives the bits of upstream's `ColumnParallelLinear` and `vocab_parallel_cross_entropy`. Several give
-another order of summation in the weight's gradient, in float32 also for fp16 and bf16. On CUDA the losses
-and the logits' gradients are two Triton kernels (kernels/fused_loss.py), with another order of sums, and the
-weight's gradient stays in float32 until backward adds it to the main gradient.
+With one chunk the result is bitwise that of megatron-core's `ColumnParallelLinear` and
+`vocab_parallel_cross_entropy`. Several chunks change the order of sums in the gradient of the weight, which
+are float32 also for fp16 and bf16. On CUDA two Triton kernels compute the losses and the gradients of the
+logits (kernels/fused_loss.py), with another order of sums. There the gradient of the weight stays in float32
+until backward adds it to the main gradient.
 
-Where logits exist (each token's loss, `--precision-align`), the loss is upstream's vocabulary-parallel cross
-entropy, or in Hugging Face's order of operations `aligned_losses`.
+Without a `LossMask` the logits are kept, and the loss is megatron-core's vocabulary-parallel
+cross entropy, or `aligned_losses` in Hugging Face's order.
 
 Shapes: S sequence, B micro-batch, T tokens, H hidden, V rows of the padded vocabulary on this TP rank.
 """
@@ -29,80 +30,78 @@ from patch.layout import chunk_length
 from patch.model.weight_gradient import add_gradient, add_product, has_epilogue
 
 
-class LearnedTokens(NamedTuple):
-    """Which tokens of a micro-batch are learned, and the gradient that backward will bring."""
+class LossMask(NamedTuple):
+    """The loss mask of a micro-batch, and the gradient that backward will bring."""
 
     mask: torch.Tensor
-    """[B, S]: the weight of each label, 0 where nothing is learned; with CP this rank's part of each row."""
+    """[B, S]: the weight of each label, 0 for labels that are not trained; with CP this rank's part of each
+    row.
+    """
     gradient: float | None
-    """Expected gradient of the sum of losses: loss scale / divisor. If backward brings another value, the
-    result is rescaled (one extra rounding). None: it is not known; then each token's own loss comes out."""
+    """Expected gradient of the summed loss: loss scale / divisor. If backward brings another value, the
+    result is rescaled (one extra rounding). None if it is not known: forward then returns each token's loss.
+    """
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens whose log-probabilities are asked for; nothing is learned from them."""
+    """Tokens whose log-probabilities are returned, without training."""
 
     choices: torch.Tensor
-    """int64 [B, S, K]: ids of tokens that may follow each token, -1 for none; with CP this rank's part."""
+    """int64 [B, S, K]: ids of candidates for the next token, -1 for none; with CP this rank's part."""
 
 
-class VocabularyPart(NamedTuple):
-    """The part of the vocabulary that this TP rank has."""
+class VocabularyShard(NamedTuple):
+    """The part of the vocabulary on this TP rank."""
 
     first: int
-    """The token id of its first row."""
+    """The token id of the first row."""
     num_rows: int
-    """Rows of the real vocabulary; those after them are padding."""
+    """Rows of the real vocabulary; later rows are padding."""
     group: dist.ProcessGroup
-    """The TP ranks."""
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    learned: LearnedTokens,
-    part: VocabularyPart,
+    learned: LossMask,
+    part: VocabularyShard,
     *,
     is_fused: bool,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The sum of the learned tokens' losses; without a known gradient each token's loss, learned or not.
+    """Return the summed loss of the trained tokens, or each token's loss if `learned.gradient` is None.
 
-    Backward may run once, as through any graph that is not retained. Of single losses it computes the logits
-    again.
+    Backward may run only once. With each token's loss, backward computes the logits again.
 
     Args:
-        hidden: [S, B, H], equal on all TP ranks; each gets its own part of their gradient.
+        hidden: [S, B, H], equal on all TP ranks. Each rank returns a partial gradient; the caller
+            sums over TP.
         weight: [V, H].
-        labels: [B, S], token ids of the whole vocabulary.
-        learned: see there.
-        part: see there.
-        is_fused: whether losses and gradients of logits are Triton kernels.
-        chunk: tokens of a chunk; None: `chunk_length`.
+        labels: [B, S], token ids of the full vocabulary.
+        chunk: tokens per chunk; by default `chunk_length`.
     Returns:
-        a float32 number, or [B, S] float32, equal on all TP ranks.
+        float32 [], or [B, S] float32, equal on all TP ranks.
     """
     chunk = chunk or chunk_length(*weight.shape, cuda=weight.is_cuda)
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
     is_written = is_fused and hasattr(weight, "main_grad_writer")
-    how = _How(part, chunk, is_fused, needed, is_written)
+    how = _LossOptions(part, chunk, is_fused, needed, is_written)
     return _LinearCrossEntropy.apply(hidden, weight, labels, learned, how)
 
 
 def log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, choices: torch.Tensor, part: VocabularyPart
+    hidden: torch.Tensor, weight: torch.Tensor, choices: torch.Tensor, part: VocabularyShard
 ) -> torch.Tensor:
-    """The log-probabilities of tokens, and the likeliest tokens, chunk by chunk over those asked for.
+    """Return the most likely tokens and the log-probabilities of given tokens, chunk by chunk.
 
     Args:
         hidden: [S, B, H], equal on all TP ranks.
-        weight: [V, H].
         choices: [B, S, K], see `ScoredTokens`.
-        part: see there.
     Returns:
-        [1 + K, B, S] float32, equal on all TP ranks: the id of the likeliest token (the lowest of equals;
-        float32 has all ids below 2**24), then each choice's log-probability; 0 where nothing is asked.
+        [1 + K, B, S] float32, equal on all TP ranks: the id of the most likely token (the lowest of equals;
+        float32 is exact for ids below 2**24), then the log-probability of each choice. Positions without
+        choices are 0.
     """
     is_asked = (choices >= 0).any(dim=2)
     chunk = chunk_length(*weight.shape)
@@ -113,8 +112,8 @@ def log_probabilities(
     return scores.permute(2, 0, 1)
 
 
-def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
-    """The likeliest token and the choices' log-probabilities, [T, 1 + K], of logits [T, V]."""
+def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyShard) -> torch.Tensor:
+    """Return the most likely token and the choices' log-probabilities, [T, 1 + K], from logits [T, V]."""
     first, num_rows, group = part
     logits[:, num_rows:] = torch.finfo(logits.dtype).min
     own_largest, rows = logits.max(dim=-1)
@@ -131,14 +130,14 @@ def _scores(logits: torch.Tensor, choices: torch.Tensor, part: VocabularyPart) -
     return torch.cat((likeliest[:, None].float(), sums[:, 1:] - sums[:, :1].log()), dim=1)
 
 
-class _How(NamedTuple):
-    part: VocabularyPart
+class _LossOptions(NamedTuple):
+    part: VocabularyShard
     chunk: int
     is_fused: bool
     needed: list[bool]
     """Whether hidden states and weight need gradients."""
     is_written: bool
-    """Whether backward adds the weight's gradient, in float32, where the optimizer collects it."""
+    """Whether backward adds the weight's gradient, in float32, to the main gradient."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -148,8 +147,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        learned: LearnedTokens,
-        how: _How,
+        learned: LossMask,
+        how: _LossOptions,
     ) -> torch.Tensor:
         mask, ctx.expected, ctx.how, ctx.weight = learned.mask, learned.gradient, how, weight
         if ctx.expected is None:
@@ -168,8 +167,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factor = gradient.new_ones(())
         else:
             (of_hidden, of_weight), factor = ctx.saved_tensors, gradient / ctx.expected
-            # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used
-            # again; autograd says so.
+            # In place, because a copy of the weight's gradient would be large. Autograd raises if a
+            # retained graph runs again.
             for own in (of_hidden, None if ctx.how.is_written else of_weight):
                 if own is not None:
                     own.mul_(factor)
@@ -179,14 +178,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, how: _How
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    gradient: torch.Tensor,
+    how: _LossOptions,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Each token's loss [B, S], and the gradients of hidden states and weight where they are needed.
-
-    Args:
-        hidden: [S, B, H]. weight: [V, H]. labels: [B, S]. how: see there.
-        gradient: [B, S]: of each token's loss.
-    """
+    """Return losses [B, S] and gradients of hidden states and weight; `gradient` [B, S] is the losses'."""
     flat = hidden.flatten(0, 1)
     chunks = _Chunks(flat, weight, how)
     each = (tensor.t().flatten().split(how.chunk) for tensor in (labels, gradient))
@@ -196,18 +194,13 @@ def _in_chunks(
 
 
 class _Chunks:
-    """The gradients of hidden states and weight, to which chunks are added.
+    """The gradients of hidden states [T, H] and weight [V, H], accumulated over chunks."""
 
-    Args:
-        hidden: [T, H]. weight: [V, H].
-        how: see there; only the last chunk may have fewer tokens than it says.
-    """
-
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, how: _How) -> None:
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, how: _LossOptions) -> None:
         self._hidden, self._weight, self._part, self._is_fused = hidden, weight, how.part, how.is_fused
         self._logits = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
         self._wide: torch.Tensor | None = None
-        """A copy of the logits in float32, where they are not and the plain form is used."""
+        """Float32 copy of the logits, or None if they are float32 or Triton is used."""
         if not how.is_fused and hidden.dtype != torch.float32:
             self._wide = self._logits.new_empty(self._logits.shape, dtype=torch.float32)
         self._hidden_gradient = torch.empty_like(hidden) if how.needed[0] else None
@@ -219,18 +212,10 @@ class _Chunks:
         is_narrow = hidden.dtype != torch.float32
         self._adds_in_float32 = is_narrow and has_epilogue(hidden.device, hidden.dtype, torch.float32)
         self._weight_sum: torch.Tensor | None = None
-        """In float32, where fp16 or bf16 chunks are summed."""
+        """Float32 sum of the chunks' fp16 or bf16 gradients."""
 
     def add(self, begin: int, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Compute a chunk.
-
-        Args:
-            begin: its first token.
-            labels: [chunk].
-            gradient: [chunk], float32: of each token's loss.
-        Returns:
-            [chunk] float32: each token's loss.
-        """
+        """Compute a chunk: labels and gradient [chunk] in, float32 losses [chunk] out."""
         hidden = self._hidden[begin : begin + len(labels)]
         logits = self._logits[: len(labels)]
         torch.mm(hidden, self._weight.t(), out=logits)
@@ -244,14 +229,13 @@ class _Chunks:
     def _losses_and_gradients(
         self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
-        """Losses [chunk] in float32 of logits [chunk, V], which become their gradients."""
         first, num_rows, group = self._part
         if self._is_fused:
-            # Imported here, because only torch's CUDA builds come with Triton.
+            # Only CUDA builds of torch have Triton.
             from patch.model.kernels.fused_loss import losses_and_gradients
 
             return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
-        logits[:, num_rows:].fill_(torch.finfo(logits.dtype).min)  # an assigned number would be waited for
+        logits[:, num_rows:].fill_(torch.finfo(logits.dtype).min)  # assignment would block the host
         if self._wide is None:
             return _losses_and_gradients(logits, labels, gradient, self._part)
         wide = self._wide[: len(labels)].copy_(logits)
@@ -279,7 +263,7 @@ class _Chunks:
             self._weight_sum += torch.mm(logits.t(), hidden, out=gradient)
 
     def gradients(self, shape: torch.Size) -> list[torch.Tensor | None]:
-        """Gradients of the hidden states, in this shape, and of the weight; None where none is needed."""
+        """Return the gradients of hidden states, in this shape, and weight; None if not needed."""
         if self._weight_sum is not None and self._weight_gradient is not None:
             self._weight_gradient.copy_(self._weight_sum)
         hidden = self._hidden_gradient
@@ -287,12 +271,10 @@ class _Chunks:
 
 
 def _losses_and_gradients(
-    logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, part: VocabularyPart
+    logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, part: VocabularyShard
 ) -> torch.Tensor:
-    """Losses [chunk] of float32 logits [chunk, V], which become their gradients.
-
-    The operations are those of upstream's `VocabParallelCrossEntropy` (cross_entropy.py), in its order.
-    """
+    """Return losses [chunk], and overwrite float32 logits [chunk, V] with their gradients."""
+    # The operations of megatron-core's `VocabParallelCrossEntropy` (cross_entropy.py) in its order.
     largest = logits.max(dim=-1).values
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=part.group)
     logits -= largest[:, None]
@@ -309,41 +291,23 @@ def _losses_and_gradients(
 
 
 def hide_padded_vocabulary(logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Logits whose softmax is that of the real vocabulary.
-
-    Args:
-        logits: [S, B, V]; changed in place if they are contiguous.
-        num_rows: rows of the real vocabulary on this TP rank.
-    Returns:
-        Logits of the same shape, with the dtype's lowest number in the padding.
-    """
+    """Return logits [S, B, V] with the dtype's lowest value in the padding; in place if contiguous."""
     logits = logits.contiguous()
-    # Detached, because autograd would copy the gradient of all logits for this assignment. It is not needed:
-    # the softmax of the padding is zero, and so is its gradient.
+    # Detached, because autograd would copy the gradient of all logits for this assignment. The gradient of
+    # the padding is zero anyway, as its softmax is.
     logits.detach()[..., num_rows:] = torch.finfo(logits.dtype).min
     return logits
 
 
 def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cross entropy in float32 over the real vocabulary, in Hugging Face's order of operations.
-
-    Args:
-        labels: [B, S].
-        logits: [S, B, V], at TP 1.
-        vocab_size: rows of the real vocabulary.
-    Returns:
-        [B, S] float32.
+    """Return the float32 loss [B, S] over the real vocabulary in Hugging Face's order, from [S, B, V] at TP
+    1.
     """
     flat = logits[..., :vocab_size].transpose(0, 1).float().flatten(0, 1)
     return F.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
 
 
 def sum_aligned(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The sum of the learned tokens' losses in the order of torch's own loss function, Hugging Face's.
-
-    Args:
-        losses: [B, S].
-        mask: [B, S], above 0 for a learned token; the losses are weighted already.
-    """
+    """Return the summed loss of trained tokens (mask > 0) in the order of torch's and Hugging Face's loss."""
     ignored = torch.where(mask > 0, 0, -100)
     return F.nll_loss(-losses.reshape(-1, 1), ignored.flatten(), ignore_index=-100, reduction="sum")

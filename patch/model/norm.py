@@ -1,8 +1,8 @@
 """Norms that support sequence parallelism.
 
-Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here weight
-and bias are marked: each TP rank sees only some of the tokens, so their gradients must be summed over TP once
-in a step (optimizer/overlapped_optimizer.py).
+megatron-core's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here
+weight and bias have the mark `sequence_parallel`: each TP rank sees only a part of the tokens, so the
+gradients are summed over TP once per step (optimizer/overlapped_optimizer.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 inside the kernel.
 
     Source: Zhang & Sennrich, arXiv:1910.07467.
-
-    Args:
-        config: upstream's; sets dtype and device of the weight. The arguments are those that upstream passes.
-        hidden_size: elements of the last dimension.
-        eps: added to the mean square.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -31,15 +26,14 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
-        """Normalise [S, B, H] (or any other leading dimensions); same shape and dtype."""
+        """Normalize [S, B, H], or other leading dimensions; same shape and dtype."""
         return F.rms_norm(hidden_sbh, self.weight.shape, self.weight, self.eps)
 
 
 class HeadRMSNorm(RMSNorm):
     """RMSNorm of each query or key head, with one weight for all heads (Qwen 3).
 
-    Each TP rank sees only its own heads, so the weight's gradient is summed over TP even without sequence
-    parallelism. The optimizer recognises such weights by the attribute `sequence_parallel`.
+    Each TP rank sees only its own heads, so the gradient of the weight is summed over TP even without SP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -57,5 +51,5 @@ class LayerNorm(RMSNorm):
         self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
-        """Normalise [S, B, H]; same shape and dtype."""
+        """Normalize [S, B, H]; same shape and dtype."""
         return F.layer_norm(hidden_sbh, self.weight.shape, self.weight, self.bias, self.eps)

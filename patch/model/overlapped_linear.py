@@ -1,12 +1,12 @@
-"""Products of linear layers whose tensor-parallel messages travel in pieces while they are computed.
+"""Products of linear layers that overlap with their tensor-parallel collectives, chunk by chunk.
 
-Upstream's layers wait for messages in forward: with sequence parallelism (SP) for a gather before the column
-layers, and for a reduce-scatter after the row layers, without it for an all-reduce there. Here a product is
-computed in pieces of rows, each when it has arrived, or sent when it is computed. In backward the messages of
-the input's gradient also overlap with the product for the weight's gradient, which is one product as
-upstream's.
+megatron-core's layers wait for collectives in forward: with sequence parallelism (SP) for an all-gather
+before column layers and a reduce-scatter after row layers, without SP for an all-reduce after row layers.
+Here the product is split into chunks of rows: each chunk is computed when it has arrived, or sent when it is
+computed. In backward the collectives of the input's gradient also overlap with the weight's gradient, which
+is one product as in megatron-core.
 
-Shapes: S sequence (with SP a rank has S / TP of it), B micro-batch, I inputs and O outputs of this rank.
+Shapes: S sequence (S / TP per rank with SP), B micro-batch, I inputs and O outputs of this rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
+from patch.distributed.tensor_group import ChunkedAllReduce, RingAllGather, RingReduceScatter, TensorGroup
 from patch.model.weight_gradient import weight_gradient
 
 
 class OverlappedColumn(torch.autograd.Function):
-    """A column-parallel product: gather (SP) overlaps with forward, the input's gradient with backward."""
+    """A column-parallel product: forward overlaps with the all-gather (SP), backward with the sum."""
 
     @staticmethod
     def forward(
@@ -32,11 +32,11 @@ class OverlappedColumn(torch.autograd.Function):
         group: TensorGroup,
         is_cut: bool,
     ) -> torch.Tensor:
-        """[S, B, I] in, if cut [S / TP, B, I]; [S, B, O] out."""
+        """[S, B, I], with SP [S / TP, B, I], in; [S, B, O] out."""
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.is_cut, ctx.weight = group, is_cut, weight
         rows = _rows(input)
-        product = _multiply_gathered(GatheredRows(rows, group), weight.t()) if is_cut else rows @ weight.t()
+        product = _multiply_gathered(RingAllGather(rows, group), weight.t()) if is_cut else rows @ weight.t()
         if bias is not None:
             product += bias
         return product.view(-1, input.shape[1], len(weight))
@@ -44,13 +44,13 @@ class OverlappedColumn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias."""
         (input, weight), group = ctx.saved_tensors, ctx.group
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         rows = _rows(gradient)
         gathered = None
         if needs_weight and ctx.is_cut:
-            gathered = GatheredRows(_rows(input), group, is_hasty=True)
+            gathered = RingAllGather(_rows(input), group, start_all=True)
         sums = _multiply_and_sum(rows, weight, group, is_cut=ctx.is_cut)
         of_weight = None
         if needs_weight:
@@ -62,13 +62,13 @@ class OverlappedColumn(torch.autograd.Function):
 
 
 class OverlappedRow(torch.autograd.Function):
-    """A row-parallel product: the sum over ranks overlaps with forward, gather (SP) with backward."""
+    """A row-parallel product: forward overlaps with the sum over ranks, backward with the all-gather (SP)."""
 
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, group: TensorGroup, is_cut: bool
     ) -> torch.Tensor:
-        """[S, B, I] in; [S, B, O] out, if cut [S / TP, B, O]."""
+        """[S, B, I] in; [S, B, O], with SP [S / TP, B, O], out."""
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.is_cut, ctx.weight = group, is_cut, weight
         sums = _multiply_and_sum(_rows(input), weight.t(), group, is_cut=is_cut)
@@ -77,11 +77,11 @@ class OverlappedRow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input and weight."""
+        """Return the gradients of input and weight."""
         input, weight = ctx.saved_tensors
         rows = _rows(gradient)
         if ctx.is_cut:
-            gathered = GatheredRows(rows, ctx.group)
+            gathered = RingAllGather(rows, ctx.group)
             of_input = _multiply_gathered(gathered, weight)
             rows = gathered.wait()
         else:
@@ -91,12 +91,11 @@ class OverlappedRow(torch.autograd.Function):
 
 
 def _rows(hidden: torch.Tensor) -> torch.Tensor:
-    """[S, B, N] as contiguous rows [S * B, N]."""
     return hidden.contiguous().flatten(0, 1)
 
 
-def _multiply_gathered(rows: GatheredRows, matrix: torch.Tensor) -> torch.Tensor:
-    """The product of all ranks' rows with a matrix: [TP * R, I] and [I, O] give [TP * R, O]."""
+def _multiply_gathered(rows: RingAllGather, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of all ranks, [TP * R, I], with [I, O]."""
     product = matrix.new_empty(rows.num_rows, matrix.shape[1])
     for place, piece in rows.pieces():
         torch.mm(piece, matrix, out=product[place])
@@ -105,10 +104,10 @@ def _multiply_gathered(rows: GatheredRows, matrix: torch.Tensor) -> torch.Tensor
 
 def _multiply_and_sum(
     rows: torch.Tensor, matrix: torch.Tensor, group: TensorGroup, *, is_cut: bool
-) -> ScatteredSums | ReducedRows:
-    """Start the sums over ranks of the product of [M, I] and [I, O]; `is_cut`: a rank gets its own rows."""
+) -> RingReduceScatter | ChunkedAllReduce:
+    """Multiply [M, I] and [I, O] and start the sum over ranks; with `is_cut` a reduce-scatter."""
     product = rows.new_empty(len(rows), matrix.shape[1])
-    sums = ScatteredSums(product, group) if is_cut else ReducedRows(product, group)
+    sums = RingReduceScatter(product, group) if is_cut else ChunkedAllReduce(product, group)
     for place in sums.pieces():
         torch.mm(rows[place], matrix, out=product[place])
     return sums

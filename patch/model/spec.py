@@ -1,8 +1,8 @@
-"""The layer specification: upstream's TransformerLayer with our parts, all of which are chosen here.
+"""The layer specification: megatron-core's TransformerLayer with our parts, all of which are chosen here.
 
-Parameter names are those of upstream's local spec (get_gpt_layer_local_spec), and checkpoint keys are those
-of its Transformer Engine spec, so models of both specs load what we save. Each operation can be switched to
-Hugging Face's order (hf_order.py) separately; this changes no name.
+Parameter names are the names of megatron-core's local spec (get_gpt_layer_local_spec). Checkpoint keys are
+the keys of its Transformer Engine spec, so models of both specs load our checkpoints. Each operation can use
+Hugging Face's order (hf_numerics/layers.py) without a change of names.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from patch.config.backends import Backends
-from patch.config.execution import Execution
-from patch.config.schema import ModelConfig
+from patch.config.schema import ModelConfig, RunConfig
 from patch.families import Traits, expert_layers, family_of, traits_of
+from patch.features.backends import Backends
 from patch.memory import SavedTensors
 from patch.model.activation_layers import StageOffload, layer_kinds
-from patch.model.alibi import AlibiAttention
-from patch.model.attention import CausalAttention
-from patch.model.context_parallel import ContextParallelAttention
-from patch.model.eight_bit_product import EightBits, StepWeights
-from patch.model.experts import experts_spec
-from patch.model.four_bit_product import FOUR_BITS
-from patch.model.hf_experts import aligned_experts_spec
-from patch.model.hf_order import (
+from patch.model.attention.alibi import AlibiAttention
+from patch.model.attention.context_parallel import ContextParallelAttention
+from patch.model.attention.core_attention import CausalAttention
+from patch.model.attention.latent_attention import AlignedLatentAttention, LatentAttention
+from patch.model.attention.rotary_attention import RotaryAttention
+from patch.model.experts.layer import experts_spec
+from patch.model.fp8.product import Fp8Product, StepWeights
+from patch.model.hf_numerics.experts import aligned_experts_spec
+from patch.model.hf_numerics.layers import (
     AlignedAlibi,
     AlignedHeadRMSNorm,
     AlignedLayerNorm,
     AlignedRMSNorm,
     AlignedSdpa,
-    BatchFirst,
     EagerAttention,
+    HFLinear,
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.latent_attention import AlignedLatentAttention, LatentAttention
 from patch.model.linear import Column, Row
 from patch.model.mlp import Activation, activation_called, activation_of, mlp_spec
+from patch.model.nf4_product import NF4_PRODUCT
 from patch.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
-from patch.model.rotary_attention import RotaryAttention
 
 NORMS: dict[tuple[str, bool], tuple[type[torch.nn.Module], type[torch.nn.Module]]] = {
     ("RMSNorm", False): (RMSNorm, HeadRMSNorm),
@@ -72,29 +71,29 @@ _NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Norms in a checkpoint: Transformer Engine's linear layers have one before them, experts have not."""
+"""Checkpoint keys of norms, which Transformer Engine fuses into linear layers, but not into experts."""
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """The specification of a model; the same for all stages of a process."""
+class LayerSpecBuilder:
+    """The specification of a model, the same for all stages of a process."""
 
-    model: ModelConfig
-    """The shape of the whole model."""
-    execution: Execution
-    """How it is computed."""
+    config: RunConfig
     upstream: TransformerConfig
-    """The model as megatron-core has it."""
+    """megatron-core's configuration of the model."""
     groups: ProcessGroupCollection
-    """megatron-core's process groups."""
     backends: Backends
-    """The kernels of its operations."""
     aligned: frozenset[str]
-    """The operations (of hf_order.sources_of) in Hugging Face's order."""
+    """The operations (from hf_numerics.layers.sources_of) in Hugging Face's order."""
     step_weights: StepWeights | None
-    """State of our 8-bit products; None: products have the weights' dtype, or are Transformer Engine's."""
+    """State of our fp8 products, or None if there are none or they are Transformer Engine's."""
     saved: SavedTensors | None
-    """Saved tensors of all stages, if activations are offloaded."""
+    """Saved tensors of all stages, or None if activations are not offloaded."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's shape."""
+        return self.config.model
 
     @property
     def traits(self) -> Traits:
@@ -102,14 +101,14 @@ class Blueprint:
         return traits_of(self.model)
 
     def stage_spec(self, vp_stage: int) -> TransformerBlockSubmodules:
-        """The layers of a pipeline stage of this process, and the norm after the last layer of the model."""
+        """Return the layers of a pipeline stage of this process, and the model's last norm."""
         pp_rank = self.groups.pp.rank()
         num_layers = get_num_layers_to_build(self.upstream, vp_stage, pp_rank)
         first = 1 + get_transformer_layer_offset(self.upstream, vp_stage, pp_rank)
         offload = None
         if self.saved is not None:
             offload = StageOffload(self.saved, keeps_input=vp_stage > 0 or pp_rank > 0)
-        kinds = layer_kinds(num_layers, self.execution, offload, self._recompute)
+        kinds = layer_kinds(num_layers, self.config.training, offload, self._recompute)
         layers = [
             replace(self._layer(first + index), module=kind, params=params)
             for index, (kind, params) in enumerate(kinds)
@@ -117,12 +116,12 @@ class Blueprint:
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=self.norm)
 
     def _layer(self, number: int) -> ModuleSpec:
-        """The parts of a layer, by its number from 1: norm, attention, norm, MLP."""
+        """Return the parts of a layer, by its number from 1: norm, attention, norm, MLP."""
         is_separate = "gate_up" in self.aligned and self.traits.gated_linear_unit
-        gate_up = SeparateGateUp() if is_separate else BatchFirst()
+        gate_up = SeparateGateUp() if is_separate else HFLinear()
         fc1, fc2 = self._linear(Column, number, gate_up), self._linear(Row, number)
         mlp, keys = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2), dict(_NORM_KEYS)
-        has_experts, is_latent = number - 1 in expert_layers(self.model), self.model.kv_lora_rank is not None
+        has_experts, is_latent = number - 1 in expert_layers(self.model), self.model.is_latent
         if has_experts:
             del keys["pre_mlp_layernorm."]
         if is_latent:
@@ -141,9 +140,8 @@ class Blueprint:
         )
 
     def _self_attention(self, number: int) -> ModuleSpec:
-        """Attention with a merged projection to q, k and v."""
         head_norm = self._norms[1] if self.traits.qk_layernorm else IdentityOp
-        qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else BatchFirst()
+        qkv = SeparateQKV(self.upstream) if "qkv" in self.aligned else HFLinear()
         of_rope = {"is_fused": self.backends.is_fused} if self.traits.has_rope else {}
         return ModuleSpec(
             module=RotaryAttention if self.traits.has_rope else SelfAttention,
@@ -151,7 +149,7 @@ class Blueprint:
             submodules=SelfAttentionSubmodules(
                 linear_qkv=self._linear(Column, number, qkv),
                 core_attention=self._core_attention(),
-                # Attention keeps its result, which is the projection's input.
+                # Attention saves its output, which is the input of the projection.
                 linear_proj=self._linear(Row, number, is_input_kept=True),
                 q_layernorm=head_norm,
                 k_layernorm=head_norm,
@@ -159,7 +157,6 @@ class Blueprint:
         )
 
     def _latent_attention(self, number: int) -> ModuleSpec:
-        """Attention whose q, k and v are made from latents."""
         column = self._linear(Column, number)
         return ModuleSpec(
             module=AlignedLatentAttention if "rope" in self.aligned else LatentAttention,
@@ -181,51 +178,44 @@ class Blueprint:
         self,
         kind: type[Column | Row],
         number: int,
-        aligned: BatchFirst | None = None,
+        aligned: HFLinear | None = None,
         *,
         is_input_kept: bool = False,
     ) -> ModuleSpec:
-        """A linear layer.
-
-        Args:
-            kind: cut along columns or rows.
-            number: of the layer that it is in, counted from 1.
-            aligned: its product in Hugging Face's order, if it is not one.
-            is_input_kept: whether another operation keeps its input for backward.
+        """Return a linear layer of layer `number` (from 1). `aligned`: its product in Hugging Face's order,
+        by default HFLinear. `is_input_kept`: another operation keeps the input for backward.
         """
         params: dict[str, Any] = {}
-        if self.execution.adapter.quantize_base:
-            params["product"] = FOUR_BITS
-        elif (eight_bits := self._eight_bits(number)) is not None:
-            # Backward recomputes the norms and the MLP's activation with AC=sel.
+        if self.config.adapter.quantize_base:
+            params["product"] = NF4_PRODUCT
+        elif (fp8 := self._fp8_settings(number)) is not None:
+            # With AC=sel, backward recomputes the norms and the MLP's activation.
             keeps_input = is_input_kept or self.upstream.recompute_granularity == "selective"
-            params["product"] = EightBits(eight_bits, keeps_input=keeps_input)
+            params["product"] = Fp8Product(fp8, keeps_input=keeps_input)
         elif self.aligned:
-            params["product"] = aligned or BatchFirst()
+            params["product"] = aligned or HFLinear()
         else:
-            # On a CPU the messages are in pieces without overlap too, for the same bits.
+            # On a CPU collectives are chunked even without overlap, for the same bits.
             may_have_pieces = self.upstream.tp_comm_overlap or self.upstream.use_cpu_initialization
             params["in_pieces"] = self.groups.tp.size() > 1 and may_have_pieces
         return ModuleSpec(module=kind, params=params)
 
-    def _eight_bits(self, number: int) -> StepWeights | None:
-        """The shared state of the 8-bit products of a layer, counted from 1, if it has any."""
-        is_one = number - 1 in self.execution.fp8.layers(self.model.num_layers)
-        return self.step_weights if is_one else None
+    def _fp8_settings(self, number: int) -> StepWeights | None:
+        """Return the state of the fp8 products of a layer (from 1), or None if it has none."""
+        return self.step_weights if number - 1 in self.config.fp8_layers else None
 
     def _mlp(self, submodules: MLPSubmodules, number: int) -> Any:
         is_recomputed = self.upstream.recompute_granularity == "selective"
-        eight_bits = self._eight_bits(number)
-        activation = self._activation(notes_amax=eight_bits is not None)
+        fp8 = self._fp8_settings(number)
+        activation = self._activation(notes_amax=fp8 is not None)
         return mlp_spec(submodules, self.groups.tp, activation, is_recomputed=is_recomputed)
 
     def _experts(self, shared: MLPSubmodules) -> Any:
-        """Experts in the place of an MLP, which becomes their shared one."""
-        # The dispatcher has their messages.
-        params = {"product": FOUR_BITS} if self.execution.adapter.quantize_base else {}
+        # `shared`: the shared expert's layers. The dispatcher communicates for the other experts' layers.
+        params = {"product": NF4_PRODUCT} if self.config.adapter.quantize_base else {}
         first, second = (ModuleSpec(module=kind, params=params) for kind in (Column, Row))
         own = MLPSubmodules(linear_fc1=first, linear_fc2=second)
-        share = 1 / (self.execution.num_micro_batches * self.groups.dp.size())
+        share = 1 / (self.config.num_micro_batches * self.groups.dp.size())
         spec = experts_spec(
             own, shared, self.groups, self._activation(), share=share,
             is_recomputed=self.upstream.recompute_granularity == "selective",
@@ -255,7 +245,6 @@ class Blueprint:
 
     @property
     def _recompute(self) -> Callable[..., Any]:
-        """The function that recomputes a layer in backward."""
         return checkpoint
 
     def _core_attention(self) -> ModuleSpec:
@@ -276,5 +265,4 @@ class Blueprint:
 
     @property
     def _attention(self) -> type[torch.nn.Module]:
-        """The attention of whole sequences."""
         return CausalAttention

@@ -1,11 +1,11 @@
-"""The layer of Transformer Engine: upstream's specification, with our attention where TE's does not serve.
+"""The Transformer Engine layer: megatron-core's specification, with our attention where TE's does not serve.
 
-TE fuses each norm with the linear layer behind it, so names in the model differ from those of spec.py
-(`self_attention.linear_qkv.layer_norm_weight` for `input_layernorm.weight`). Keys and shapes in checkpoints
-are the same. Import this module only where Transformer Engine is installed: its classes are made from TE's.
+TE fuses each norm with the next linear layer, so parameter names differ from spec.py
+(`self_attention.linear_qkv.layer_norm_weight` for `input_layernorm.weight`). Checkpoint keys and shapes are
+the same. Import this module only if Transformer Engine is installed.
 
-TE's modules also give a checkpoint `_extra_state`, a pickle with the scales of delayed fp8 scaling; see
-te_scales.py.
+TE's modules also add `_extra_state` to a checkpoint, a pickle with the scales of delayed fp8 scaling; see
+fp8/te_scales.py.
 """
 
 from __future__ import annotations
@@ -28,21 +28,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch import RMSNorm
 
-from patch.config.backends import SdpaKernel
-from patch.model.attention import CausalAttention
-from patch.model.packed_sequences import PackedSequences
-from patch.model.rotary_attention import RotaryAttention
-from patch.model.spec import Blueprint
+from patch.features.backends import SdpaKernel
+from patch.model.attention.core_attention import CausalAttention
+from patch.model.attention.packed_sequences import PackedSequences
+from patch.model.attention.rotary_attention import RotaryAttention
+from patch.model.spec import LayerSpecBuilder
 
 
 class TEAttention(TEDotProductAttention):
-    """Upstream's attention by Transformer Engine, and ours for packed rows.
+    """Transformer Engine's attention, and our attention, with `kernels`, for packed rows.
 
     TE takes packed sequences as one long row (`thd`); our rows keep their shape, see packed_sequences.py.
-
-    Args:
-        config, arguments: upstream's builder protocol.
-        kernels: of our attention, see CausalAttention. TE chooses by upstream's `attention_backend`.
     """
 
     def __init__(self, *, config: TransformerConfig, kernels: Sequence[SdpaKernel], **arguments: Any) -> None:
@@ -52,14 +48,14 @@ class TEAttention(TEDotProductAttention):
     def forward(
         self, *tensors: Any, packed_seq_params: PackedSequences | None = None, **arguments: Any
     ) -> torch.Tensor:
-        """Attend causally: see CausalAttention."""
+        """See CausalAttention."""
         if packed_seq_params is not None:
             return self.of_packed_rows(*tensors, packed_seq_params=packed_seq_params, **arguments)
         return super().forward(*tensors, **arguments)
 
 
 class TEHeadNorm(RMSNorm):
-    """TE's norm of each query or key head, marked as ours is: its gradient is summed over TP."""
+    """TE's norm of each query or key head; the gradient is summed over TP, as with our HeadRMSNorm."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -67,16 +63,16 @@ class TEHeadNorm(RMSNorm):
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1
 
 
-class _KeepingRow(TERowParallelLinear):
-    """Keeps its input, which AC=sel recomputes, for backward, instead of a copy in 8 bits."""
+class _SaveInputRow(TERowParallelLinear):
+    """Saves its bfloat16 input, which AC=sel recomputes, for backward, instead of an fp8 copy."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         set_save_original_input(self)
 
 
-class EngineBlueprint(Blueprint):
-    """Layers of Transformer Engine; the MLP and attention with context parallelism are ours."""
+class TELayerSpecBuilder(LayerSpecBuilder):
+    """Layers of Transformer Engine; the MLP, and attention with context parallelism, are ours."""
 
     def _layer(self, number: int) -> ModuleSpec:
         has_head_norms = self.traits.qk_layernorm
@@ -87,11 +83,11 @@ class EngineBlueprint(Blueprint):
         attention.core_attention = self._core_attention()
         if has_head_norms:
             attention.q_layernorm = attention.k_layernorm = TEHeadNorm
-        mlp = layer.submodules.mlp  # since megatron-core 0.17 a function with its arguments
+        mlp = layer.submodules.mlp  # a `partial` since megatron-core 0.17
         linear = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-        keeps_copy = not self.upstream.fp8 or self.upstream.fp8_recipe == "delayed"  # then TE always does
+        keeps_copy = not self.upstream.fp8 or self.upstream.fp8_recipe == "delayed"  # TE always keeps it then
         if self.upstream.recompute_granularity == "selective" and not keeps_copy:
-            linear.linear_fc2 = _KeepingRow
+            linear.linear_fc2 = _SaveInputRow
         layer.submodules.mlp = self._mlp(linear, number)
         return layer
 
@@ -105,7 +101,7 @@ class EngineBlueprint(Blueprint):
 
     @property
     def _recompute(self) -> Callable[..., Any]:
-        """With 8-bit products backward must enter TE's context again."""
+        """With fp8 products, backward must enter TE's context again."""
         if not self.upstream.fp8:
             return super()._recompute
 

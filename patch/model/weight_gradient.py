@@ -1,8 +1,8 @@
-"""The gradient of a linear layer's weight, added where the optimizer collects gradients.
+"""The gradient of a linear layer's weight, accumulated in the optimizer's main gradient.
 
-Autograd rounds the product of each micro-batch to the weight's type; the optimizer then adds it up. If the
-optimizer gives a weight a `main_grad_writer` (MainGradWriter), the product itself is added to the optimizer's
-memory, without that rounding: on CUDA by the product's epilogue.
+Autograd rounds the product of each micro-batch to the weight's dtype, before the optimizer accumulates it. If
+a weight has a `main_grad_writer` (MainGradWriter), the product is added to the main gradient without that
+rounding; on CUDA by the epilogue of the GEMM.
 
 Shapes: M rows (tokens), O outputs, I inputs.
 """
@@ -19,54 +19,43 @@ from torch.autograd.function import once_differentiable
 
 
 class MainGradWriter(Protocol):
-    """The attribute `main_grad_writer` of a weight, for one gradient after the other."""
+    """The attribute `main_grad_writer` of a weight, for one gradient after another."""
 
     def open(self) -> tuple[torch.Tensor, bool]:
-        """Where the gradient belongs now, in the shape of the weight; whether to overwrite what is there."""
+        """Return the main gradient in the shape of the weight, and whether to overwrite its values."""
 
-    def stand_in(self) -> torch.Tensor:
-        """A stand-in that backward returns for the gradient: zeros, which are not added to it."""
+    def dummy_wgrad(self) -> torch.Tensor:
+        """Return a stand-in for the gradient: zeros, which the optimizer does not add."""
 
 
 def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """The gradient that backward returns for a weight, or a stand-in if it is in its place already.
+    """Return the gradient of a weight for autograd, or a stand-in if it was added to the main gradient.
 
-    Args:
-        weight: [O, I], the object that the layer got in forward, which autograd's copies are not.
-        gradient: [M, O] of the output.
-        input: [M, I].
+    `weight` [O, I] is the parameter itself, not the copy that autograd saved. `gradient` [M, O] is of the
+    output.
     """
     writer: MainGradWriter | None = getattr(weight, "main_grad_writer", None)
     if writer is None:
         return gradient.t() @ input
     total, is_first = writer.open()
     add_product(total, gradient.t(), input, overwrite=is_first)
-    return writer.stand_in()
+    return writer.dummy_wgrad()
 
 
 def add_gradient(weight: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Add a gradient that is there, times a factor, where the weight's belongs; returns the stand-in for it.
-
-    Args:
-        weight: [O, I], with a `main_grad_writer`.
-        gradient: [O, I] float32.
-        factor: a float32 number.
-    """
+    """Add gradient [O, I] (float32) times factor to the main gradient, and return the stand-in."""
     writer: MainGradWriter = weight.main_grad_writer  # type: ignore[attr-defined]
     total, is_first = writer.open()
     torch.mul(gradient, factor, out=total) if is_first else total.addcmul_(gradient, factor)
-    return writer.stand_in()
+    return writer.dummy_wgrad()
 
 
-class RowsOfWeight(torch.autograd.Function):
-    """Rows of a weight [V, H] by their numbers; the gradient is added where the optimizer collects it.
-
-    By a Triton kernel: the gradient of the whole weight never exists.
-    """
+class EmbeddingLookup(torch.autograd.Function):
+    """Lookup of rows of a weight [V, H]; a Triton kernel adds the gradient to the main gradient."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, weight: torch.Tensor, is_part: bool) -> torch.Tensor:
-        """Numbers [...] in; [..., H] out. Of a part of a weight some may be of other rows: zeros."""
+        """Look up numbers [...]; [..., H] out. If `is_part`, numbers outside of the shard give zeros."""
         ctx.numbers, ctx.weight = numbers, weight
         if not is_part:
             return F.embedding(numbers, weight)
@@ -77,32 +66,26 @@ class RowsOfWeight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        """The stand-in for the weight's gradient."""
-        # Imported here, because only torch's CUDA builds come with Triton.
-        from patch.model.kernels.fused import add_rows
+        """Return the stand-in for the weight's gradient."""
+        from patch.model.kernels.fused import add_rows  # only CUDA builds of torch have Triton
 
         writer: MainGradWriter = ctx.weight.main_grad_writer
         total, is_first = writer.open()
         if is_first:
             total.zero_()
         add_rows(total, ctx.numbers.flatten(), gradient.reshape(-1, gradient.shape[-1]))
-        return None, writer.stand_in(), None
+        return None, writer.dummy_wgrad(), None
 
 
 def weight_gradients(weights: Sequence[torch.Tensor], gradients: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients that backward returns for several weights, in the weights' dtype.
-
-    Args:
-        weights: of the same shape; see `weight_gradient`.
-        gradients: [weights, O, I].
-    """
+    """Return the gradients of several weights for autograd, from `gradients` [weights, O, I]."""
     found, places, own = list(gradients), [], []
     for index, weight in enumerate(weights):
         writer: MainGradWriter | None = getattr(weight, "main_grad_writer", None)
         if writer is not None:
             places.append(writer.open())
             own.append(gradients[index])
-            found[index] = writer.stand_in()
+            found[index] = writer.dummy_wgrad()
     whole = as_one([total for total, _ in places]) if len(places) == len(weights) else None
     if whole is not None and len({is_first for _, is_first in places}) == 1:
         places, own = [(whole, places[0][1])], [gradients]
@@ -112,9 +95,9 @@ def weight_gradients(weights: Sequence[torch.Tensor], gradients: torch.Tensor) -
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Contiguous tensors of one shape as a view [tensors, ...], if they lie at equal distances in one memory.
+    """Return contiguous tensors of one shape as a view [tensors, ...], or None if no view is possible.
 
-    Their beginnings are multiples of 16 bytes.
+    A view needs one storage, equal distances, and starts at multiples of 16 bytes.
     """
     first, begins = tensors[0], [tensor.storage_offset() for tensor in tensors]
     step = begins[1] - begins[0] if len(begins) > 1 else first.numel()
@@ -131,13 +114,9 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> None:
-    """total = total + a @ b; a product of 16-bit factors is not rounded before it is added to float32.
+    """Add a [O, M] @ b [M, I] to a contiguous `total`, or write it if `overwrite`.
 
-    Args:
-        total: [O, I], contiguous.
-        a: [O, M].
-        b: [M, I], of the type of `a`.
-        overwrite: whether total = a @ b, whatever is there.
+    Products of 16-bit operands are added to a float32 total without rounding.
     """
     beta = 0 if overwrite else 1
     if total.dtype == b.dtype:
@@ -154,13 +133,13 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwr
 
 @cache
 def has_epilogue(device: torch.device, factor: torch.dtype, total: torch.dtype) -> bool:
-    """Whether torch's product can add to this other type: on CUDA from 16 bits to float32."""
+    """Return whether torch's GEMM can add to this other dtype: on CUDA from 16 bits to float32."""
     sums = torch.zeros(16, 16, dtype=total, device=device)
     factors = torch.zeros(16, 16, dtype=factor, device=device)
     try:
         torch.addmm(sums, factors, factors, out_dtype=total, out=sums)
-    except torch.OutOfMemoryError:  # says nothing of the kernel
+    except torch.OutOfMemoryError:  # does not mean that there is no kernel
         raise
-    except RuntimeError:  # NotImplementedError, where there is no such kernel, is one
+    except RuntimeError:  # includes NotImplementedError, if there is no kernel
         return False
     return True

@@ -1,8 +1,8 @@
-"""Random initial weights that are the same at every TP, PP and DP.
+"""Random initial weights that do not depend on TP, PP and DP.
 
-Every rank draws the full (unsharded) weight, from a generator seeded by the run's seed and the weight's
-global name, and keeps its part. So runs of different layouts start from the same model if they use the same
-kind of device; CPUs and GPUs have different generators.
+Every rank draws the full weight, from a generator seeded by the run's seed and the weight's global name, and
+keeps its shard. So runs of different layouts start from the same model on the same kind of device; the
+generators of CPUs and GPUs differ.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from patch.config.schema import ModelConfig
 from patch.families.adapters import INSIDE
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
-from patch.model.four_bit_product import dense_shape, quantize
 from patch.model.llama import sharded_weights
+from patch.model.nf4_product import dense_shape, quantize
 
 # The last projections of attention and MLP get smaller values: arXiv:1909.08053, section 5.1 (after GPT-2).
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
@@ -32,9 +32,9 @@ _VOCABULARY = (EMBEDDING_PARAMETER, TIED_OUTPUT)
 
 
 def forget_weights(stages: Sequence[LanguageModule]) -> None:
-    """Free the memory of trainable weights that have no values yet: each becomes one repeated element.
+    """Free the memory of trainable weights that are not yet initialized: each becomes one expanded element.
 
-    They get memory again when the optimizer gives them their place in its flat buffer.
+    The optimizer allocates their memory again in its flat buffer.
     """
     for stage in stages:
         _forget(stage)
@@ -48,10 +48,8 @@ def _forget(module: torch.nn.Module, least: int = 0) -> None:
 
 @contextmanager
 def forgetting_weights(least: int) -> Iterator[None]:
-    """Context in which models are built whose larger weights are forgotten, module by module.
-
-    Args:
-        least: elements of a weight that is forgotten.
+    """Context for building models: weights of at least `least` elements are freed when their module is
+    registered.
     """
 
     def forget(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
@@ -77,15 +75,11 @@ def initialize_weights(
     """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
     With `init_method_xavier_uniform` the embedding is uniform with Glorot and Bengio's deviation. Adapters
-    begin as PEFT's: A uniform between -1 and 1 over the root of its inputs, B 0. A weight in 4 bits gets what
-    they leave of its values.
+    start as in PEFT: A uniform within +-1 / sqrt(inputs), B 0. An nf4 weight gets its quantized values.
 
     Args:
-        stages: all pipeline stages of this rank.
-        model: the shape they were built from.
-        seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
         adapters: see `sharded_weights`.
-        visit: where a weight is to be written (the optimizer's `described_weights`).
+        visit: returns the tensor to write for a weight (the optimizer's `meta_weights`).
     """
     state = sharded_weights(stages, adapters=adapters)
     apply_factories(state)
@@ -93,16 +87,14 @@ def initialize_weights(
         if visit is not None:
             shard.data = visit(shard.data)
         if shard.data.ndim == 1:
-            # A norm before a linear layer has its bias under `layer_norm_bias`.
-            shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)
+            shard.data.fill_(0.0 if shard.key.endswith("bias") else 1.0)  # or `layer_norm_bias`
             continue
         number = shard.prepend_axis_num
-        # Of a layer, and of an expert in it.
-        place = " ".join(map(str, shard.global_offset[:number])) or "0"
+        place = " ".join(map(str, shard.global_offset[:number])) or "0"  # layer, and expert
         shape, offset = shard.global_shape[number:], shard.global_offset[number:]
         own = dense_shape(shard.data)
         is_dense = own == shard.data.shape
-        if not is_dense:  # in bytes along a row
+        if not is_dense:  # nf4: the columns count bytes
             shape, offset = ((n, m * own[1] // shard.data.shape[1]) for n, m in (shape, offset))
         num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
         shape = (shape[0] - num_padded, *shape[1:])
@@ -119,7 +111,6 @@ def initialize_weights(
 
 
 def _spread(key: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[bool, float]:
-    """Whether a full weight is uniform, and its standard deviation."""
     if INSIDE in key:
         return True, 1 / math.sqrt(3 * shape[1])  # PEFT's: kaiming_uniform_ with a = sqrt(5)
     if key == EMBEDDING_PARAMETER and model.init_method_xavier_uniform:
@@ -131,7 +122,7 @@ def _spread(key: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[bool,
 def _draw(
     name: str, shape: tuple[int, ...], std: float, device: torch.device, *, is_uniform: bool
 ) -> torch.Tensor:
-    """A full weight of float32 values, normal or uniform, seeded by the name. A CPU takes 3 s for 1e9."""
+    """Return a full float32 weight, seeded by its name. A CPU takes 3 s for 1e9 values."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     if is_uniform:
         largest = math.sqrt(3) * std

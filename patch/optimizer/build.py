@@ -1,4 +1,4 @@
-"""The optimizer from its configuration: where states may go, and who decides."""
+"""Builds the optimizer from its configuration, with the placement policy of offloaded states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, CudaDevice, DiskMemory, OffloadDevice, SimulatedDevice
-from patch.optimizer.offload import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.placement import AutoPlacementPolicy, StaticPlacementPolicy
-from patch.optimizer.trained import check_arguments
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.states.placement import AutoPlacementPolicy, StaticPlacementPolicy
+from patch.optimizer.trainable_params import check_arguments
 
 
 def build_optimizer(
@@ -31,22 +31,21 @@ def build_optimizer(
     host_bytes: int = UNLIMITED,
     model_state: ShardedStateDict | None = None,
 ) -> OverlappedDistributedOptimizer:
-    """Build the optimizer of some modules, with its states where the configuration says.
+    """Build the optimizer of some modules, with its states placed as the configuration says.
 
     Args:
         stages: the pipeline stages of this rank, or one whole model: `[model]`.
         config: rates, decay, clipping, bucket size, offload.
-        zero_stage: what data-parallel ranks share.
+        zero_stage: what data-parallel ranks shard.
         groups: megatron-core's process groups; None: all ranks of the job are data-parallel.
-        param_groups: parameters with their weight decay and learning rates; None: `default_param_groups`, in
-            which only what has two dimensions or more decays (no norms, biases, or other vectors).
-        host_bytes: host memory of this process, for offloaded states.
-        model_state: the model's sharded_state_dict, whose entries hold the parameters themselves: with it
-            bf16 moments have the same bits in every layout. None: parameters are whole, known by their names.
+        param_groups: parameters with weight decay and learning rates; None: `default_param_groups`, in which
+            only parameters of two or more dimensions decay (no norms, biases, or other vectors).
+        host_bytes: host memory of this process for offloaded states.
+        model_state: the model's sharded_state_dict, whose entries hold the parameters themselves. It gives
+            bf16 moments the same bits in every layout. None: parameters are whole and identified by name.
     Raises:
-        ConfigError: other arguments than these; parameters that cannot be trained, or that are in no
-            parameter group or in several.
-        torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+        ConfigError: an argument is invalid, a parameter cannot be trained, or is not in one parameter group.
+        torch.OutOfMemoryError: --simulated-device-memory is too small for buffers that must be on the device.
         TrainingError: --offload-folder has no room for the states.
     """
     check_arguments(stages, zero_stage)
@@ -61,7 +60,6 @@ def build_optimizer(
 
 
 def _data_parallel_groups() -> ProcessGroupCollection:
-    """Groups of a job in which each rank holds the whole model."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return ProcessGroupCollection(dp_cp=dist.group.WORLD, tp=alone, mp=alone, embd=alone)
 

@@ -1,16 +1,16 @@
-"""OverlappedDistributedOptimizer: communication that nobody waits for.
+"""OverlappedDistributedOptimizer: overlaps communication with compute.
 
 A step on a rank:
 
-    zero_grad            the gradients of the last step are forgotten
-    (forward, backward)  while backward runs, full buckets are reduced (grad_buffer.py)
-    start_grad_sync      the buckets that are left are reduced
-    finish_grad_sync     what spans tensor-parallel ranks or pipeline stages is summed: gradients are final
-    step                 the global norm decides clipping; each bucket's shard is updated, first-needed
-                         bucket first; each updated bucket's parameters travel at once, while later buckets
-                         are updated and the next forward begins (param_buffer.py)
+    zero_grad            drop the gradients of the last step
+    (forward, backward)  full buckets are reduced during backward (step_schedule.py)
+    start_grad_sync      start the remaining reductions
+    finish_grad_sync     sum over tensor-parallel ranks and pipeline stages: gradients are final
+    step                 compute the global norm and the clipping factor; update each bucket's shard, in the
+                         order in which the next forward needs buckets. The parameters of an updated bucket
+                         are all-gathered during later updates and the next forward
 
-Design after Megatron-LLaMA's optimizer of this name (alibaba/Megatron-LLaMA,
+Source: Megatron-LLaMA's optimizer of this name (alibaba/Megatron-LLaMA,
 megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., arXiv:1910.02054).
 """
 
@@ -29,50 +29,49 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.distributed.async_collectives import Pending, WaitClock
+from patch.distributed.async_collectives import WaitClock
 from patch.errors import TrainingError
 from patch.memory import SimulatedDevice
-from patch.optimizer.domain import check_on_host, flat_layout, frozen_layout
-from patch.optimizer.eight_bit_flat import check_gathers
-from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
-from patch.optimizer.hybrid_adam import HybridAdam, OptimizerReport
+from patch.optimizer.buckets.buffer_group import check_on_host, flat_layout, frozen_layout
+from patch.optimizer.buckets.fp8_params import check_gathers
+from patch.optimizer.buckets.grad_buffer import GradBuffer
+from patch.optimizer.buckets.param_buffer import ParamBuffer
+from patch.optimizer.grad_norm import GradNorm
+from patch.optimizer.hooks import ModelHooks
 from patch.optimizer.loss_scale import loss_scale_of
-from patch.optimizer.offload import Offload
-from patch.optimizer.own_shards import OwnShards
-from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, default_param_groups
-from patch.optimizer.param_reads import ParamReads
-from patch.optimizer.param_units import ParamUnits
-from patch.optimizer.sharded_flat import UnitVisits, has_values
-from patch.optimizer.sharded_state import ShardStates, draws_of, sharded_ranges, sharded_weights
-from patch.optimizer.trained import TrainedParameters, check_arguments, check_rows
+from patch.optimizer.states.hybrid_adam import HybridAdam, OptimizerReport
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.states.sharded_state import ShardStates, rng_coords_of, sharded_ranges, sharded_weights
+from patch.optimizer.step_schedule import LocalCheck, StepSchedule
+from patch.optimizer.trainable_params import TrainableParams, check_arguments, check_rows
+from patch.optimizer.zero3.sharded_params import UnitVisits, has_values
 
 
 class StepOutcome(NamedTuple):
     """The outcome of `step`."""
 
     grad_norm: float
-    """Global L2 norm of the gradients before clipping; not finite where the update was skipped."""
+    """Global L2 norm of the gradients before clipping; not finite if the update was skipped."""
     is_skipped: bool
-    """Whether nothing was updated, because the gradient norm is not finite."""
+    """Whether the update was skipped because the gradient norm is not finite."""
     is_overflow: bool
-    """Whether that was an overflow of fp16: the loss scale was halved."""
+    """Whether the skip was an fp16 overflow, which halves the loss scale."""
 
 
 class OverlappedDistributedOptimizer:
     """AdamW over the shards of flat parameter buffers.
 
     Args:
-        stages: the pipeline stages of this rank, in the order in which a batch passes them; their trainable
-            parameters are re-pointed into the flat buffers.
-        config: rates, decay, clipping, bucket size.
-        zero_stage: what data-parallel ranks share.
-        groups: dp_cp, tp, mp and embd are used; of several instances also intra_dp_cp and inter_dist_opt.
-        offload: where states may go; None: all stay on the parameters' device.
-        param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
-        model_state: the model's sharded_state_dict, which says what parts of weights parameters are.
+        stages: the pipeline stages of this rank, in the order of forward. Their trainable parameters are
+            re-pointed into the flat buffers.
+        groups: dp_cp, tp, mp and embd are used; with several shard groups also intra_dp_cp and
+            inter_dist_opt.
+        offload: where states may go; None: all states stay on the parameters' device.
+        param_groups: groups that contain every trainable parameter; None: `default_param_groups`.
+        model_state: the model's sharded_state_dict, which says which part of a weight each parameter is.
     Raises:
-        ConfigError: other arguments than these; parameters that it cannot train (`TrainedParameters`).
+        ConfigError: an argument is invalid, or a parameter cannot be trained (`TrainableParams`).
     """
 
     def __init__(
@@ -88,131 +87,92 @@ class OverlappedDistributedOptimizer:
         check_arguments(stages, zero_stage)
         if param_groups is None:
             param_groups = default_param_groups(stages, config, groups)
-        trained = self._trained = TrainedParameters(stages, param_groups, is_offloading=offload is not None)
+        trained = self._trained = TrainableParams(stages, param_groups, is_offloading=offload is not None)
         check_rows(trained.named, config)
         self.param_groups, self.parameters, self.device = param_groups, trained.parameters, trained.device
         self.config, self.groups = config, groups
         layout = flat_layout(trained, config, zero_stage, groups)
         for check in (check_gathers, check_on_host):
-            check(layout.domains, is_offloading=offload is not None)
-        self.is_sharded = layout.domains[0].sharding.shares_states
-        self.loss_scale = loss_scale_of(config, [domain.dtype for domain in layout.domains])
+            check(layout.buffer_groups, is_offloading=offload is not None)
+        self.is_sharded = layout.buffer_groups[0].stage.shards_states
+        self.loss_scale = loss_scale_of(config, [buffer_group.dtype for buffer_group in layout.buffer_groups])
         self._clock = WaitClock(self.device)
-        self._is_grad_synced = False
         self._lr: float | Sequence[float] | None = None
-        """The rates of the step that has begun; None: none has."""
+        """The rates of the current step, or None between steps."""
         frozen = frozen_layout(layout, config, groups)
-        self.param_buffer = ParamBuffer(
-            layout, frozen, lambda index, block: self.adam.wait_for_update(index, block=block), self._clock
+        params = self.param_buffer = ParamBuffer(layout, frozen, self._clock)
+        grads = self.grad_buffer = GradBuffer(layout, config)
+        draws = rng_coords_of(trained.named, model_state) if config.rounds_stochastically else None
+        self._grad_norm = GradNorm(layout, grads.buckets, params, groups, draws)
+        fixed_bytes = params.num_bytes + params.unit_bytes + grads.num_bytes
+        self.adam = HybridAdam(self._grad_norm.shards, config, param_groups, offload, fixed_bytes)
+        self.schedule = StepSchedule(
+            layout, frozen, params, grads, self.adam, self._grad_norm, groups.dp_cp, self._clock
         )
-        units = self._units = ParamUnits(
-            layout, frozen, self.param_buffer, self._clock,
-            before_forward=lambda: self.grad_buffer.check_micro_batches(),
-            on_passed=lambda buckets: self.grad_buffer.end_buckets(buckets),
-        )  # fmt: skip
-        ParamReads(layout, self.param_buffer, units)
-        self.grad_buffer = GradBuffer(
-            layout, config, groups.dp_cp, self._clock,
-            on_backward=self._on_backward, on_collected=units.collected, on_end=units.end_backward,
-            on_final=self._on_final_gradient,
-        )  # fmt: skip
-        draws = draws_of(trained.named, model_state) if config.is_drawing else None
-        self._own = OwnShards(
-            self.parameters, layout.specs, self.grad_buffer.buckets, self.param_buffer, groups, self.device,
-            draws,
-        )
-        fixed_bytes = self.param_buffer.num_bytes + units.num_bytes + self.grad_buffer.num_bytes
-        self.adam = HybridAdam(self._own.shards, config, param_groups, offload, fixed_bytes)
+        ModelHooks(layout, params, grads.params, self.schedule)
         self.placement = self.adam.placement
         self.placement.before_move.append(self.start_param_sync)
         self._states = ShardStates(
             self.adam.dtypes,
-            lambda name: self._own.state_ranges(partial(self.adam.state, name)),
+            lambda name: self._grad_norm.state_ranges(partial(self.adam.state, name)),
             self.adam.state_dtypes,
             self.parameters,
         )
 
-    def _on_backward(self, stage: int) -> None:
-        self.param_buffer.finish_before_backward()
-        self._units.begin_backward(stage)
-
-    def _on_final_gradient(self, index: int, after: Pending | None) -> None:
-        self.adam.grad_ready(index, after)
-        if after is None and self.device.type == "cpu":  # a GPU computes all norms at the end, at one go
-            self._own.start_norm(index)
-
     def count_on(self, device: SimulatedDevice) -> None:
-        """Let a simulated device count weights and gradients, those that come and go while they are here.
+        """Let a simulated device count weights and gradients; sharded weights count while gathered.
 
         Raises:
-            torch.OutOfMemoryError: it has no room for them.
+            torch.OutOfMemoryError: the budget is too small for the weights and gradients.
         """
-        device.reserve(self.placement.fixed_bytes - self._units.num_bytes)
+        device.reserve(self.placement.fixed_bytes - self.param_buffer.unit_bytes)
         self.param_buffer.count_units(device)
 
     def connect(self, model_config: ModelParallelConfig) -> None:
-        """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig, where megatron-core looks."""
+        """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig for megatron-core."""
         model_config.no_sync_func = self.no_sync
         model_config.grad_scale_func = self.scale_loss
 
     def zero_grad(self, lr: float | Sequence[float]) -> None:
-        """Forget the last step's gradients; call before the first backward of a step.
+        """Drop the last step's gradients; call before the first backward of a step.
 
         Args:
-            lr: rate of this step; for all parameter groups, or one for each of `param_groups`.
+            lr: rate of this step, for all parameter groups or one rate for each of `param_groups`.
         Raises:
-            TrainingError: the trainable parameters are not those of the construction, or the rates are not as
-                many as the groups.
+            TrainingError: trainable parameters changed since construction, or the number of rates is wrong.
         """
         self._trained.check()
-        self._units.begin_step()
-        self.param_buffer.leave_whole()
-        self._lr, self._is_grad_synced = lr, False
-        self.grad_buffer.reset()
-        self._own.forget_norms()
-        self.adam.start_step(lr, 1.0 / self.loss_scale.value)
+        self._lr = lr
+        self.schedule.begin_step(lr, 1.0 / self.loss_scale.value)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for backward, multiplied by the loss scale in fp16."""
+        """Return the loss for backward, multiplied by the loss scale in fp16."""
         return self.loss_scale.apply(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context of the backwards of all micro-batches but a step's last one, as in torch's DDP."""
-        return self.grad_buffer.micro_batches.no_sync()
+        """Return a context for the backwards of all micro-batches but a step's last, as in torch's DDP."""
+        return self.schedule.no_sync
 
     def start_grad_sync(self) -> None:
-        """Start the reductions that are left; call when all backwards are done.
-
-        Messages that this rank sends afterwards travel behind them.
-        """
-        self.param_buffer.start_gathers_of_others()
-        self.grad_buffer.start_grad_sync()
-        self._units.end_pass()
+        """Start the remaining reductions after all backwards; later collectives are queued after them."""
+        self.schedule.start_grad_sync()
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Wait for the gradient reductions; `step` calls it if you have not."""
-        if self._is_grad_synced:
-            return
-        self.param_buffer.start_gathers_of_others()
-        self.grad_buffer.finish_grad_sync()
-        self._units.end_pass()
-        self._own.sum_over_model_parallel(self._clock)
-        self._is_grad_synced = True
+        """Wait for the gradient reductions; `step` calls it if the caller has not."""
+        self.schedule.finish_grad_sync()
 
     @torch.no_grad()
     def step(self, *, skip_non_finite: bool = False) -> StepOutcome:
-        """Update every shard by the final gradients, and send the new parameters on their way.
+        """Update every shard with the final gradients, and start the all-gathers of the new parameters.
 
-        The next forward, `state_dict` and `module.weight` wait for them; elsewhere parameters are old until
-        `finish_param_sync`. Gradients that are not finite are seen before anything is written.
+        The next forward, `state_dict` and `module.weight` wait for the new parameters. Other reads see old
+        values until `finish_param_sync`. Non-finite gradients are detected before any write.
 
         Args:
-            skip_non_finite: skip the update where no smaller loss scale could cure them, instead of raising.
-
+            skip_non_finite: skip an update that a smaller loss scale cannot cure, instead of raising.
         Raises:
-            TrainingError: the gradient norm is not finite, and that is neither cured nor skipped; or
-                `zero_grad` was not called.
+            TrainingError: the gradient norm is not finite and not skipped, or `zero_grad` was not called.
         """
         if self._lr is None:
             raise TrainingError("`step` without gradients, expected `zero_grad(lr)` and a backward before it")
@@ -231,154 +191,148 @@ class OverlappedDistributedOptimizer:
 
     @contextmanager
     def checking_local_gradients(self) -> Iterator[LocalCheck]:
-        """Context of a backward that is only looked at: are this rank's own gradients finite, before sums?
+        """Return a context for a trial backward that checks this rank's own gradients before reductions.
 
-        Within it: `zero_grad`, the micro-batches, `finish_grad_sync`. No update follows.
+        Inside call `zero_grad`, run the micro-batches, and call `finish_grad_sync`. No update follows.
         """
-        check = self.grad_buffer.local_check = LocalCheck()
+        check = self.schedule.local_check = LocalCheck()
         try:
             yield check
         finally:
-            self.grad_buffer.local_check = None
+            self.schedule.local_check = None
             self.adam.cancel_step()
             self._lr = None
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Global L2 norm of the unscaled gradients of the whole model, each weight counted once.
+        """Return the global L2 norm of the unscaled gradients of the whole model; each weight counts once.
 
-        Infinity or NaN anywhere shows in it, on every rank.
+        An infinity or NaN in any gradient makes the norm non-finite on every rank.
         """
-        # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
+        # With sharding all ranks hold different shards; otherwise only model-parallel ranks do.
         is_same = all(group.data_parallel_group in (None, self.groups.dp_cp) for group in self.param_groups)
         group = self.groups.mp if is_same and not self.is_sharded else None
-        return self._own.grad_norm(group) / self.loss_scale.value
+        return self._grad_norm.grad_norm(group) / self.loss_scale.value
 
     def _update(self, grad_norm: float, lr: float | Sequence[float]) -> None:
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
-        self.adam.start_update(lr, scale)
-        self.param_buffer.update_in_turns(self.adam.update)
+        self.schedule.update(lr, scale)
 
     def abandon_backward(self, num_micro_batches: int) -> None:
-        """An error ended forward or backward of a step: send what the other ranks expect all the same.
+        """After an error in forward or backward, start the collectives that other ranks still expect.
 
-        The step is to be begun again, by all of them. For ranks that hold the whole model.
-
-        Args:
-            num_micro_batches: how many the step has on each rank.
+        All ranks must then repeat the step. `num_micro_batches` is the step's number on each rank. Only for
+        ranks that hold the whole model.
         """
-        self.finish_param_sync()
-        for parameter in self.parameters:
-            parameter.grad = None  # one that its bucket had no memory for
-        self._units.end_pass()
-        self.grad_buffer.abandon_backward(num_micro_batches)
+        self.schedule.abandon_backward(num_micro_batches)
 
-    def give_frozen_memory(self) -> None:
-        """Give zeros to frozen weights that have no values yet, and that nobody shares."""
+    def materialize_frozen(self) -> None:
+        """Fill frozen weights that have no values yet with zeros, unless ranks shard the weights."""
         for parameter in (p for stage in self._trained.stages for p in stage.parameters()):
-            if not (parameter.requires_grad or self._units.flats_of([parameter]) or has_values(parameter)):
+            is_elsewhere = parameter.requires_grad or parameter in self.param_buffer.sharded
+            if not (is_elsewhere or has_values(parameter)):
                 parameter.data = parameter.new_zeros(parameter.shape)
 
     @property
     def gathers_in_forward(self) -> bool:
-        """Whether forward sends messages: weights are freed while no module needs them."""
-        return self._units.are_there
+        """Return whether forward runs collectives, because weights are freed while no module needs them."""
+        return bool(self.param_buffer.sharded)
 
     def start_param_sync(self) -> None:
-        """Wait for this rank's updates, and start the gathers that are left; wait for no other rank."""
-        self.param_buffer.start_all_gathers()
+        """Wait for this rank's updates, not for other ranks, and start the remaining all-gathers."""
+        self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until every parameter has its new value; call before reading parameters raw."""
-        self.param_buffer.finish_param_sync()
+        """Wait until every parameter has its new value; call before raw reads of parameters."""
+        self.schedule.finish_param_sync()
 
-    def full_weights(self, *, frozen: bool = True) -> AbstractContextManager[None]:
-        """Context in which every parameter has its new value in its own type; a collective over the job.
+    @contextmanager
+    def full_weights(self, *, frozen: bool = True) -> Iterator[None]:
+        """Return a context in which every parameter is whole, in its own dtype; a collective of the job.
 
-        Outside of it weights may be gathered in 8 bits, or freed while no module needs them. Whoever reads or
-        writes the model's weights opens it. What was written, the same on all ranks that hold a parameter, is
-        what training goes on from. Contexts inside it change nothing.
-
-        Args:
-            frozen: also those that are not trained.
+        Outside of it, weights may be gathered in fp8, or freed while no module needs them. Open it before
+        reading or writing the model's weights. Training continues from the written values, which must be
+        equal on all ranks with the parameter. `frozen` includes frozen parameters. Nesting has no effect.
         """
-        return self.param_buffer.whole(frozen=frozen)
+        self.finish_param_sync()
+        with self.param_buffer.whole(frozen=frozen):
+            yield
 
-    def described_weights(self, *, to_write: bool = False) -> AbstractContextManager[UnitVisits | None]:
-        """Context in which the model's sharded_state_dict may be made, to save or to load; a collective.
+    @contextmanager
+    def meta_weights(self, *, to_write: bool = False) -> Iterator[UnitVisits | None]:
+        """Return a context for making the model's sharded_state_dict, to save or to load; a collective.
 
-        In it weights of which ranks keep shards have shapes and no values: `sharded_weights` has these. Or
-        weights are visited one after the other, for which no rank needs memory for all.
+        Inside it, sharded weights have shapes but no values: `sharded_weights` returns their values. Or
+        visits make one unit of weights whole at a time, to read or (`to_write`) to write, so that no rank
+        needs memory for all of them.
 
-        Args:
-            to_write: who visits weights writes them, instead of reading them.
         Returns:
-            gives for a weight, or a view of one, where it is whole until the next is asked for, on all ranks
-            in one order; None: all are whole.
+            a function from a weight, or a view of a weight, to its whole tensor, which is valid until the
+            next call. All ranks must call it in the same order. None: all weights are whole.
         """
-        return self.param_buffer.described(to_write=to_write)
+        self.finish_param_sync()
+        with self.param_buffer.described(to_write=to_write) as visits:
+            yield visits
 
     def sharded_weights(self, model_state: ShardedStateDict) -> ShardedStateDict:
-        """The weights that this rank saves or loads: views of its shards if it keeps no more.
+        """Return the weights that this rank saves or loads; sharded weights as views of the rank's shards.
 
-        Args:
-            model_state: the model's sharded_state_dict, made within `described_weights`.
+        `model_state` must be made within `meta_weights`.
         """
         return sharded_weights(model_state, *self.param_buffer.own_parts())
 
     def reload_model_params(self) -> None:
-        """Go on from the weights that the model has now; call after loading them in any way but a resume."""
+        """Continue from the model's current weights; call after loading them in any way but a resume."""
         self.finish_param_sync()
         self.param_buffer.store_whole()
         self.adam.copy_model_params_to_main_params()
 
     def report(self) -> OptimizerReport:
-        """Where states lie on this rank now, and what that costs."""
+        """Report where states are on this rank, and the cost of offload."""
         return self.adam.report()
 
     def exposed_communication_ms(self) -> float:
-        """Milliseconds that compute waited for gradients and parameters since the last call."""
+        """Return the milliseconds that compute waited for gradients and parameters since the last call."""
         return self._clock.read_ms()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank for a resume, beside the model's state_dict; call it on all ranks.
+        """Return this rank's state for a resume, without the model's state_dict; call it on all ranks.
 
-        It fits the same model, bucket size, number of ranks and ZeRO stage; `sharded_state_dict` fits any.
-
-        Returns:
-            `common_state_dict()` and "states": each state of this rank's shards, flat, on the CPU.
+        It fits the same model, bucket size, number of ranks and ZeRO stage; `sharded_state_dict` fits any
+        layout. "states" holds each state of this rank's shards, flat, on the CPU, beside
+        `common_state_dict()`.
         """
         self.finish_param_sync()
         return {**self.common_state_dict(), "states": self._states.flat()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank; the model loads its weights by itself.
+        """Resume from the result of `state_dict` on this rank; the model loads its weights separately.
 
         Raises:
-            CheckpointError: the states are those of other shards.
+            CheckpointError: the states belong to different shards.
         """
         self.finish_param_sync()
         self._states.load_flat(state["states"])
         self.load_common_state_dict(state)
 
     def common_state_dict(self) -> dict[str, Any]:
-        """The state that is the same on all ranks: the number of steps and the loss scale."""
+        """Return the state that is the same on all ranks: the number of steps and the loss scale."""
         return {"optimizer_steps": self.adam.step_count, "loss_scale": self.loss_scale.state_dict()}
 
     def load_common_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `common_state_dict` returned; other entries of `state` are not read."""
+        """Resume from the result of `common_state_dict`; other entries of `state` are ignored."""
         self.adam.step_count = state["optimizer_steps"]
         self.loss_scale.load_state_dict(state["loss_scale"])
 
     def sharded_state_dict(
         self, model_state: ShardedStateDict, *, is_loading: bool = False
     ) -> ShardedStateDict:
-        """States as sharded tensors of the weights' global shapes, whatever DP, TP, PP or bucket size.
+        """Return states as sharded tensors of the weights' global shapes, for any DP, TP, PP and bucket size.
 
-        They are views: loading into them loads the optimizer. What masters have in common with weights
-        (all of it in fp32, the high bits in bf16) is left to the model's state.
+        They are views: loading into them loads the optimizer. Bits that masters share with weights (all bits
+        in fp32, the high bits in bf16) are left to the model's state.
 
         Args:
             model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
@@ -387,14 +341,13 @@ class OverlappedDistributedOptimizer:
         return self._states.sharded(model_state, is_loading=is_loading)
 
     def sharded_gradients(self, model_state: ShardedStateDict) -> ShardedStateDict:
-        """The last step's gradients, not clipped, times the loss scale; keys begin with `gradient.`.
+        """Return the last step's gradients as views, valid until `zero_grad`; keys begin with `gradient.`.
 
-        They are views, valid until `zero_grad`.
-
-        Args:
-            model_state: see `sharded_state_dict`.
+        They are not clipped, and are multiplied by the loss scale. `model_state`: see `sharded_state_dict`.
         """
-        return sharded_ranges(model_state, self._own.state_ranges(self._own.gradients), "gradient.")
+        return sharded_ranges(
+            model_state, self._grad_norm.state_ranges(self._grad_norm.gradients), "gradient."
+        )
 
 
 def _not_finite(step: int, grad_norm: float) -> TrainingError:

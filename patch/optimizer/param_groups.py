@@ -1,8 +1,7 @@
-"""Parameter groups: which parameters share a weight decay, data-parallel ranks, and a learning rate."""
+"""Parameter groups: parameters with the same weight decay, data-parallel group and learning rate."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,45 +10,39 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
-from patch.errors import ConfigError, TrainingError
+from patch.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """Parameters that are updated alike, as a dict of `param_groups` of torch's optimizers."""
+    """Parameters with the same settings, like a dict of `param_groups` in torch's optimizers."""
 
     params: Sequence[torch.nn.Parameter]
     weight_decay: float
     lr_multiplier: float = 1.0
-    """Factor on the rate that `zero_grad` gets for the group."""
+    """Factor on the learning rate that `zero_grad` gets for the group."""
     max_lr: float | None = None
     min_lr: float | None = None
-    """The group's own ends of the schedule, see `learning_rate`; None: those of the configuration."""
+    """The group's limits of the schedule, see `learning_rate`, or None to use the configuration's."""
     data_parallel_group: dist.ProcessGroup | None = None
-    """The ranks that hold copies of these parameters: gradients are summed over them, and all other ranks
-    hold other parameters (experts). None: the data-parallel ranks of the job. A rank that holds none of
-    them has such a group too, without parameters: all ranks of the job must know that there is one."""
+    """The ranks that hold copies of these parameters and sum their gradients, as for experts. None: the
+    job's data-parallel ranks. All ranks must have the same groups, if need be without parameters."""
 
 
 def default_param_groups(
     stages: Sequence[torch.nn.Module], config: OptimizerConfig, groups: ProcessGroupCollection | None = None
 ) -> list[ParamGroup]:
-    """Megatron-core's rules: matrices decay; vectors (norms, biases) and everything named "bias" do not.
+    """Apply megatron-core's rules: matrices decay; vectors (norms, biases) and any "bias" do not.
 
-    With a decoupled rate (--decoupled-lr) the weights that megatron-core marks as those of the embedding and
-    the output layer form groups of their own; so do the experts that it marks as distributed
-    (`allreduce=False`), on all ranks, also those that hold none.
-
-    Args:
-        stages: the pipeline stages of this rank.
-        config: weight decay and decoupled rates.
-        groups: `ep` and `expt_dp` are used where experts are distributed (EP > 1).
-    Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter
-    without any dimension decays, here it does not.
+    With a decoupled rate (--decoupled-lr), weights that megatron-core marks as embedding or output layer form
+    separate groups. Distributed experts (marked `allreduce=False`, EP > 1) form separate groups on all ranks,
+    even on ranks without experts.
+    Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter without
+    dimensions decays, here it does not.
     """
     is_decoupling = config.decoupled_lr is not None
     of_experts = None
-    ranks_of_experts = getattr(groups, "ep", None)  # without experts there is none, or None since 0.19
+    ranks_of_experts = getattr(groups, "ep", None)  # missing without experts; None since 0.19
     if groups is not None and ranks_of_experts is not None and ranks_of_experts.size() > 1:
         of_experts = groups.expt_dp
     members: dict[tuple[bool, dist.ProcessGroup | None, bool], list[torch.nn.Parameter]] = {
@@ -79,14 +72,11 @@ def default_param_groups(
 def assign_groups(
     trained: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[ParamGroup]
 ) -> list[int]:
-    """Index of each trainable parameter's group.
+    """Return the index of each trainable parameter's group; groups may hold frozen parameters too.
 
-    Args:
-        trained: the parameters with their names. groups: may hold frozen parameters too.
     Raises:
-        ConfigError: a parameter is in no group or in several; a group holds one that the stages do not have;
-            an expert-parallel parameter (megatron-core's mark `allreduce=False`) is in a group without
-            data-parallel ranks of its own.
+        ConfigError: a parameter is in no group or in several; a group holds a parameter of no stage; or an
+            expert (megatron-core's mark `allreduce=False`) is in a group without data-parallel group.
     """
     found: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
@@ -110,43 +100,3 @@ def assign_groups(
                     "no stage, expected parameters of the model that the optimizer is built with"
                 )
     return [found[id(parameter)][0] for _, parameter in trained]
-
-
-def group_rates(lr: float | Sequence[float], groups: Sequence[ParamGroup]) -> list[float]:
-    """The learning rate of each group in one step, multipliers included.
-
-    Args:
-        lr: one rate for all groups, or one for each.
-    Raises:
-        TrainingError: another number of rates than of groups.
-    """
-    rates = [lr] * len(groups) if isinstance(lr, (int, float)) else lr
-    if len(rates) != len(groups):
-        raise TrainingError(
-            f"got {len(rates)} learning rates for {len(groups)} parameter groups, expected one rate for all "
-            "groups, or one for each"
-        )
-    return [rate * group.lr_multiplier for rate, group in zip(rates, groups, strict=True)]
-
-
-def learning_rate(
-    step: float, train_iters: float, optimizer: OptimizerConfig, group: ParamGroup | None = None
-) -> float:
-    """The learning rate of one step, a pure function of it: linear warm-up, then cosine decay.
-
-    Args:
-        step: counted from 1. The first step has lr / warm-up steps (in Megatron-LM it has 0 and changes
-            nothing); the last one has exactly min_lr. Steps of another batch size count by their samples.
-        train_iters: steps of the whole run, where the cosine ends.
-        optimizer: lr, min_lr and the number of warm-up steps.
-        group: a parameter group, whose own max_lr and min_lr replace the optimizer's; None: the optimizer's.
-    Source: Loshchilov & Hutter, arXiv:1608.03983, without restarts.
-    """
-    max_lr = optimizer.lr if group is None or group.max_lr is None else group.max_lr
-    min_lr = optimizer.min_lr if group is None or group.min_lr is None else group.min_lr
-    warmup = optimizer.lr_warmup_iters
-    if step <= warmup:
-        return max_lr * step / warmup
-    progress = (step - warmup) / max(1, train_iters - warmup)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return min_lr + (max_lr - min_lr) * cosine

@@ -1,12 +1,11 @@
-"""Bytes that activations take: what a layer keeps for its backward, and the most on each pipeline rank.
+"""Bytes of activations: what a layer keeps for backward, and the peak of each pipeline rank.
 
-The most is over all passes of a step (pipeline.py).
+The peak is taken over all passes of a step (pipeline.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -17,25 +16,24 @@ from patch.families.adapters import adapters_of, are_experts_single
 from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import by_layer, element_bytes, matrices_per_rank
-from patch.plan.pipeline import Moment, Schedule, moments
+from patch.plan.pipeline import Schedule, moments
 
 _HALF = 2
 _FP32 = 4
 
 
 class ActivationPeak(NamedTuple):
-    """Bytes of one process at its worst moment."""
+    """Bytes of one rank at the peak of a step."""
 
     layers: int
     """Bytes that layers keep for backward, of all micro-batches in flight."""
     ends: int
-    """Bytes that the last norm and the loss keep, and interleaved stages of their outputs."""
+    """Bytes that the last norm and the loss keep, and the outputs that interleaved stages keep."""
     transient: int
-    """Bytes that the pass itself allocates, with messages between stages."""
+    """Bytes that the running pass allocates, messages between stages included."""
     in_flight: int
-    """Micro-batches in flight, counted in each stage of the process."""
+    """Micro-batches in flight, summed over the rank's virtual stages."""
     on_host: int
-    """Bytes of offloaded layers, in host memory."""
 
     @property
     def total(self) -> int:
@@ -47,21 +45,19 @@ class _StageBytes(NamedTuple):
     """Bytes of one micro-batch in one pipeline stage."""
 
     layers: int
-    """Kept by the layers from forward to backward."""
     ends: int
-    """Kept besides."""
-    forward: int
-    """Allocated by forward at its worst moment, beyond what is kept."""
-    backward: int
-    """The same of backward."""
-    embedding: int
-    """The gradient of the embedding's weight, when nothing else of the micro-batch is left."""
+    """Kept outside of the layers."""
     on_host: int
-    """Offloaded layers."""
+    forward: int
+    """Peak allocation of forward beyond the kept bytes."""
+    backward: int
+    """Peak allocation of backward beyond the kept bytes."""
+    embedding: int
+    """Gradient of the embedding's weight, allocated when the micro-batch holds nothing else."""
 
 
 def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> ActivationPeak:
-    """Activations of a process of this pipeline rank."""
+    """Return the peak of the activations on a pipeline rank."""
     schedule = Schedule.of(config)
     stages = tuple(
         _stage_bytes(config, chunk * schedule.pp_size + pp_rank, cuda=cuda)
@@ -72,34 +68,27 @@ def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> Activatio
 
 @lru_cache(maxsize=4096)  # a search asks for many runs that differ in their optimizer alone
 def _peak(schedule: Schedule, pp_rank: int, stages: tuple[_StageBytes, ...]) -> ActivationPeak:
-    peaks = (peak for moment in moments(schedule, pp_rank) for peak in _peaks_of(moment, stages))
-    return max(peaks, key=lambda peak: (peak.total, peak.in_flight))
-
-
-def _peaks_of(moment: Moment, stages: Sequence[_StageBytes]) -> Iterator[ActivationPeak]:
-    """The worst moments of one pass."""
-    counts, own = moment.in_flight, stages[moment.chunk]
-    held = list(zip(counts, stages, strict=True))
-    layers = sum(count * stage.layers for count, stage in held)
-    ends = sum(count * stage.ends for count, stage in held)
-    on_host = sum(count * stage.on_host for count, stage in held)
-    transient = own.forward if moment.is_forward else own.backward
-    yield ActivationPeak(layers, ends, transient, sum(counts), on_host)
-    if not moment.is_forward and own.embedding:
-        yield ActivationPeak(
-            layers - own.layers, ends - own.ends, own.embedding, sum(counts) - 1, on_host - own.on_host
-        )
+    found = []
+    for is_forward, chunk, counts in moments(schedule, pp_rank):
+        own, total = stages[chunk], sum(counts)
+        held = list(zip(counts, stages, strict=True))
+        layers, ends, on_host = (sum(count * stage[field] for count, stage in held) for field in range(3))
+        transient = own.forward if is_forward else own.backward
+        found.append(ActivationPeak(layers, ends, transient, total, on_host))
+        if not is_forward and own.embedding:
+            others = layers - own.layers, ends - own.ends
+            found.append(ActivationPeak(*others, own.embedding, total - 1, on_host - own.on_host))
+    return max(found, key=lambda peak: (peak.total, peak.in_flight))
 
 
 def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
-    """Bytes of one micro-batch in a pipeline stage."""
     model, size = config.model, element_bytes(config.training.precision)
     tp_size, last = config.parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
     tokens, boundary = config.micro_batch_tokens, boundary_bytes(config)
     layers = _layers_of(config, stage, cuda=cuda)
     ends, forward = _rope_table_bytes(config) if layers else 0, 0
-    # What a norm gives is the input of the next operation, which counts it.
-    of_norm, is_adapted = tokens * _norm_bytes(config, cuda=cuda), config.adapter.lora_rank is not None
+    # A norm's output is the input of the next operation, which counts it.
+    of_norm, is_adapted = tokens * _norm_bytes(config, cuda=cuda), config.adapter.is_on
     if stage == 0 and traits_of(model).embedding_norm and not is_adapted:
         ends += of_norm
     if stage == last:
@@ -107,35 +96,30 @@ def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
         ends += of_loss + of_norm
     elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
         ends += boundary
-    travelling = 2 * boundary if last else 0
+    in_flight = 2 * boundary if last else 0
     if config.adapter.quantize_base:  # a product's weight is dense
-        travelling += max(matrices_per_rank(config)) * size
+        in_flight += max(matrices_per_rank(config)) * size
     rows, is_summed = config.padded_vocab_size // tp_size, _sums_in_float32(config, cuda=cuda)
-    return _StageBytes(
-        layers=sum(layer.kept for layer in layers),
-        ends=ends,
-        forward=forward + travelling,
-        backward=_backward(layers) + travelling,
-        embedding=rows * model.hidden_size * size if stage == 0 and not (is_adapted or is_summed) else 0,
-        on_host=sum(layer.on_host for layer in layers),
-    )
+    has_gradient = stage == 0 and not (is_adapted or is_summed)
+    embedding, backward = rows * model.hidden_size * size * has_gradient, _backward(layers) + in_flight
+    kept, on_host = sum(layer.kept for layer in layers), sum(layer.on_host for layer in layers)
+    return _StageBytes(kept, ends, on_host, forward + in_flight, backward, embedding)
 
 
 def _gradient_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """Bytes that the backward of a layer's MLP or experts allocates."""
     model, size, tokens = config.model, element_bytes(config.training.precision), config.micro_batch_tokens
     tp_size = config.parallel.tensor_model_parallel_size
-    # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
-    gradients = int(tokens * widths(model, "mlp", tp_size).given * size)
+    # The gradients of gate and up; with SP the MLP's gathered input and the gradient of this input.
+    gradients = int(tokens * widths(model, "mlp", tp_size).out_features * size)
     gradients += 2 * tokens * model.hidden_size * size if config.parallel.sequence_parallel else 0
-    if model.num_experts:  # what experts take and give; their activation again, its gradient, their product
-        # On a CPU one expert after the other has them; layers of their own have kept half of it.
+    if model.num_experts:  # inputs and outputs of experts; recomputed activation, its gradient, the product
+        # On a CPU only one expert at a time has them; single experts have already kept half.
         is_one = are_experts_single(model, config.adapter)
         share = config.experts.expert_model_parallel_size / model.num_experts if is_one or not cuda else 1
         again = model.expert_width // config.etp_size * ((0 if is_one else 2 * size) + _FP32) * share
         at_once = model.hidden_size * size * (1 if is_one else 2)
         gradients += int(dispatch_of(config).rows * (at_once + again))
-        gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).given * size)
+        gradients -= int((1 - share) * tokens * widths(model, "expert", tp_size).out_features * size)
     return gradients
 
 
@@ -143,19 +127,19 @@ class _LayerBytes(NamedTuple):
     kept: int
     """On the device from forward to backward."""
     back: int
-    """Further bytes in its own backward: recomputed, copied back from the host, allocated."""
+    """Further bytes in the layer's backward: recomputed, copied back from the host, allocated."""
     on_host: int = 0
 
 
 def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes]:
-    """The layers of a stage, or its blocks of recomputed layers, in the order of forward."""
+    """Bytes of a stage's layers, or of its blocks of recomputed layers, in the order of forward."""
     training, num_layers = config.training, config.stage_layers[stage]
     boundary = boundary_bytes(config)
-    granularity: Recompute | None = "selective" if config.recompute == "selective" else None
 
     def measure(run: RunConfig, *, is_first: bool = False) -> tuple[_LayerBytes, int]:
-        of_layer = activation_bytes(run, cuda=cuda, is_first=is_first)
-        return _LayerBytes(of_layer[None], _gradient_bytes(run, cuda=cuda)), of_layer[granularity]
+        whole = activation_bytes(run, cuda=cuda, is_first=is_first)[None]
+        gradients = _gradient_bytes(run, cuda=cuda)
+        return _LayerBytes(whole, gradients), kept_bytes(run, cuda=cuda, is_first=is_first)
 
     layers = by_layer(config, measure)[stage]
     adapted = [each.base.layers[0] for each in adapters_of(config.model, config.adapter)]
@@ -171,19 +155,19 @@ def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes
     split = stage_activations(num_layers, training)
     found = []
     for index, ((whole, gradients, _), kept) in enumerate(layers):
-        if index < split.offloaded:  # two are on the device at once, of which one is copied
+        if index < split.offloaded:  # two layers are on the device at once: one computes, one is copied
             back, on_host = min(2, split.offloaded) * kept + whole - kept, kept
             found.append(_LayerBytes(0, back + gradients, on_host))
         else:
             stays = boundary if index < split.computed_again.stop else kept
             found.append(_LayerBytes(stays, whole - stays + gradients))
-    if split.offloaded and stage:  # what the stage before has sent stays
+    if split.offloaded and stage:  # the input from the previous stage stays on the device
         found[0] = found[0]._replace(kept=boundary, on_host=found[0].on_host - boundary)
     return found
 
 
 def _backward(layers: list[_LayerBytes]) -> int:
-    """The most bytes of these layers that exist during backward beyond what they keep in all."""
+    """Peak bytes of backward beyond the bytes that the layers keep in total."""
     most, freed = 0, 0
     for layer in reversed(layers):
         most = max(most, layer.back - freed)
@@ -192,21 +176,15 @@ def _backward(layers: list[_LayerBytes]) -> int:
 
 
 def _sums_in_float32(config: RunConfig, *, cuda: bool) -> bool:
-    """Whether the vocabulary's gradients are added to the main gradients, without a tensor of their type."""
+    """Whether the vocabulary's gradients go directly into the main gradients, without a temporary tensor."""
     return cuda and config.optimizer.gradient_accumulation_fusion is not False
 
 
 def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
-    """Bytes of the loss without logits (not `--precision-align`, which has all logits).
+    """Bytes of one micro-batch's loss: gradients until its backward; a chunk's logits and sums in forward.
 
-    Args:
-        config: the run.
-        cuda: whether it runs on GPUs, where Triton's kernels need no float32 copy of a chunk's logits. A CPU
-            adds another type to the sum through such a copy.
-    Returns:
-        bytes of one micro-batch: gradients of hidden states and weight, until the loss's backward; and a
-        chunk of logits with the float32 sum of the weight's gradient if that is rounded, until the loss is
-        known.
+    Not for `--precision-align`, which has all logits. On GPUs Triton's kernels need no float32 copy of a
+    chunk's logits. A CPU accumulates another dtype through a float32 copy of the weight's gradient.
     """
     training, hidden = config.training, config.model.hidden_size
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
@@ -216,7 +194,7 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
     has_sum = chunk < tokens and size != _FP32
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
-    if config.adapter.lora_rank:  # the weight has no gradient
+    if config.adapter.is_on:  # the weight has no gradient
         return tokens * hidden * size, logits
     if _sums_in_float32(config, cuda=cuda):
         return tokens * hidden * size + rows * hidden * _FP32, logits
@@ -224,21 +202,19 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
 
 
 class Dispatch(NamedTuple):
-    """How a micro-batch's tokens travel to the experts of a layer; their results travel back alike."""
+    """Dispatch of a micro-batch's tokens to the experts of a layer; results return in the same way."""
 
     rows: float
-    """Tokens that a rank's experts compute, each as often as it visits one of them; all experts alike."""
+    """Tokens that a rank's experts compute, counted once per visited expert; experts have equal load."""
     sent: float
-    """Bytes that a rank sends, one way."""
+    """Bytes that a rank sends in one direction."""
     words: str
-    """The granularity, in words."""
 
 
 def dispatch_of(config: RunConfig) -> Dispatch:
-    """The way of tokens to experts. With SP each rank of a TP group sends its part, to all ETP ranks."""
+    """Return the dispatch to experts. With SP each rank of a TP group sends its tokens to all ETP ranks."""
     model, experts, etp_size = config.model, config.experts, config.etp_size
-    parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    tokens, ep_size = config.micro_batch_tokens / parts, experts.expert_model_parallel_size
+    tokens, ep_size = config.micro_batch_tokens / config.sp_size, experts.expert_model_parallel_size
     of_token = model.hidden_size * element_bytes(config.training.precision)
     visits = tokens * model.moe_router_topk
     if experts.moe_token_dispatcher_type == "allgather":
@@ -250,112 +226,95 @@ def dispatch_of(config: RunConfig) -> Dispatch:
     return Dispatch(visits * etp_size, sent, words)
 
 
-class SavedBytes(NamedTuple):
-    """Bytes of one token that a layer keeps for its backward, in the order of forward."""
-
-    attention_norm: float
-    qkv_input: float
-    qkv: float
-    attention_result: float
-    mlp_norm: float
-    mlp_input: float
-    expert_input: float
-    gate_up: float
-    product: float
-
-    def without(self, *names: str) -> SavedBytes:
-        """The same with these at 0."""
-        return self._replace(**dict.fromkeys(names, 0.0))
-
-
 def activation_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -> dict[Recompute | None, int]:
-    """Bytes of one of equal layers and one micro-batch on one rank, by value of `recompute_granularity`.
+    """Return bytes per rank of one layer and micro-batch, by `recompute_granularity`; all layers are equal.
 
-    With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
-
-    Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
-    (`--precision-align`), scales of 8-bit numbers and layers in bf16 beside them, packing (a CPU may keep
-    attention's result twice), and what backward itself allocates (with `full`, all of a block of layers).
+    With `--recompute-method block`, "full" holds for the recomputed layers, None for the other layers. Not
+    included are norms of heads, masks of a sliding window, and `--precision-align`. Scales of fp8 numbers and
+    the bf16 layers of an fp8 run are not included. Neither are packing (a CPU may keep the attention output
+    twice) and allocations of backward.
 
     Args:
-        config: the run.
-        cuda: whether the layer runs on a GPU. On a CPU torch's norm consists of several operations in fp32,
-            which keep two more values for each element.
-        is_first: it has the run's first adapters, before which nothing is kept.
+        cuda: whether the layer runs on a GPU. A CPU's RMSNorm keeps two more fp32 values per element.
+        is_first: whether the layer has the run's first adapters, before which nothing is kept.
     """
     training, size = config.training, element_bytes(config.training.precision)
-    whole = selective = _saved_bytes(config, cuda=cuda)
-    selective = selective.without("product")
+    whole = saved_bytes(config, cuda=cuda)
+    selective = whole | {"product": 0.0}
     if cuda or size == _HALF:  # norms are recomputed
-        given = whole.qkv_input
-        selective = selective.without("qkv_input", "mlp_input")
-        selective = selective._replace(attention_norm=given, mlp_norm=given)
-    if config.adapter.lora_rank:
+        given = whole["qkv_input"]
+        selective |= {"qkv_input": 0.0, "mlp_input": 0.0, "attention_norm": given, "mlp_norm": given}
+    if config.adapter.is_on:
         whole, selective = _beside_adapters(config, whole, selective, is_first=is_first)
-    # Of 8-bit products three keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
-    # Adapters keep them as they are, and weights that stay keep nothing.
-    bytes_kept = size if config.adapter.lora_rank else PRECISIONS[training.precision].factor_bytes
+    # Three fp8 products keep their inputs in fp8: both norms' outputs, and the MLP's product.
+    # Adapters keep these inputs unchanged, and frozen weights keep nothing.
+    bytes_kept = size if config.adapter.is_on else PRECISIONS[training.precision].factor_bytes
     mlp = widths(config.model, "mlp", config.parallel.tensor_model_parallel_size)
-    narrowed = (size - bytes_kept) * (2 * _own_hidden(config) + mlp.taken)
+    narrowed = (size - bytes_kept) * (2 * _own_hidden(config) + mlp.in_features)
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     of_adapters = _adapter_bytes(config)
     per_token: dict[Recompute | None, float] = {
-        None: sum(whole) + of_adapters - narrowed,
-        "selective": sum(selective) + of_adapters,
+        None: sum(whole.values()) + of_adapters - narrowed,
+        "selective": sum(selective.values()) + of_adapters,
         "full": _own_hidden(config) * size / layers_of_block,
     }
     return {setting: int(config.micro_batch_tokens * num_bytes) for setting, num_bytes in per_token.items()}
 
 
-def _saved_bytes(config: RunConfig, *, cuda: bool) -> SavedBytes:
-    """Bytes that a layer without adapters keeps, nothing recomputed."""
+def kept_bytes(config: RunConfig, *, cuda: bool, is_first: bool = False) -> int:
+    """Return `activation_bytes` of a layer of this run that is not recomputed as a whole."""
+    setting: Recompute | None = "selective" if config.recompute == "selective" else None
+    return activation_bytes(config, cuda=cuda, is_first=is_first)[setting]
+
+
+def saved_bytes(config: RunConfig, *, cuda: bool) -> dict[str, float]:
+    """Return bytes of a token that a layer without adapters keeps, in the order of forward; AC=none."""
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
     size, norm = element_bytes(config.training.precision), _norm_bytes(config, cuda=cuda)
     given, mlp = _own_hidden(config) * size, widths(model, "mlp", tp_size)
-    of_experts = size * widths(model, "expert", tp_size).taken  # computed again
+    of_experts = size * widths(model, "expert", tp_size).in_features  # computed again
     inputs = 0.0
     if model.num_experts:
         inputs = size * dispatch_of(config).rows * model.hidden_size / config.micro_batch_tokens
     if are_experts_single(model, config.adapter):
-        inputs += 2 * of_experts  # their product, and what it is with its weight: not computed again
+        inputs += 2 * of_experts  # the product, without and with the router's weight: not recomputed
     result = size * model.value_channels * model.num_attention_heads // tp_size
-    return SavedBytes(
-        attention_norm=norm,
-        qkv_input=given,
-        qkv=_attention_bytes(config, cuda=cuda) - result,
-        attention_result=result,
-        mlp_norm=norm,
-        mlp_input=given,
-        expert_input=inputs,
-        gate_up=size * mlp.given,
-        product=size * mlp.taken - of_experts,
-    )
+    return {
+        "attention_norm": norm,
+        "qkv_input": given,
+        "qkv": _attention_bytes(config, cuda=cuda) - result,
+        "attention_result": result,
+        "mlp_norm": norm,
+        "mlp_input": given,
+        "expert_input": inputs,
+        "gate_up": size * mlp.out_features,
+        "product": size * mlp.in_features - of_experts,
+    }
 
 
 def _beside_adapters(
-    config: RunConfig, whole: SavedBytes, selective: SavedBytes, *, is_first: bool
-) -> tuple[SavedBytes, SavedBytes]:
-    """Drop the inputs of products whose weights stay and have no adapter."""
+    config: RunConfig, whole: dict[str, float], selective: dict[str, float], *, is_first: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Drop the inputs of products whose frozen weights have no adapter."""
     taken = {_input_of(each.base) for each in adapters_of(config.model, config.adapter)}
     others = {"qkv_input", "mlp_input", "product"} - (set() if config.adapter.lora_dropout else taken)
     others -= {"mlp_input"} if config.model.num_experts else set()  # a router keeps its input
-    selective = selective.without(*others)
-    if config.recompute != "selective":  # which computes them again for nothing
-        whole = whole.without(*others)
-    first = min(map(SavedBytes._fields.index, taken), default=0) if is_first else 0
-    before = SavedBytes._fields[:first]
-    return whole.without(*before), selective.without(*before)
+    names = [*whole]
+    before = names[: min(map(names.index, taken), default=0)] if is_first else ()
+    dropped = dict.fromkeys([*others, *before], 0.0)
+    # AC=sel recomputes the inputs needlessly.
+    of_whole = dict.fromkeys(before, 0.0) if config.recompute == "selective" else dropped
+    return whole | of_whole, selective | dropped
 
 
 def _input_of(base: WeightRow) -> str:
-    """The field of `SavedBytes` that is the input of a weight's product."""
     if base.kind is Kind.ROW_PARALLEL:
         return "attention_result" if base.part == "attention" else "product"
     return {"attention": "qkv_input", "expert": "expert_input"}.get(base.part, "mlp_input")
 
 
 def _rope_table_bytes(config: RunConfig) -> int:
-    """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
+    """Cosines and sines of one micro-batch, shared by a stage's layers; packed rows have their own."""
     if not traits_of(config.model).has_rope:
         return 0
     rows = config.training.micro_batch_size if config.is_packed else 1
@@ -364,12 +323,12 @@ def _rope_table_bytes(config: RunConfig) -> int:
 
 
 def boundary_bytes(config: RunConfig) -> int:
-    """Bytes of what a layer gives to the next one, of one micro-batch on one rank."""
+    """Return the bytes of the hidden states between two layers, of one micro-batch on one rank."""
     return config.micro_batch_tokens * _own_hidden(config) * element_bytes(config.training.precision)
 
 
 def _adapter_bytes(config: RunConfig) -> float:
-    """Bytes of one token: what each A gives; with dropout the input of each, and what became zero of it."""
+    """Bytes of one token: the output of each A; with dropout also each input, before and after dropout."""
     size, found, dropout = element_bytes(config.training.precision), 0.0, config.adapter.lora_dropout > 0
     tp_size, of_stream = config.parallel.tensor_model_parallel_size, _own_hidden(config)
     for each in adapters_of(config.model, config.adapter):
@@ -383,28 +342,25 @@ def _adapter_bytes(config: RunConfig) -> float:
 
 
 def _own_hidden(config: RunConfig) -> int:
-    """Hidden values of a token on one rank, averaged: SP cuts the tokens of what is outside of products."""
-    parallel = config.parallel
-    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return config.model.hidden_size // shares
+    """Hidden values of a token on one rank, averaged: SP cuts the tokens outside of products."""
+    return config.model.hidden_size // config.sp_size
 
 
 def _norm_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """Bytes of one token: a norm's input and a sum; on a CPU RMSNorm has fp32 values, two if it trains."""
+    """Bytes of one token: a norm's input and a sum; a CPU's RMSNorm keeps fp32 values, two if it trains."""
     size = element_bytes(config.training.precision)
     if traits_of(config.model).normalization == "LayerNorm":
         return _own_hidden(config) * size + 2 * _FP32
-    on_cpu = _FP32 if config.adapter.lora_rank else 2 * _FP32
+    on_cpu = _FP32 if config.adapter.is_on else 2 * _FP32
     return _own_hidden(config) * (size if cuda else on_cpu) + _FP32
 
 
 def _attention_bytes(config: RunConfig, *, cuda: bool) -> float:
-    """Bytes of one token: q and k after RoPE, v, the result and its fp32 sum.
+    """Bytes of one token: q and k after RoPE, v, the output and its fp32 sum. Norms of heads keep more.
 
-    ALiBi widens all of them, latent attention v and the result, and both keep the result without these
-    channels too. Norms of heads keep more. A ring
-    keeps k and v as one message; all-to-all keeps what was exchanged: q, k, v of whole sequences, the result,
-    and the result of all heads.
+    ALiBi widens all of them, latent attention widens v and the output; both also keep the output at its own
+    width. A ring keeps k and v as one message. All-to-all keeps q, k, v and output of whole sequences, and
+    the output of all heads.
     """
     model, parallel = config.model, config.parallel
     tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -412,20 +368,16 @@ def _attention_bytes(config: RunConfig, *, cuda: bool) -> float:
     kept = 2 * heads + 2 * groups
     if cp_size > 1 and parallel.cp_comm_type != "p2p":
         kept = 3 * heads + 2 * math.lcm(groups, cp_size)
-    values = attended_channels(model) * kept
+    values, size = attended_channels(model) * kept, element_bytes(config.training.precision)
     if attended_channels(model) != model.value_channels:
         values += model.value_channels * heads
-    return (
-        element_bytes(config.training.precision) * values + _FP32 * heads + _latent_bytes(config, cuda=cuda)
-    )
+    return size * values + _FP32 * heads + _latent_bytes(config, cuda=cuda)
 
 
 def _latent_bytes(config: RunConfig, *, cuda: bool) -> float:
-    """Bytes of one token: the latents of queries, and of keys and values, before and after their norms."""
-    model, parallel = config.model, config.parallel
-    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    size, found = element_bytes(config.training.precision), 0.0
+    """Bytes of one token: latents of queries, and of keys and values, before and after their norms."""
+    model, size, found = config.model, element_bytes(config.training.precision), 0.0
     for rank, beside in ((model.q_lora_rank, 0), (model.kv_lora_rank, model.rotary_channels)):
         if rank is not None:
             found += rank * (2 * size if cuda else 2 * _FP32 + size) + beside * size + _FP32
-    return found / shares
+    return found / config.sp_size

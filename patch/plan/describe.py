@@ -1,4 +1,4 @@
-"""The plan as text: its rows with the formulas behind them, and two lines at the start of a log."""
+"""The plan as text: its rows with their formulas, and the lines at the start of a log."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import NamedTuple
 
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
-from patch.config.backends import backends_of
 from patch.config.choices import PRECISIONS, Recompute
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
-from patch.numbers import counted, scaled, size_text
+from patch.features.backends import choose_backends
 from patch.plan import memory, parameters
 from patch.plan.activations import activation_bytes, dispatch_of
+from patch.plan.documents import formulas_of_documents
 from patch.plan.fits import fit_of, heaviest_rank
 from patch.plan.flops import attended_pairs, channels_of_heads, flops_per_step
 from patch.plan.pipeline import Schedule
-from patch.plan.savings import Mix
+from patch.plan.savings import RecomputePlan
+from patch.plan.timing.communication import group_of
 from patch.preflight.checkpoint_places import newest_saved
+from patch.text import counted, scaled, size_text
 
 INDENT = " " * 12
 _AC_WORDS: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
@@ -29,47 +31,26 @@ class PlanRow(NamedTuple):
     """A row of the plan."""
 
     lines: Sequence[str]
-    """The first begins with what it is about, the others are indented."""
+    """The first line begins with the subject, the other lines are indented."""
     formulas: Sequence[str] = ()
-    """How the numbers were computed."""
 
     @property
     def name(self) -> str:
-        """Its subject."""
+        """Subject of the row."""
         return self.lines[0].partition(" ")[0]
 
 
 def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """Rows about processes, parameters, bytes of a rank, a step, the whole run; and warnings.
-
-    Args:
-        config: the run.
-        machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
-    """
-    papers = _papers(config)
+    """Yield rows about ranks, parameters, bytes of a rank, a step, the whole run; and warnings."""
+    papers = formulas_of_documents(config, cuda=bool(machine.cuda_devices))
     for rows in _TABLE:
         for row in rows(config, machine):
-            more = [papers[row.name]] if row.name in papers else []
-            yield row._replace(formulas=[*row.formulas, *more])
+            yield row._replace(formulas=[*row.formulas, *papers.get(row.name, ())])
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
-    """The lines of a plan without formulas."""
+    """Return the lines of a plan without formulas."""
     return "\n".join(line for row in plan_rows(config, machine) for line in row.lines)
-
-
-def processes_text(config: RunConfig) -> str:
-    """Processes, their axes and machines: "8 = TP 2 x PP 1 x CP 1 x DP 4 on 1 machine"."""
-    parallel, stages = config.parallel, config.virtual_pipeline_size
-    experts = f"EP {config.experts.expert_model_parallel_size} x ETP {config.etp_size}"
-    experts += f" x EDP {config.num_expert_copies}"
-    return (
-        f"{config.world_size} = TP {parallel.tensor_model_parallel_size} "
-        f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
-        f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
-        + (f", {stages} interleaved stages each" if stages > 1 else "")
-        + (f", experts over {experts}" if config.model.num_experts else "")
-    )
 
 
 def _row(name: str, text: str, *formulas: str) -> PlanRow:
@@ -77,8 +58,17 @@ def _row(name: str, text: str, *formulas: str) -> PlanRow:
 
 
 def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    model, layers = config.model, config.stage_layers
-    yield _row("processes", processes_text(config))
+    model, parallel, layers = config.model, config.parallel, config.stage_layers
+    stages = config.virtual_pipeline_size
+    experts = f"EP {config.experts.expert_model_parallel_size} x ETP {config.etp_size}"
+    yield _row(
+        "processes",
+        f"{config.world_size} = TP {parallel.tensor_model_parallel_size} "
+        f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
+        f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
+        + (f", {stages} interleaved stages each" if stages > 1 else "")
+        + (f", experts over {experts} x EDP {config.num_expert_copies}" if model.num_experts else ""),
+    )
     if len(set(layers)) > 1:
         yield _row("layers", f"{model.num_layers} = {' + '.join(map(str, layers))} over the pipeline stages")
     total, active = (parameters.total_parameters(model, active=active) for active in (False, True))
@@ -92,7 +82,6 @@ def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 
 def _experts(config: RunConfig) -> PlanRow:
-    """The experts of a layer and of a rank, and the messages to them."""
     model, experts, way = config.model, config.experts, dispatch_of(config)
     number, layers, visits = model.num_experts or 0, len(expert_layers(model)), model.moe_router_topk
     shared = " and a shared one" if model.moe_shared_expert_intermediate_size else ""
@@ -111,7 +100,6 @@ def _experts(config: RunConfig) -> PlanRow:
 
 
 def _shapes(config: RunConfig) -> Iterator[str]:
-    """The weights that are counted."""
     for row in weight_rows(config.model):
         if row.name == TIED_OUTPUT and not config.model.untie_embeddings_and_output_weights:
             continue
@@ -121,38 +109,8 @@ def _shapes(config: RunConfig) -> Iterator[str]:
         yield f"{row.name}: {times}({shapes})"
 
 
-def _papers(config: RunConfig) -> dict[str, str]:
-    """The papers' counts of GPT's layers (12 h^2 of matrices, 13 h of biases and norms), by row of the plan.
-
-    Sources: Korthikanti et al., arXiv:2205.05198, section 4 (bytes of 16-bit activations, of which 2 s^2 a
-    are scores and dropout masks); Narayanan et al., arXiv:2104.04473, section 5.1 (the whole square).
-    """
-    model, parallel = config.model, config.parallel
-    b, s, h = config.training.micro_batch_size, config.sample_length, model.hidden_size
-    a, t, num_layers = model.num_attention_heads, parallel.tensor_model_parallel_size, model.num_layers
-    if sum(row.num_elements for row in weight_rows(model) if row.is_per_layer) != 12 * h**2 + 13 * h:
-        return {}
-    s //= parallel.context_parallel_size
-    kept, cut = {"2 s b h": 2.0 * s * b * h}, ""
-    if t > 1 and not parallel.sequence_parallel:
-        kept["s b h (10 + 24 / t + 5 a s / (h t))"] = s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
-    else:
-        kept, cut = {"2 s b h": 2 * s * b * h / t}, " / t" * (t > 1)
-        kept["s b h (34 + 5 a s / h)"] = s * b * h * (34 + 5 * a * s / h) / t
-    partly, whole = (f"{formula}{cut} = {size_text(int(size))}" for formula, size in kept.items())
-    s, samples = config.sample_length, config.training.global_batch_size
-    layer = samples * (24 * s * h**2 + 4 * s**2 * h)
-    step = 3 * (num_layers * layer + 2 * samples * s * h * config.padded_vocab_size)
-    return {
-        "parameters": f"a layer: 12 h^2 + 13 h = {12 * h**2 + 13 * h}",
-        "activations": f"papers, with all scores and dropout, in 16 bits: {whole}; all recomputed: {partly}",
-        "step": "papers, over the whole square of scores: a layer's forward 24 B s h^2 + 4 B s^2 h = "
-        f"{layer:.4g}; 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) = {step:.4g} a step",
-    }
-
-
 def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """Model state of the heaviest rank, and of a checkpoint, which no layout changes."""
+    """Model state of the heaviest rank, and of a checkpoint, which does not depend on the layout."""
     parallel, stage, state = config.parallel, config.zero_stage, memory.bytes_per_rank(config)
     host, instances = memory.host_bytes(config), parallel.num_distributed_optimizer_instances
     disk = memory.disk_bytes(config, machine) if host.optimizer else 0
@@ -161,15 +119,15 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     elsewhere += [f"{size_text(disk)} on a disk"] if disk else []
     count, frozen = parameters.parameters_of(config, None), parameters.frozen_of(config, None)
     beside = f", and {frozen.total} that do not train" if frozen.total else ""
-    packed = f" + {frozen.in_4_bits} in 4 bits x 9 / 16" if frozen.in_4_bits else ""
+    packed = f" + {frozen.in_4_bits} in nf4 x 9 / 16" if frozen.in_4_bits else ""
     experts = parameters.parameters_of(config, None, of_experts=True)
     of_experts = f" ({experts} of experts / {config.num_expert_copies})" if experts else ""
     weight_parts, gradient_parts, state_parts = (
-        f" / {config.num_state_shares}{of_experts}" if shared else ""
-        for shared in (config.frees_weights, stage.shares_gradients, stage.shares_states)
+        f" / {config.state_group_size}{of_experts}" if shared else ""
+        for shared in (config.gathers_weights_per_pass, stage.shards_gradients, stage.shards_states)
     )
     less = ", less what is on the host" if any(host[:2]) else ""
-    if config.frees_weights:
+    if config.gathers_weights_per_pass:
         whole = sum(unit.total for unit in memory.units_of(config, None, as_kept=True))
         less = f" of the {size_text(whole)} in layers and vocabulary, the rest whole{less}"
     kind = PRECISIONS[config.training.precision]
@@ -195,12 +153,12 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
         f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes); the "
-        f"weights alone are what {'adapter/' if config.adapter.lora_rank else 'an export'} takes",
+        f"weights alone are what {'adapter/' if config.adapter.is_on else 'an export'} takes",
     )
 
 
 def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """Activations of layers, and memory of the heaviest rank; not of --precision-align, which keeps more."""
+    """Activations, and memory of the heaviest rank; none with --precision-align, which keeps more."""
     if config.model.precision_align is not None:
         return
     cuda, tokens = bool(machine.cuda_devices), config.micro_batch_tokens
@@ -214,7 +172,7 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         "activations",
         f"a layer and micro-batch keep {texts[0]} for backward"
         + (f" (without experts {texts[1]})" if dense is not sparse else "")
-        + f"; this run: {Mix.of(config).words} (AC)",
+        + f"; this run: {RecomputePlan.of(config).words} (AC)",
         *(f"{key or 'none'}: {tokens} tokens x {n / tokens:.0f} bytes of a token" for key, n in kept.items()),
         "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product",
         "sel leaves out what the norms give and the product; full keeps the layer's input",
@@ -225,8 +183,8 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     in_flight = counted(most.in_flight, "micro-batch") + " in flight"
     if config.virtual_pipeline_size > 1:
         in_flight += f" through {config.virtual_pipeline_size} stages"
-    beside = {"gradients under way": rank.staging, "weights of a pass": rank.whole}
-    beside["8-bit weights"] = rank.eight_bits
+    beside = {"staging of gradients": rank.staging, "weights of a pass": rank.gathered}
+    beside["fp8 weights"] = rank.fp8_weights
     parts = "".join(f"+ {name} {size_text(size)} " for name, size in beside.items() if size)
     on_host = f"; {size_text(most.on_host)} more in host memory" if most.on_host else ""
     usable, whole = map(size_text, (memory.usable_device_memory(config, machine), machine.cuda_memory_bytes))
@@ -242,7 +200,6 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 
 def _bubble(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """Idle time of the pipeline if all stages take equally long; the time of a step simulates it."""
     schedule = Schedule.of(config)
     stages, count = f"VPP {schedule.vp_size} x ", schedule.num_micro_batches
     equal = f"({stages}{count} micro-batches)" if schedule.vp_size > 1 else f"{count} micro-batches"
@@ -255,14 +212,13 @@ def _bubble(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 
 
 def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
-    """Samples, tokens and FLOPs of a step, and those with what recomputation repeats if they are more."""
     model, samples, length = config.model, config.training.global_batch_size, config.sample_length
     flops, tokens = flops_per_step(config), samples * length
     again = f", {scaled(flops.hardware)}FLOP with recomputation" if flops.hardware > flops.model else ""
     pairs, active = attended_pairs([length], model.window_size), parameters.active_elements(model)
     times, of_pairs = 3, f"{samples} x 4 x {model.num_layers} x {channels_of_heads(model)} x {pairs} pairs)"
     beside = "backward is twice forward"
-    if config.adapter.lora_rank:
+    if config.adapter.is_on:
         times, of_pairs = 2, f"3 / 2 x {of_pairs[:-1]}) + 6 x {tokens} tokens x adapters that a token uses"
         beside = "backward of weights beside adapters is one forward, else twice"
     yield _row(
@@ -273,7 +229,7 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f"{config.padded_vocab_size} x {model.hidden_size}) + {of_pairs} = {flops.model:.4g}",
         f"a multiply-add is 2 FLOPs, {beside}, attention counts the pairs under its mask",
     )
-    if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
+    if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are not packed again
         packed = f"several rows share a sequence of {length} tokens"
         yield _row("packing", f"on: {packed}, a sample of the step is such a sequence")
     if config.training.objective == "dpo":
@@ -284,20 +240,20 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
 def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     training = config.training
     if machine.cuda_devices:
-        yield _row("kernels", backends_of(config, machine).line)
+        yield _row("kernels", choose_backends(config, machine).line)
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     steps = f"{training.train_iters} steps = {scaled(tokens)} tokens"
     if training.train_epochs is not None:
         steps = f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     yield _row("run", steps)
-    if found := newest_saved(config):  # by its name: whether it is whole is not read
+    if found := newest_saved(config):  # by its name only; completeness is not checked
         root, newest = found
         of_all = "" if is_counted_in_samples(config) else f" of {training.train_iters}"
         yield _row("resume", f"after step {newest}{of_all}, from {root}")
 
 
 def shortages(config: RunConfig, machine: MachineFacts) -> dict[str, str]:
-    """Sentences about each memory that is too small, that of the `device` and of the `host`."""
+    """Return sentences about each memory that is too small, by "device" and "host"."""
     fit, device = fit_of(config, machine), memory.device_memory(config, machine)
     found: dict[str, str] = {}
     what = "model state" if config.model.precision_align is not None else "model state and activations"
@@ -314,10 +270,15 @@ def shortages(config: RunConfig, machine: MachineFacts) -> dict[str, str]:
 
 def _warnings(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     yield from (_row("warning", text) for text in shortages(config, machine).values())
+    if (group := group_of(config, "tp")).nodes > 1:
+        yield _row(
+            "warning",
+            f"TP {group.size} leaves the machine, which has {group.per_node} of a TP group: each layer waits "
+            "for messages between machines. Use a smaller TP, and more PP or sharded states",
+        )
 
 
 _TABLE = (_model, _state, _memory, _bubble, _step, _run, _warnings)
-"""All rows of a plan, in order."""
 
 
 def _epochs(number: str) -> str:
@@ -325,22 +286,21 @@ def _epochs(number: str) -> str:
 
 
 def describe_length(config: RunConfig, one_pass: int) -> str:
-    """A line about the steps and epochs of the run.
-
-    Args:
-        config: the run.
-        one_pass: samples of one pass over its training sets.
+    """Return a line about the steps and epochs of the run; `one_pass` samples are one epoch.
 
     Raises:
-        ConfigError: its epochs have fewer steps than its warm-up.
+        ConfigError: the epochs have fewer steps than the warm-up.
     """
     taken = num_train_samples(config, one_pass)
     steps = with_samples(config, taken).training.train_iters
     epochs = _epochs(f"{taken / one_pass:.3g}")
-    return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}"
+    asked = config.training.train_epochs
+    is_more = asked is not None and taken > 1.5 * asked * one_pass
+    why = f" ({asked:g} asked, but a step takes {config.training.global_batch_size})" if is_more else ""
+    return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}{why}"
 
 
 def start_lines(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """The rows of a plan with which a run's log begins: its layout, memory and steps."""
+    """Return the rows of a plan with which a run's log begins: layout, memory and steps."""
     rows = [row for part in (_model, _state, _memory, _step) for row in part(config, machine)]
     return [row.lines[0] for row in rows if row.name in ("processes", "state/rank", "memory/rank", "step")]

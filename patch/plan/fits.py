@@ -1,4 +1,4 @@
-"""Whether a run fits a machine: memory of its heaviest rank, and of a node's host."""
+"""Whether a run fits a machine: the memory of its heaviest rank, and of a node's host."""
 
 from __future__ import annotations
 
@@ -15,43 +15,37 @@ from patch.plan.savings import Changes, with_changes
 
 
 class RankMemory(NamedTuple):
-    """Bytes on the device of one process."""
+    """Bytes on the device of one rank."""
 
     pp_rank: int
     state: int
-    """Model state, without optimizer states that `auto` places."""
+    """Model state, without optimizer states that offload policy `auto` places."""
     staging: int
-    """Buffers in which gradients are collected and travel, beside the main gradients."""
-    whole: int
-    """Weights that are whole for a pass, where replicas share them."""
-    eight_bits: int
-    """8-bit weights that are kept during a step."""
+    """Staging buffers of gradients and messages in flight, without the main gradients."""
+    gathered: int
+    """With ZeRO-3, weights that are whole during a pass."""
+    fp8_weights: int
     activations: ActivationPeak
 
     @property
     def total(self) -> int:
-        """All together."""
-        return self.state + self.staging + self.whole + self.eight_bits + self.activations.total
+        """Sum of all fields."""
+        return self.state + self.staging + self.gathered + self.fp8_weights + self.activations.total
 
 
 def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
-    """The pipeline rank that needs the most memory for model state and activations together."""
-    ranks = (
-        RankMemory(
-            rank,
-            memory.state_on_device(config, rank),
-            memory.staging_bytes(config, rank, cuda=cuda),
-            memory.whole_bytes(config, rank),
-            memory.eight_bit_bytes(config, rank),
-            activation_peak(config, rank, cuda=cuda),
-        )
-        for rank in range(config.parallel.pipeline_model_parallel_size)
-    )
-    return max(ranks, key=lambda rank: rank.total)
+    """Return the pipeline rank that needs the most memory for model state and activations together."""
+
+    def of(rank: int) -> RankMemory:
+        state, staging = memory.state_on_device(config, rank), memory.staging_bytes(config, rank, cuda=cuda)
+        gathered, narrow = memory.gathered_unit_bytes(config, rank), memory.fp8_weight_bytes(config, rank)
+        return RankMemory(rank, state, staging, gathered, narrow, activation_peak(config, rank, cuda=cuda))
+
+    return max(map(of, range(config.parallel.pipeline_model_parallel_size)), key=lambda rank: rank.total)
 
 
 class Fit(NamedTuple):
-    """Needed and usable bytes of a run; 0 usable: not known."""
+    """Needed and usable bytes of a run; usable bytes are 0 if unknown."""
 
     device_needed: int
     device_usable: int
@@ -61,25 +55,24 @@ class Fit(NamedTuple):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device has room."""
+        """Whether the run fits the device."""
         return not 0 < self.device_usable < self.device_needed
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the host has room."""
+        """Whether the run fits the host."""
         return not 0 < self.host_usable < self.host_needed
 
     @property
     def is_whole(self) -> bool:
-        """Whether device and host have room."""
+        """Whether the run fits device and host."""
         return self.is_on_device and self.is_on_host
 
 
 def fit_of(config: RunConfig, machine: MachineFacts) -> Fit:
-    """Whether a run fits; a GPU is planned with 95 % of its memory less 1 GiB.
+    """Return needed and usable memory of a run; a GPU is planned with 95 % of its memory less 1 GiB.
 
-    Of `--precision-align`, which keeps more activations, only the model state counts. The host of a CPU run
-    holds all, that of GPUs what they offload.
+    With `--precision-align`, which keeps more activations, only the model state counts.
     """
     on_device, on_host = memory.needed_bytes(config, machine)
     if config.model.precision_align is None:
@@ -89,20 +82,20 @@ def fit_of(config: RunConfig, machine: MachineFacts) -> Fit:
     return Fit(on_device, memory.usable_device_memory(config, machine), on_host, machine.host_memory_bytes)
 
 
-class Way(NamedTuple):
-    """Changes of a run, and steps of which each needs less of the device than the one before."""
+class Candidates(NamedTuple):
+    """Changes of a run, and steps that each need less device memory than the previous step."""
 
     changes: Changes
     steps: Sequence[Changes] = ((),)
-    """Further changes; the first of them with which the run fits the device is taken."""
+    """Further changes; the first step with which the run fits the device is taken."""
 
 
-class Found(NamedTuple):
-    """A run that a search has looked at."""
+class SearchResult(NamedTuple):
+    """A run that a search has evaluated."""
 
     changes: Changes
     run: RunConfig
-    """The run with the changes; what is left to `auto` is still so."""
+    """The run with the changes, its `auto` values unresolved."""
     resolved: RunConfig
     fit: Fit
     cost: float
@@ -114,40 +107,32 @@ class Found(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Runs that fit first, of these the cheapest with the fewest changes; else the smallest."""
+        """Sort key: fitting runs by cost and number of changes, then the other runs by memory."""
         if self.fit.is_whole:
             return 0, self.cost, len(self.changes), self.fit.host_needed
         return 1, not self.fit.is_on_host, self.fit.device_needed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
-    """The candidates of a search, and how it compares them."""
+class SearchSpace:
+    """The candidates of a search, and how the search compares them."""
 
-    ways: Iterable[Way]
-    """Read one by one, so that a generator may use what the search has seen before."""
+    ways: Iterable[Candidates]
+    """Read one by one, so a generator may use the results so far."""
     cost: Callable[[RunConfig], float]
-    """Cost of a run in any unit."""
     is_bounded: bool = False
-    """No step makes a run cheaper, so that one that costs more than another of its kind is left out."""
+    """Whether no step makes a run cheaper. Then a run that costs more than another of its kind is skipped."""
     resolve: Callable[[RunConfig], RunConfig | None] = lambda run: run
-    """Makes a run's automatic choices; None: a rule refuses the run."""
+    """Makes a run's automatic choices, or returns None if a rule refuses the run."""
     kind: Callable[[Changes, RunConfig], Hashable] = lambda changes, run: None
-    """Alternatives have the same kind: the best of each is returned."""
+    """Key of alternatives: the best run of each kind is returned."""
 
 
 def best(
-    config: RunConfig, machine: MachineFacts, space: Space, seen: list[Found] | None = None
-) -> list[Found]:
-    """Return the best run of each kind, in the order of `Found.rank`; [] if rules refuse all.
-
-    Args:
-        config: the run to change.
-        machine: one of its machines.
-        space: what is looked at.
-        seen: all runs that were looked at are appended to it.
-    """
-    found: dict[Hashable, Found] = {}
+    config: RunConfig, machine: MachineFacts, space: SearchSpace, seen: list[SearchResult] | None = None
+) -> list[SearchResult]:
+    """Return the best run of each kind, by `SearchResult.rank`; every evaluated run is appended to `seen`."""
+    found: dict[Hashable, SearchResult] = {}
     for way in space.ways:
         run = with_changes(config, way.changes)
         if (resolved := space.resolve(run)) is None:
@@ -159,7 +144,7 @@ def best(
         step, fit = _first_that_fits(resolved, machine, way.steps)
         resolved = with_changes(resolved, step)
         cost = space.cost(resolved) if fit.is_whole else 0.0
-        one = Found((*way.changes, *step), with_changes(run, step), resolved, fit, cost)
+        one = SearchResult((*way.changes, *step), with_changes(run, step), resolved, fit, cost)
         if seen is not None:
             seen.append(one)
         if so_far is None or one.rank < so_far.rank:
@@ -170,7 +155,7 @@ def best(
 def _first_that_fits(
     config: RunConfig, machine: MachineFacts, steps: Sequence[Changes]
 ) -> tuple[Changes, Fit]:
-    """The first step with which a run fits the device, else the last; and its fit."""
+    """The first step that fits the device, else the last step; and its fit."""
 
     def fit(step: Changes) -> Fit:
         return fit_of(with_changes(config, step), machine)

@@ -1,11 +1,11 @@
 """FLOPs of training, and the peak FLOP/s of GPUs: numerator and denominator of MFU and HFU.
 
-Only matrix products count; a multiply-add is 2 FLOPs; the backward costs twice the forward; the output layer
-counts the padded vocabulary. Beside adapters weights have no gradient: their backward costs one forward.
-Attention counts the pairs of a token and one that it attends to: causal, within
-the window, within each packed sequence. (Megatron-LM's `num_floating_point_operations` counts half of the
-square, half a diagonal less; PaLM, arXiv 2204.02311, appendix B, the whole square.) Model FLOPs leave
-recomputation out, hardware FLOPs count it.
+Only matrix products count; a multiply-add is 2 FLOPs; backward costs twice the forward; the output layer
+counts the padded vocabulary. With adapters the frozen weights have no gradient, so their backward costs one
+forward. Attention counts the pairs of tokens that attend to each other: causal, within the window, within
+each packed sequence. (Megatron-LM's `num_floating_point_operations` counts half of the square, half a
+diagonal less; PaLM, arXiv 2204.02311, appendix B, the whole square.) Model FLOPs exclude recomputation,
+hardware FLOPs include it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 )  # fmt: skip
 """Dense bf16 tensor-core peaks from NVIDIA's data sheets; longer names come before their shorter forms."""
 _8_BITS_FACTOR = 2
-"""Peak of 8-bit products over that of bf16's, of all GPUs above that have them."""
+"""Peak of fp8 products over the peak of bf16 products, for all GPUs above that have fp8."""
 
 
 class StepFlops(NamedTuple):
@@ -39,26 +39,22 @@ class StepFlops(NamedTuple):
 
 
 def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
-    """FLOPs of one optimizer step.
-
-    Args:
-        config: the run.
-        pairs: with packing, the `attended_pairs` of the step's sequences; None: each sample is one sequence.
-    """
+    """Return the FLOPs of one optimizer step; packing gives `pairs`, the step's `attended_pairs`."""
     model, samples = config.model, config.training.global_batch_size
     if pairs is None:
         pairs = samples * attended_pairs([config.sample_length], model.window_size)
     tokens = samples * config.sample_length
-    layers, attention = _forward_of_layers(model, tokens, pairs)
-    output = _forward_of_output(model, tokens, config.parallel.tensor_model_parallel_size)
+    layers, attention = forward_of_layers(model, tokens, pairs)
+    vocab_size = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    output = 2 * vocab_size * model.hidden_size * tokens
     needed = 3 * (layers + attention + output)
-    if config.adapter.lora_rank:
+    if config.adapter.is_on:
         rows = adapter_rows(model, config.adapter)
         added = 2 * tokens * sum(len(row.layers) * row.active * row.num_elements for row in rows)
         needed += 3 * added - layers - output
     repeated = 0.0
     if config.training.recompute_granularity == "full":
-        of_layers = by_layer(config, lambda run: sum(_forward_of_layers(run.model, tokens, pairs)))
+        of_layers = by_layer(config, lambda run: sum(forward_of_layers(run.model, tokens, pairs)))
         again = (each[stage_activations(len(each), config.training).computed_again] for each in of_layers)
         repeated = sum(map(sum, again)) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
@@ -66,39 +62,34 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     return StepFlops(needed, needed + repeated)
 
 
-def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:
-    """FLOPs of a forward through all layers: of the products with weights, and of attention."""
+def forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:
+    """Return the FLOPs of a forward through all layers: of the products with weights, and of attention."""
     scores_and_values = 2 * 2 * channels_of_heads(model) * pairs
     return 2 * model.num_layers * active_elements(model) * tokens, model.num_layers * scores_and_values
 
 
 def channels_of_heads(model: ModelConfig) -> int:
-    """Channels of all heads, the mean of scores' and values', which differ in latent attention."""
+    """Return the channels of all heads: the mean of scores and values, which differ in latent attention."""
     return model.num_attention_heads * (model.kv_channels + model.value_channels) // 2
 
 
-def _forward_of_output(model: ModelConfig, tokens: int, tp_size: int) -> int:
-    return 2 * model.padded_vocab_size(tp_size) * model.hidden_size * tokens
-
-
 def attended_pairs(lengths: Iterable[int], window: tuple[int, int] | None) -> int:
-    """Pairs of a token and one that it attends to, itself included, over sequences of these lengths."""
+    """Return the pairs (token, attended token), itself included, over sequences of these lengths."""
     return sum(_pairs(length, length if window is None else min(window[0] + 1, length)) for length in lengths)
 
 
 def _pairs(length: int, width: int) -> int:
-    """Pairs of a sequence in which a token attends to the last `width` tokens: fewer at the beginning."""
+    """Pairs of a sequence in which a token attends to the last `width` tokens; early tokens have fewer."""
     return width * length - width * (width - 1) // 2
 
 
 def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
-    """Dense FLOP/s of a GPU by the name that the driver reports; None if it is not known.
+    """Return the dense FLOP/s of a GPU by its driver's name for it, or None if unknown; MFU is then null.
 
-    MFU is null then: it is never a guess. With 8-bit products it refers to their peak, although
-    attention and the output layer have bf16's; with fp32 and fp16 to bf16's.
+    fp8 gives the peak of fp8 products, although attention runs in bf16; fp32 and fp16 give bf16's peak.
     """
     words = device_name.replace("-", " ").split()
     for name, tflops in _PEAK_TFLOPS:
         if all(word in words for word in name.split()):
-            return tflops * 1e12 * (_8_BITS_FACTOR if PRECISIONS[precision].has_8_bits else 1)
+            return tflops * 1e12 * (_8_BITS_FACTOR if PRECISIONS[precision].is_fp8 else 1)
     return None

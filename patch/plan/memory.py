@@ -1,6 +1,6 @@
 """Bytes of model state on one rank: weights, gradients, optimizer states. activations.py has activations.
 
-`pp_rank` is a rank's place in the pipeline; None is that of the heaviest rank.
+`pp_rank` is a pipeline rank, or None for the heaviest one.
 """
 
 from __future__ import annotations
@@ -13,21 +13,12 @@ from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
 from patch.families.adapters import packed_bytes
-from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, NUM_WHOLE, ROUNDED_UNDER_WAY
-from patch.plan.parameters import (
-    Unit,
-    element_bytes,
-    freed_units,
-    frozen_of,
-    kept_parts,
-    layer_kinds,
-    matrices_per_rank,
-    parameters_of,
-    place_of,
-)
+from patch.layout.buckets import MAX_IN_FLIGHT, NUM_BF16_SENDS_IN_FLIGHT, NUM_GATHERED_UNITS, NUM_STAGING
+from patch.plan import parameters
+from patch.plan.parameters import Unit, element_bytes, parameters_of, place_of
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
-"""Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
+"""Share and bytes of a GPU's memory reserved for CUDA, NCCL, cuDNN and fragmentation."""
 
 
 class RankBytes(NamedTuple):
@@ -36,22 +27,20 @@ class RankBytes(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    """Moments, and masters as far as they are not the weights themselves; without what is offloaded."""
+    """Moments, and master weights beyond the weights themselves, without offloaded states."""
 
     @property
     def total(self) -> int:
-        """Bytes of weights, gradients and optimizer states."""
+        """Sum of all fields."""
         return self.weights + self.gradients + self.optimizer
 
 
 def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
-    """Weights, main gradients and optimizer states on the device of a rank, without staging buffers.
+    """Return weights, main gradients and optimizer states on a rank's device, without staging buffers.
 
-    Weights beside adapters have neither gradients nor states.
-
-    Sharding divides the states over replicas (ZeRO-1), states and gradients (ZeRO-2), or the weights too
-    (ZeRO-3); those of experts over the ranks that have the same experts. `whole_bytes` has the weights that
-    are whole for a pass then.
+    Frozen weights beside adapters have neither gradients nor states. Replicas share the states (ZeRO-1), also
+    the gradients (ZeRO-2), also the weights (ZeRO-3). Expert-data-parallel ranks share experts.
+    `gathered_unit_bytes` counts the gathered weights of ZeRO-3.
     """
     every = all_bytes(config, pp_rank)
     on_host = _on_host(config, pp_rank, every)
@@ -59,9 +48,9 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
 
 
 def host_bytes(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
-    """The same in host memory: states by `static` offload, freed weights and their gradients.
+    """Return the same in host memory: states by `static` offload, freed weights and their gradients.
 
-    No states with `auto`, which finds out during the first steps what fits on the device.
+    States with `auto` are not counted: the first steps find out which fit on the device.
     """
     return _on_host(config, pp_rank, all_bytes(config, pp_rank))
 
@@ -77,69 +66,61 @@ def _on_host(config: RunConfig, pp_rank: int | None, every: RankBytes) -> RankBy
 
 
 def weights_on_host(config: RunConfig) -> float:
-    """The share of the freed weights, and of the gradients, in host memory; 1 while it is to be found."""
+    """Return the share of freed weights and their gradients in host memory; 1 while it is undecided."""
     fraction = config.optimizer.cpu_offloading_weights_fraction
-    is_wanted = config.optimizer.cpu_offloading_weights and config.frees_weights
+    is_wanted = config.optimizer.cpu_offloading_weights and config.gathers_weights_per_pass
     return 0.0 if not is_wanted else 1.0 if fraction is None else fraction
 
 
 def all_bytes(config: RunConfig, pp_rank: int | None) -> RankBytes:
-    """The same wherever they lie, on the device or on the host."""
-    frozen, units = frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
+    """Return the model state on device and host together."""
+    frozen, units = parameters.frozen_of(config, pp_rank), sum(u.total for u in units_of(config, pp_rank))
     weights = gathered_bytes(config, pp_rank) + frozen.dense * element_bytes(config.training.precision)
     weights += packed_bytes(frozen.in_4_bits)
-    main = element_bytes(config.optimizer.main_grads_dtype)
-    return RankBytes(
-        weights=weights - units + _own_bytes(config, pp_rank),
-        gradients=kept_parts(config, pp_rank, main, is_shared=config.zero_stage.shares_gradients),
-        optimizer=_state_bytes(config, pp_rank),
-    )
+    main, is_shared = element_bytes(config.optimizer.main_grads_dtype), config.zero_stage.shards_gradients
+    gradients = parameters.elements_kept_per_rank(config, pp_rank, main, is_shared=is_shared)
+    return RankBytes(weights - units + _own_bytes(config, pp_rank), gradients, _state_bytes(config, pp_rank))
 
 
 def units_of(config: RunConfig, pp_rank: int | None, *, as_kept: bool = False) -> list[Unit]:
-    """Units that a rank frees between passes, in the order of forward; none unless weights are sharded.
+    """Return the units that a rank frees between passes, in the order of forward; none without ZeRO-3.
 
-    Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-        as_kept: in the weights' own type, in which shards lie, also where they travel in 8 bits.
+    If `as_kept`, count in the dtype of the shards, even if weights are gathered in fp8.
     """
-    if not config.frees_weights:
+    if not config.gathers_weights_per_pass:
         return []
     if as_kept:
         config = replace(config, training=replace(config.training, fp8_param_gather=False))
     place, pp_size = place_of(config, pp_rank), config.parallel.pipeline_model_parallel_size
-    return [unit for stage in freed_units(config)[place::pp_size] for unit in stage]
+    return [unit for stage in parameters.freed_units(config)[place::pp_size] for unit in stage]
 
 
 def _own_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    """Bytes of this rank's shards of what it frees."""
     if not (units := units_of(config, pp_rank, as_kept=True)):
         return 0
     others, experts = sum(unit.others for unit in units), sum(unit.experts for unit in units)
-    return others // config.num_state_shares + experts // config.num_expert_copies
+    return others // config.state_group_size + experts // config.num_expert_copies
 
 
-def whole_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of freed weights that are whole at once: of neighbouring modules, while one of them computes."""
-    units, training, number = units_of(config, pp_rank), config.training, NUM_WHOLE
-    if config.recompute == "full" and training.recompute_method == "uniform":  # a block is whole again
+def gathered_unit_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
+    """Return the bytes of freed weights that are gathered at once: neighbouring units, while one computes."""
+    units, training, number = units_of(config, pp_rank), config.training, NUM_GATHERED_UNITS
+    if config.recompute == "full" and training.recompute_method == "uniform":  # a whole block is gathered
         number += training.recompute_num_layers - 1
     wholes = (sum(unit.total for unit in units[first : first + number]) for first in range(len(units)))
     return max(wholes, default=0)
 
 
 def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of the weights that a rank trains, as its layers read them, and as replicas gather them."""
+    """Return the bytes of the trained weights as layers read them, and as replicas gather them."""
     weights = parameters_of(config, pp_rank) * element_bytes(config.training.precision)
-    return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
+    return weights - (_elements_in_fp8(config, pp_rank) if config.gathers_fp8_weights else 0)
 
 
 def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = None) -> int:
-    """Bytes of optimizer states in --offload-folder for a rank; an update reads and writes them once.
+    """Return bytes of a rank's optimizer states in --offload-folder; an update reads and writes them once.
 
-    With `auto` those of the first steps, when no states are on the device. The folder needs half as much more
-    for speculative updates.
+    With `auto`: in the first steps. The folder needs half as much again for speculative updates.
     """
     is_auto = config.optimizer.optimizer_offload_policy == "auto"
     off_device = _state_bytes(config, pp_rank) if is_auto else host_bytes(config, pp_rank).optimizer
@@ -148,70 +129,66 @@ def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = N
 
 
 def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
-    """Bytes of gradients beside the main gradients, at most, on a rank.
+    """Return the peak bytes of gradients on a rank beside the main gradients.
 
-    Staging buffers of ZeRO-2, of which one is that of norms where these alone stay whole; of NCCL's bf16
-    messages what one sends and one receives; over gloo what all that travel receive, and send as bf16; zeros
-    for autograd where layers add up gradients themselves.
+    These are: ZeRO-2's staging buffers (one has the size of the norms' bucket if only norms stay whole); sent
+    and received bf16 messages with NCCL; with gloo the buffers of messages in flight; dummy gradients for
+    autograd if layers accumulate the main gradients.
     """
-    stand_ins = _stand_in_bytes(config, cuda=cuda)
-    shares, optimizer = config.num_state_parts, config.optimizer
-    if shares == 1 and not config.frees_weights:
-        return stand_ins
+    dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda)
+    shares, optimizer = config.num_state_shards, config.optimizer
+    if shares == 1 and not config.gathers_weights_per_pass:
+        return dummy_wgrads
     types = optimizer.main_grads_dtype, config.training.precision
-    (element, weight), parameters = map(element_bytes, types), parameters_of(config, pp_rank)
+    (element, weight), count = map(element_bytes, types), parameters_of(config, pp_rank)
     units = [unit.total // weight for unit in units_of(config, pp_rank, as_kept=True)]  # no bucket spans two
-    bucket = min(optimizer.reduce_bucket_size, parameters, max(units, default=0) or parameters)
-    is_staged = config.num_gradient_parts > 1 or config.frees_weights
-    others = max(0, parameters - sum(units))
+    bucket = min(optimizer.reduce_bucket_size, count, max(units, default=0) or count)
+    is_staged = config.num_gradient_shards > 1 or config.gathers_weights_per_pass
+    others = max(0, count - sum(units))
     buffers = (NUM_STAGING - 1) * bucket + min(bucket, others or bucket)
     staged = buffers * element if is_staged else 0
     rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
     if cuda:
-        return stand_ins + staged + 2 * ROUNDED_UNDER_WAY * bucket * rounded
-    travelling = min(buffers if is_staged else (MAX_TRAVELLING + 1) * bucket, parameters)
-    # Of the only micro-batch one part is received where the sum is to be.
+        return dummy_wgrads + staged + 2 * NUM_BF16_SENDS_IN_FLIGHT * bucket * rounded
+    in_flight = min(buffers if is_staged else (MAX_IN_FLIGHT + 1) * bucket, count)
+    # With a single micro-batch one part is received directly into the sum.
     sources = shares - 1 - (is_staged and not rounded and config.num_micro_batches == 1)
-    received = travelling * (rounded or element) * sources // shares
-    return stand_ins + staged + travelling * rounded + received
+    received = in_flight * (rounded or element) * sources // shares
+    return dummy_wgrads + staged + in_flight * rounded + received
 
 
-def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """Bytes of the dummy weight gradient that is returned with --gradient-accumulation-fusion."""
-    is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
-    is_wanted = cuda if is_fused is None else is_fused
-    is_plain = model.precision_align is not None or config.adapter.lora_rank
-    if not is_wanted or is_plain:
+def _dummy_wgrad_bytes(config: RunConfig, *, cuda: bool) -> int:
+    is_plain = config.model.precision_align is not None or config.adapter.is_on
+    if is_plain or not parameters.fuses_gradients(config, cuda=cuda):
         return 0
-    largest = max(max(matrices_per_rank(kind)) for kind in layer_kinds(config))
+    largest = max(max(parameters.matrices_per_rank(kind)) for kind in parameters.layer_kinds(config))
     return largest * element_bytes(config.training.precision)
 
 
-def eight_bit_bytes(config: RunConfig, pp_rank: int) -> int:
-    """Bytes of the 8-bit weights that a rank keeps during a step; 0 if it keeps none.
+def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
+    """Return the bytes of fp8 weights that a rank keeps during a step.
 
-    Each matrix of a layer is there twice, for products that sum along its rows and along its columns; the
-    first is the weight itself where replicas gather it in 8 bits.
+    Each matrix exists twice, for products along rows and along columns; a gathered fp8 weight is one of them.
     """
-    if not config.keeps_8_bit_weights:
+    if not config.keeps_fp8_weights:
         return 0
-    return (1 if config.gathers_8_bit_weights else 2) * _elements_in_8_bits(config, pp_rank)
+    return (1 if config.gathers_fp8_weights else 2) * _elements_in_fp8(config, pp_rank)
 
 
-def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
-    """Elements of the weights of a rank's 8-bit products, but those that are too small to be freed."""
-    below = config.optimizer.param_persistence_threshold if config.frees_weights else 0
-    in_8_bits = config.training.fp8.layers(config.model.num_layers)
+def _elements_in_fp8(config: RunConfig, pp_rank: int | None) -> int:
+    """Elements of a rank's fp8 weights, without weights too small to be freed."""
+    below = config.optimizer.param_persistence_threshold if config.gathers_weights_per_pass else 0
+    in_fp8 = config.fp8_layers
     ends = list(accumulate(config.stage_layers))
     own = [
-        range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
+        range(max(end - count, in_fp8.start), min(end, in_fp8.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
     ][place_of(config, pp_rank) :: config.parallel.pipeline_model_parallel_size]
-    return sum(map(len, own)) * sum(each for each in matrices_per_rank(config) if each >= below)
+    return sum(map(len, own)) * sum(each for each in parameters.matrices_per_rank(config) if each >= below)
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
-    """The part of `device_memory` that a run may plan with, at least 1; 0 if there is none."""
+    """Return the part of `device_memory` that a run may plan with, at least 1; 0 if there is no device."""
     if not (usable := device_memory(config, machine)):
         return 0
     if machine.cuda_devices:
@@ -222,15 +199,15 @@ def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:
-    """Bytes of the device that a process computes on, a GPU or a simulated one; 0 if there is none."""
+    """Return the bytes of a process's GPU or simulated device, or 0 if there is none."""
     simulated = config.optimizer.simulated_device_memory
     return machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
 
 
 def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
-    """Bytes of model state on the device of one process, and in the host memory of one machine.
+    """Return bytes of model state on the device of one process, and in the host memory of one machine.
 
-    States that `auto` places are in neither number, because their place is not known yet.
+    Neither number has the states that `auto` places, because their place is not known yet.
     """
     on_host = host_bytes(config).total + (0 if machine.cuda_devices else bytes_per_rank(config).total)
     if config.optimizer.optimizer_offload_policy == "static":
@@ -239,20 +216,20 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
 
 
 def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
-    """Bytes of model state that are on a rank's device in any case: not of states that `auto` places."""
+    """Return bytes of model state on a rank's device, without states that `auto` places."""
     state, is_auto = bytes_per_rank(config, pp_rank), config.optimizer.optimizer_offload_policy == "auto"
     return state.total - (state.optimizer if is_auto else 0)
 
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
     extra = 0
-    if config.gathers_8_bit_weights and not config.frees_weights:  # whose shards these are
-        # The high halves of masters, which layers do not read then.
-        extra = _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
-    of_element, is_shared = state_bytes(config), config.zero_stage.shares_states
-    return kept_parts(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
+    if config.gathers_fp8_weights and not config.gathers_weights_per_pass:  # else they are the weight shards
+        # The high halves of master weights, which layers do not read in this case.
+        extra = _elements_in_fp8(config, pp_rank) * element_bytes("bf16")
+    of_element, is_shared = state_bytes(config), config.zero_stage.shards_states
+    return parameters.elements_kept_per_rank(config, pp_rank, of_element, is_shared=is_shared, extra=extra)
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Bytes of a parameter's states: its moments, and what a float32 master has beyond the weight."""
+    """Return the state bytes of a parameter: moments, and a float32 master's bytes beyond the weight."""
     return PRECISIONS[config.training.precision].state_bytes - config.optimizer.saved_moment_bytes

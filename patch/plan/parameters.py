@@ -1,6 +1,6 @@
-"""Number of parameters of the whole model, and of one rank of each pipeline stage; bytes of each.
+"""Parameters of the whole model, and of one rank of each pipeline stage; their bytes.
 
-They are counted from the rows of the weight table (`patch/families`), in the same way for every family.
+The counts come from the rows of the weight table (`patch/families`), in the same way for every family.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _T = TypeVar("_T")
 
 
 def element_bytes(precision: Precision) -> int:
-    """Bytes of a weight, an activation or a main gradient in this precision."""
+    """Return the bytes of a weight, an activation or a main gradient in this precision."""
     return PRECISIONS[precision].weight_bytes
 
 
 def active_elements(model: ModelConfig) -> float:
-    """Elements of a layer's weight matrices with which a token is multiplied; the mean of all layers."""
+    """Return the elements of a layer's weight matrices that multiply a token; the mean over all layers."""
     rows = [row for row in weight_rows(model) if row.is_per_layer and row.is_matrix]
     elements = sum(len(row.layers) * row.active * row.num_elements for row in rows)
     mean, rest = divmod(elements, model.num_layers)
@@ -35,13 +35,9 @@ def active_elements(model: ModelConfig) -> float:
 
 
 def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
-    """Parameters of the whole model without vocabulary padding, as transformers counts them.
+    """Return the parameters without vocabulary padding, as transformers counts them: a tied embedding once.
 
-    A tied embedding counts once.
-
-    Args:
-        model: the model.
-        active: only those that one token uses.
+    If `active`, count only parameters that one token uses.
     """
     return sum(
         (row.active if active else 1) * row.num_elements * len(row.layers)
@@ -51,30 +47,21 @@ def total_parameters(model: ModelConfig, *, active: bool = False) -> float:
 
 
 def trained_parameters(config: RunConfig) -> float:
-    """Parameters of the whole model that a run trains: of its adapters, if it has any."""
-    if not config.adapter.lora_rank:
+    """Return the parameters of the whole model that a run trains; only its adapters if it has any."""
+    if not config.adapter.is_on:
         return total_parameters(config.model)
     return sum(row.num_elements * len(row.layers) for row in adapter_rows(config.model, config.adapter))
 
 
-class Cut(NamedTuple):
-    """In how many parts ranks divide what a model consists of."""
-
-    tp: int
-    ep: int = 1
-    etp: int = 1
-
-    @classmethod
-    def of(cls, parallel: ParallelConfig, experts: ExpertsConfig) -> Cut:
-        """The parts of a run."""
-        tp_size = parallel.tensor_model_parallel_size
-        return cls(tp_size, experts.expert_model_parallel_size, experts.etp_size(tp_size))
+def fuses_gradients(config: RunConfig, *, cuda: bool) -> bool:
+    """Return whether layers add their weights' gradients to the main gradients."""
+    given = config.optimizer.gradient_accumulation_fusion
+    return cuda if given is None else given
 
 
 def layer_kinds(config: RunConfig) -> tuple[RunConfig, RunConfig]:
-    """Runs like this one whose layers are all alike: without experts, and with them.
-
-    Both are the run itself where all layers of its model are alike.
+    """Return this run with only dense layers and with only expert layers; uniform runs are returned as they
+    are.
     """
     model = config.model
     if len(expert_layers(model)) in (0, model.num_layers):
@@ -84,12 +71,7 @@ def layer_kinds(config: RunConfig) -> tuple[RunConfig, RunConfig]:
 
 
 def by_layer(config: RunConfig, measure: Callable[[RunConfig], _T]) -> list[list[_T]]:
-    """The values of `measure` for each layer of each pipeline stage.
-
-    Args:
-        config: the run.
-        measure: takes a run whose layers are all alike, and describes one.
-    """
+    """Return, for each layer of each pipeline stage, `measure` of a run with only such layers."""
     dense, sparse = layer_kinds(config)
     has_experts = measure(sparse)
     if dense is sparse:
@@ -99,7 +81,7 @@ def by_layer(config: RunConfig, measure: Callable[[RunConfig], _T]) -> list[list
     return [list(islice(every, count)) for count in config.stage_layers]
 
 
-@lru_cache(maxsize=1024)  # a search of layouts asks for the same ones many times
+@lru_cache(maxsize=1024)  # a search of layouts asks for the same models many times
 def parameters_per_rank(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -109,23 +91,21 @@ def parameters_per_rank(
     of_base: bool = False,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008
 ) -> list[int]:
-    """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
+    """Return the parameters on one rank of each pipeline stage, vocabulary padding included.
 
-    TP splits matrices, their biases and the vocabulary, EP and ETP experts; every rank has whole norms. With
-    several stages, a tied embedding has a copy on the last one.
+    TP splits matrices, their biases and the vocabulary; EP and ETP split experts; norms are replicated. With
+    several stages, the last one has a copy of a tied embedding.
 
     Args:
-        model, parallel, experts: of the run.
-        of_experts: only those of experts.
-        of_base: only the matrices that may have adapters.
-        adapter: with a rank, those of adapters in place of the model's.
+        of_experts: count only experts.
+        of_base: count only matrices that may have adapters.
+        adapter: if it has a rank, count adapters in place of the model.
     """
     stages, stage_layers = parallel.pipeline_model_parallel_size, parallel.stage_layers(model.num_layers)
-    cut = Cut.of(parallel, experts)
     has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts, ends = [0] * stages, [0, *accumulate(stage_layers)]
     for row in base_rows(model) if of_base else adapter_rows(model, adapter) or weight_rows(model):
-        elements = elements_per_rank(row, model, cut)
+        elements = _elements(row, model, parallel, experts)
         if of_experts and row.part != "expert":
             continue
         if row.is_per_layer:
@@ -139,17 +119,14 @@ def parameters_per_rank(
 
 
 def parameters_of(config: RunConfig, pp_rank: int | None, *, of_experts: bool = False) -> int:
-    """Parameters that a rank of one place in the pipeline trains, or those of experts.
-
-    With adapters they are theirs. None: on the rank with the most parameters.
-    """
+    """Return the parameters that a pipeline rank trains, or only its experts; with adapters only adapters."""
     return parameters_per_rank(
         config.model, config.parallel, config.experts, of_experts=of_experts, adapter=config.adapter
     )[place_of(config, pp_rank)]
 
 
 def place_of(config: RunConfig, pp_rank: int | None) -> int:
-    """A place in the pipeline; for None that of the rank with the most parameters."""
+    """Return `pp_rank`, or for None the pipeline rank with the most parameters."""
     if pp_rank is not None:
         return pp_rank
     of_ranks = parameters_per_rank(config.model, config.parallel, config.experts)
@@ -157,111 +134,101 @@ def place_of(config: RunConfig, pp_rank: int | None) -> int:
 
 
 class Frozen(NamedTuple):
-    """Parameters on a rank that are not trained: the model's beside adapters."""
+    """Parameters of the model on a rank that are frozen beside adapters."""
 
     dense: int
     in_4_bits: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All frozen parameters."""
         return self.dense + self.in_4_bits
 
 
 def frozen_of(config: RunConfig, pp_rank: int | None) -> Frozen:
-    """Frozen parameters of a rank of one place in the pipeline; None: of the one with the most parameters."""
-    if not config.adapter.lora_rank:
+    """Return the frozen parameters of a pipeline rank; None: the rank with the most parameters."""
+    if not config.adapter.is_on:
         return Frozen(0, 0)
-    of_ranks, of_base = (
-        parameters_per_rank(config.model, config.parallel, config.experts, of_base=each)
-        for each in (False, True)
-    )
-    index = place_of(config, pp_rank)
-    packed = of_base[index] if config.adapter.quantize_base else 0
-    return Frozen(of_ranks[index] - packed, packed)
+    sections, index = (config.model, config.parallel, config.experts), place_of(config, pp_rank)
+    count, of_base = (parameters_per_rank(*sections, of_base=each)[index] for each in (False, True))
+    packed = of_base if config.adapter.quantize_base else 0
+    return Frozen(count - packed, packed)
 
 
 class Unit(NamedTuple):
-    """Bytes of the weights that a module of one rank reads at once, as they travel to it."""
+    """Bytes of an FSDP unit's weights, in the dtype in which they are gathered."""
 
     others: int
     experts: int
-    """They are shared by other ranks."""
+    """Shared by other ranks (expert data parallelism) than `others`."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All weights."""
         return self.others + self.experts
 
 
-@lru_cache(maxsize=256)  # a search of layouts asks for the same ones many times
+@lru_cache(maxsize=256)  # a search of layouts asks for the same runs many times
 def freed_units(config: RunConfig) -> tuple[tuple[Unit, ...], ...]:
-    """Units that `--data-parallel-sharding parameters` frees: embedding, layers, output layer.
+    """Return the units of each stage that ZeRO-3 frees: embedding, layers, output layer; in order of forward.
 
-    Parameters below `--param-persistence-threshold` stay whole, and so does a tied embedding that one stage
-    reads at both ends. Trained adapters are not counted.
-
-    Returns:
-        those of each stage, in the order of the model and of a forward.
+    Parameters below `--param-persistence-threshold` stay whole. So does a tied embedding that one stage reads
+    at both ends. Trained adapters are not counted.
     """
     model, size = config.model, element_bytes(config.training.precision)
-    cut, stage_layers = Cut.of(config.parallel, config.experts), config.stage_layers
+    parallel, experts, stage_layers = config.parallel, config.experts, config.stage_layers
     below = config.optimizer.param_persistence_threshold
-    in_8_bits = config.training.fp8.layers(model.num_layers) if config.gathers_8_bit_weights else range(0)
+    in_fp8 = config.fp8_layers if config.gathers_fp8_weights else range(0)
     packed = {row.name for row in base_rows(model)} if config.adapter.quantize_base else set()
     has_two_ends = len(stage_layers) == 1 and not model.untie_embeddings_and_output_weights
-    before, after = [Unit(0, 0)], [Unit(0, 0)]
-    layers = [Unit(0, 0)] * model.num_layers
+    before, after, layers = [[0, 0]], [[0, 0]], [[0, 0] for _ in range(model.num_layers)]
     for row in weight_rows(model):
-        elements, is_of_expert = elements_per_rank(row, model, cut), row.part == "expert"
-        is_whole = elements // (row.num_experts // cut.ep if is_of_expert else 1) < below
-        if is_whole or (has_two_ends and not row.is_per_layer):
+        elements, is_of_expert = _elements(row, model, parallel, experts), row.part == "expert"
+        of_one = elements // (row.num_experts // experts.expert_model_parallel_size if is_of_expert else 1)
+        if of_one < below or (has_two_ends and not row.is_per_layer):
             continue
         num_bytes = packed_bytes(elements) if row.name in packed else elements * size
         units = layers if row.is_per_layer else before if row.is_before_layers else after
-        narrow = in_8_bits if row.is_per_layer and row.is_matrix else ()
+        narrow = in_fp8 if row.is_per_layer and row.is_matrix else ()
         for index in row.layers:
-            others, experts = units[index]
-            added = elements if index in narrow else num_bytes
-            units[index] = Unit(others + added * (not is_of_expert), experts + added * is_of_expert)
+            units[index][is_of_expert] += elements if index in narrow else num_bytes
     left = iter(layers)
     stages = [list(islice(left, count)) for count in stage_layers]
     stages[0] = before + stages[0]
     stages[-1] += after
-    return tuple(map(tuple, stages))
+    return tuple(tuple(Unit(*unit) for unit in stage) for stage in stages)
 
 
-def kept_parts(
+def elements_kept_per_rank(
     config: RunConfig, pp_rank: int | None, of_element: float = 1, *, is_shared: bool, extra: int = 0
 ) -> int:
-    """Elements of gradients or states, or their bytes, of which a rank keeps all or its part.
+    """Return the elements (times `of_element` bytes) of gradients or states that a rank keeps.
 
     Args:
-        config: the run.
-        pp_rank: the rank's place in the pipeline; None: the heaviest one.
-        of_element: bytes of one.
-        is_shared: whether ranks that have the same weights share them.
-        extra: further bytes of weights that are no experts.
+        is_shared: whether ranks that have the same weights shard them.
+        extra: further bytes of weights that are not experts.
     """
     count, experts = parameters_of(config, pp_rank), parameters_of(config, pp_rank, of_experts=True)
     others = (count - experts) * of_element + extra
     if not is_shared:
         return int(others + experts * of_element)
-    return int(others // config.num_state_shares + experts * of_element // config.num_expert_copies)
+    return int(others // config.state_group_size + experts * of_element // config.num_expert_copies)
 
 
 def matrices_per_rank(config: RunConfig) -> list[int]:
-    """Elements of each of a layer's weight matrices on a rank; of one expert."""
-    cut = Cut.of(config.parallel, config.experts)
-    return [_part_elements(row, cut) for row in layer_matrices(config.model)]
+    """Return the elements on a rank of each weight matrix of a layer; of one expert."""
+    return [_part_elements(row, config.parallel, config.experts) for row in layer_matrices(config.model)]
 
 
-def elements_per_rank(row: WeightRow, model: ModelConfig, cut: Cut) -> int:
-    """Elements of one rank's part of a parameter, vocabulary padding included; of all its experts."""
+def _elements(row: WeightRow, model: ModelConfig, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
+    """Elements of a parameter on one rank, of all its experts, vocabulary padding included."""
+    tp_size = parallel.tensor_model_parallel_size
     if row.kind is Kind.VOCAB_PARALLEL:
-        return row.num_elements // model.vocab_size * model.padded_vocab_size(cut.tp) // cut.tp
-    return _part_elements(row, cut) * (row.num_experts // cut.ep if row.part == "expert" else 1)
+        return row.num_elements // model.vocab_size * model.padded_vocab_size(tp_size) // tp_size
+    own_experts = row.num_experts // experts.expert_model_parallel_size if row.part == "expert" else 1
+    return _part_elements(row, parallel, experts) * own_experts
 
 
-def _part_elements(row: WeightRow, cut: Cut) -> int:
-    return math.prod(row.shard_shape(cut.etp if row.part == "expert" else cut.tp))
+def _part_elements(row: WeightRow, parallel: ParallelConfig, experts: ExpertsConfig) -> int:
+    tp_size = parallel.tensor_model_parallel_size
+    return math.prod(row.shard_shape(experts.etp_size(tp_size) if row.part == "expert" else tp_size))

@@ -1,7 +1,7 @@
-"""The schedule of a pipeline: the order of passes, what is in flight, idle time.
+"""The schedule of a pipeline: the order of passes, micro-batches in flight, idle time.
 
-The order is that of megatron-core's schedules (1F1B, interleaved 1F1B; schedules.py:738-825). A process
-never waits for another except for what it receives.
+The order is that of megatron-core's schedules (1F1B, interleaved 1F1B; schedules.py:738-825). A rank waits
+only for its inputs.
 """
 
 from __future__ import annotations
@@ -14,36 +14,29 @@ from patch.config import RunConfig
 
 
 class Pass(NamedTuple):
-    """The forward or the backward of one micro-batch through one stage."""
+    """Forward or backward of one micro-batch through one stage."""
 
     is_forward: bool
     chunk: int
-    """Number among the stages of its process, counted in the order of the model."""
+    """Index among the rank's virtual stages, in the order of the model."""
     micro_batch: int
 
 
-class Moment(NamedTuple):
-    """A pass with the micro-batches that its process holds meanwhile, this pass's own included."""
-
-    is_forward: bool
-    chunk: int
-    in_flight: tuple[int, ...]
-    """For each chunk: micro-batches whose forward has begun and whose backward has not ended."""
-
-
 class Schedule(NamedTuple):
-    """The sizes that decide the order of passes. Stage s of the model is chunk s // PP of process s % PP."""
+    """The sizes that decide the order of passes. Stage s of the model is chunk s // PP of rank s % PP."""
 
     pp_size: int
     vp_size: int
-    """Stages of a process."""
+    """Virtual stages of a rank."""
     num_micro_batches: int
     group_size: int
-    """Micro-batches that pass one chunk before the process changes to its next one."""
+    """Micro-batches that pass one chunk before the rank changes to its next chunk."""
+    all_forward: bool = False
+    """Whether all forwards come before the first backward (GPipe, arXiv:1811.06965)."""
 
     @staticmethod
     def of(config: RunConfig) -> Schedule:
-        """The schedule of a run."""
+        """Return the schedule of a run."""
         pp_size = config.parallel.pipeline_model_parallel_size
         count, group = config.num_micro_batches, config.micro_batch_group
         return Schedule(pp_size, config.virtual_pipeline_size, count, group)
@@ -54,7 +47,7 @@ class Schedule(NamedTuple):
         return (self.pp_size - 1) / (self.vp_size * self.num_micro_batches)
 
     def passes(self, rank: int) -> Iterator[Pass]:
-        """The passes of a process of this pipeline rank, in order."""
+        """Yield the passes of a pipeline rank in order."""
         forwards = list(self._forwards())
         backwards = [(self.vp_size - 1 - chunk, micro_batch) for chunk, micro_batch in forwards]
         warm_up = min(self._warm_up(rank), len(forwards))
@@ -72,20 +65,27 @@ class Schedule(NamedTuple):
                 yield from ((chunk, micro_batch) for micro_batch in group)
 
     def _warm_up(self, rank: int) -> int:
-        """Forwards before the first backward, less the one that comes just before it."""
+        """Forwards before the first 1F1B pair."""
+        if self.all_forward:
+            return self.vp_size * self.num_micro_batches
         after = self.pp_size - rank - 1
         return after if self.vp_size == 1 else 2 * after + (self.vp_size - 1) * self.group_size
 
 
 @cache
-def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
-    """The micro-batches in flight during each pass of this pipeline rank, each case once."""
+def moments(schedule: Schedule, rank: int) -> frozenset[tuple[bool, int, tuple[int, ...]]]:
+    """Return the distinct moments of a rank: whether a pass is a forward, its chunk, and per chunk the
+    micro-batches whose forward has begun and whose backward has not ended.
+    """
     in_flight, found = [0] * schedule.vp_size, set()
     for is_forward, chunk, _ in schedule.passes(rank):
         in_flight[chunk] += is_forward
-        found.add(Moment(is_forward, chunk, tuple(in_flight)))
+        found.add((is_forward, chunk, tuple(in_flight)))
         in_flight[chunk] -= not is_forward
     return frozenset(found)
+
+
+PassKey = tuple[bool, int, int]
 
 
 class Timing(NamedTuple):
@@ -94,13 +94,15 @@ class Timing(NamedTuple):
     step: float
     """From the first forward to the last backward."""
     computing: list[float]
-    """Computing time of each process."""
+    """Computing time of each rank."""
     ends: list[float]
-    """End of each process's last pass."""
+    """End of each rank's last pass."""
+    passes: dict[PassKey, float]
+    """End of each pass, by (is it a forward, stage of the model, micro-batch)."""
 
     @property
     def bubble(self) -> float:
-        """Idle time of all processes over their computing time."""
+        """Idle time of all ranks over their computing time."""
         computing = sum(self.computing)
         return (self.step * len(self.computing) - computing) / computing
 
@@ -108,16 +110,14 @@ class Timing(NamedTuple):
 def simulate(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], message: float = 0.0
 ) -> Timing:
-    """The times of a step, pass by pass: each begins when its process and its input are ready.
+    """Return the times of a step; a pass begins when its rank and its input are ready.
 
     Args:
-        schedule: the order of passes.
-        forward: time of a forward of each stage, in the order of the model.
-        backward: the same of a backward.
-        message: time of a message between neighbouring stages, during which both may compute.
+        forward, backward: time of each stage, in the order of the model.
+        message: time between neighbouring stages, during which both may compute.
     """
     pp_size, last = schedule.pp_size, schedule.pp_size * schedule.vp_size - 1
-    ended: dict[tuple[bool, int, int], float] = {}
+    ended: dict[PassKey, float] = {}
     clocks, computing = [0.0] * pp_size, [0.0] * pp_size
     queues = [schedule.passes(rank) for rank in range(pp_size)]
     upcoming: list[Pass | None] = [next(queue) for queue in queues]
@@ -125,18 +125,14 @@ def simulate(
         for rank, queue in enumerate(queues):
             while (own := upcoming[rank]) is not None:
                 stage = own.chunk * pp_size + rank
-                needed = _input_of(own, stage, last)
-                if needed is not None and needed not in ended:
+                # A neighbour's pass gives the input; a backward's own forward has always ended before.
+                neighbour = stage - 1 if own.is_forward else stage + 1
+                needed = (own.is_forward, neighbour, own.micro_batch) if 0 <= neighbour <= last else None
+                if needed and needed not in ended:
                     break
                 cost = (forward if own.is_forward else backward)[stage]
                 clocks[rank] = max(clocks[rank], ended[needed] + message if needed else 0.0) + cost
                 computing[rank] += cost
                 ended[own.is_forward, stage, own.micro_batch] = clocks[rank]
                 upcoming[rank] = next(queue, None)
-    return Timing(max(clocks), computing, clocks)
-
-
-def _input_of(own: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:
-    """The pass of a neighbour whose result this one needs; a backward's own forward is always done before."""
-    neighbour = stage - 1 if own.is_forward else stage + 1
-    return (own.is_forward, neighbour, own.micro_batch) if 0 <= neighbour <= last else None
+    return Timing(max(clocks), computing, clocks, ended)

@@ -1,4 +1,4 @@
-"""A run that is planned for a machine that may not be here: its command line, read as if started there."""
+"""A run planned for another machine: its command line, read as if it started there."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ from patch.config.positions import VARIABLES, read_variables
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.numbers import to_int
 from patch.plan.resolve import resolve_run
+from patch.plan.savings import with_values
 from patch.plan.timing.machine import PRESETS, Machine, preset, read_machine, this_machine
 from patch.preflight.parse import parse_args, split_positions
+from patch.text import to_int
 
 _TOKENS_OF_A_STEP = 2**22
-"""Tokens of the global batch where none is given: LLaMA's own."""
+"""Default tokens of the global batch: LLaMA's own."""
 _DEFAULTS = {
     "micro_batch_size": "1", "train_iters": "1000", "lr": "3e-4", "seq_length": "8192",
     "train_data_path": "DATASET_PATH", "tokenizer_name_or_path": "TOKENIZER_PATH",
     "output_path": "OUTPUT_BASEPATH",
 }  # fmt: skip
-"""Defaults of fields on which a plan does not depend, if flags alone describe the run."""
+"""Fields that do not change a plan, for a run that flags alone describe."""
 NAMED_LATER = ("DATASET_PATH", "TOKENIZER_PATH", "OUTPUT_BASEPATH")
-"""Paths that such a run has not named."""
+"""Placeholders of paths that such a run does not name."""
 _REPLACED = ("global_batch_size", "micro_batch_size", "tensor_model_parallel_size", "sequence_parallel")
-"""Fields of which a search finds values that are possible together, or none."""
+"""Fields that a search replaces; their values need not be legal."""
 _CLUSTER = {
     "NODE_RANK": "0", "MASTER_ADDR": "planned", "MASTER_PORT": "29500", "RANK": "0", "SLURM_NODEID": "0",
     "SLURM_JOB_NODELIST": "planned", "SLURM_JOB_ID": "0",
 }  # fmt: skip
 
 
-class Planned(NamedTuple):
+class PlannedRun(NamedTuple):
     """A run and the machine that it is planned for."""
 
     run: RunConfig
-    """The run as it was given."""
     resolved: RunConfig
-    """With its automatic choices made."""
     notes: list[str]
-    """About these choices."""
+    """Lines about the automatic choices."""
     machine: Machine
     environ: dict[str, str]
-    """The variables of the planned cluster, and those of the user that set fields."""
+    """Variables of the planned cluster, and the user's variables that set fields."""
     assumed: frozenset[str]
-    """Fields that flags alone have not given."""
+    """Fields without a given value, if flags alone describe the run."""
 
 
 def plan_run(
@@ -63,19 +62,17 @@ def plan_run(
     environ: Mapping[str, str] | None = None,
     here: MachineFacts | None = None,
     for_search: bool = False,
-) -> Planned:
+) -> PlannedRun:
     """Read a run for a machine.
 
     Args:
         argv: the run: 25 positions and flags, flags alone (a model's size is enough), or --config FILE.
-        machine: a100, h100, h200, b200, `here`, or a file of a machine.
-        nodes: how many; None: as the run says, else one.
-        devices: of each node; None: the machine's.
-        environ: environment variables that are part of the run, such as MP_VP; None: none.
-        here: this machine; None: it is looked at.
-        for_search: whether its layout will be replaced: then only what else it has must be possible, and
-            its automatic choices are left open.
-
+        machine: a100, h100, h200, b200, `here`, or a machine file.
+        nodes: number of nodes, or None for the run's.
+        devices: devices per node, or None for the machine's.
+        environ: environment variables that belong to the run, such as MP_VP.
+        here: facts of this machine, or None to probe them.
+        for_search: whether a search will replace the layout: then it need not be legal, and `auto` stays.
     Raises:
         ConfigError: the machine or the run cannot be read, or a rule refuses the run.
     """
@@ -105,7 +102,7 @@ def plan_run(
     found = dataclasses.replace(found, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
     planned["WORLD_SIZE"] = str(parallel.nnodes)
     assumed = frozenset() if given is None else frozenset(FIELDS) - set(given)
-    return Planned(run, resolved, notes, found, planned, assumed)
+    return PlannedRun(run, resolved, notes, found, planned, assumed)
 
 
 def _parsed(argv: Sequence[str], environ: Mapping[str, str], facts: MachineFacts) -> RunConfig:
@@ -121,9 +118,8 @@ def _parsed(argv: Sequence[str], environ: Mapping[str, str], facts: MachineFacts
 
 
 def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> RunConfig:
-    """The run on the machine's devices, if a file of another machine says how many there are.
-
-    Without GPUs on as many processes as make up whole replicas: a flag may have changed the file's layout.
+    """The run on all devices of each node, unless `--nproc-per-node` is given.
+    Without GPUs, on as many processes as whole replicas need: a flag may have changed the layout.
     """
     if any(text.startswith("--nproc-per-node") for text in argv):
         return run
@@ -134,14 +130,14 @@ def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Ru
         whole = math.lcm(math.prod(sizes), math.prod(of_experts)) * parallel.pipeline_model_parallel_size
         whole //= math.gcd(whole, parallel.nnodes)
         number = -(-parallel.nproc_per_node // whole) * whole
-    return dataclasses.replace(run, parallel=dataclasses.replace(parallel, nproc_per_node=number))
+    return with_values(run, nproc_per_node=number)
 
 
 def machine_named(name: str, here: MachineFacts, processes: int) -> Machine:
-    """A preset, a machine of a file, or `here` with so many processes.
+    """Return a preset, the machine of a file, or `here` with this number of processes.
 
     Raises:
-        ConfigError: there is none of that name, or the file cannot be read.
+        ConfigError: there is no such preset, or the file cannot be read.
     """
     if name == "here":
         return this_machine(here, processes)
@@ -151,7 +147,7 @@ def machine_named(name: str, here: MachineFacts, processes: int) -> Machine:
 
 
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The fields of a run that flags alone describe; None of one with positions."""
+    """Fields of a run that flags alone describe, or None for a run with positions."""
     positions, flags = split_positions(argv)
     if positions:
         return None
@@ -161,14 +157,11 @@ def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | 
 
 
 def _defaults(given: Mapping[str, Any] | None) -> list[str]:
-    """Flags for what a plan needs and flags alone have not given."""
+    """Flags that a plan needs and the user has not given."""
     if given is None:
         return []
-    lacking = {field: value for field, value in _DEFAULTS.items() if field not in given}
-    if "train_epochs" in given:
-        lacking.pop("train_iters", None)
-    if "load" in given:
-        lacking.pop("tokenizer_name_or_path", None)
+    others = {"train_iters": "train_epochs", "tokenizer_name_or_path": "load"}  # which give the same
+    lacking = {name: value for name, value in _DEFAULTS.items() if not {name, others.get(name)} & set(given)}
     length = int(given.get("seq_length", lacking.get("seq_length", 1)))
     if "global_batch_size" not in given:
         lacking["global_batch_size"] = str(max(1, _TOKENS_OF_A_STEP // length))

@@ -1,35 +1,42 @@
-"""The whole plan of a run on its machines, with a step's time: as lines with their formulas, and as JSON."""
+"""The whole plan of a run on its machines, with a step's time: as lines with formulas, and as JSON.
+
+The time that failures and saves cost a training: a failure loses half an interval between saves on average,
+and the restart. Failures come at random times, also in lost time. A save stalls for the copy of a rank's
+weights and states to host memory; writing overlaps with training. The best interval is sqrt(2 x stall x time
+between failures). Source: Young, "A first order approximation to the optimum checkpoint interval", CACM
+17(9), 1974; Daly, FGCS 22(3), 2006, refines it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from patch.config import RunConfig
 from patch.config.fields import scalars_of
 from patch.device import MachineFacts
+from patch.errors import ConfigError
 from patch.layout import groups_along
-from patch.numbers import counted, scaled, size_text, timed
-from patch.plan.cures import suggestions, what_lacks
 from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
 from patch.plan.fits import fit_of
 from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import parameters_per_rank, total_parameters
-from patch.plan.planned_run import Planned
+from patch.plan.planned_run import PlannedRun
+from patch.plan.suggest import memory_shortfall, suggestions
 from patch.plan.timing.machine import Machine, machines_of
 from patch.plan.timing.step_time import StepTime, step_time
+from patch.text import counted, scaled, size_text, timed
 
 _SHOWN_RANKS = 16
-"""Ranks of an axis that are named."""
+"""Named ranks per axis."""
 _SHOWN = 0.001
-"""A part below 0.1 % of a step is not shown."""
+"""Smallest share of a step that is shown."""
+_WEEK = 7 * 86400
 
 
 def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
-    """The plan of a run on this machine, or on several like it: what `--dry-run` prints.
-
-    A step's time is planned where the GPU's rates are known.
-    """
+    """Return the lines that `--dry-run` prints: the plan here, with a step's time if rates are known."""
     lines = describe_plan(config, facts).splitlines()
     machine = machines_of(config, facts)
     if machine is None:  # a GPU that no preset is like
@@ -39,13 +46,13 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
     return [machine_line(machine) + note, *lines, *times]
 
 
-def plan_lines(planned: Planned, tokens: float | None, *, explain: bool) -> Iterator[str]:
-    """The plan of a run.
+def plan_lines(
+    planned: PlannedRun, tokens: float | None, failures: Failures | None = None, *, explain: bool
+) -> Iterator[str]:
+    """Yield the plan of a run, with days and cost of a training on `tokens`, and formulas if `explain`.
 
     Args:
-        planned: the run and its machine.
-        tokens: of the whole training, for days and cost; None: none are said.
-        explain: whether the formulas follow each line.
+        failures: add the time that they cost a training on `tokens`.
     """
     config, machine = planned.resolved, planned.machine
     time = step_time(config, machine)
@@ -54,6 +61,7 @@ def plan_lines(planned: Planned, tokens: float | None, *, explain: bool) -> Iter
         *plan_rows(config, machine.facts),
         _time(time, config, machine),
         *([PlanRow([budget_line(time, machine, tokens)])] if tokens else []),
+        *([lost_time(config, machine, time, tokens, failures).row] if tokens and failures else []),
         PlanRow(list(_advice(planned))),
     ]
     for row in rows:
@@ -65,7 +73,7 @@ def plan_lines(planned: Planned, tokens: float | None, *, explain: bool) -> Iter
 
 
 def machine_line(machine: Machine) -> str:
-    """A line about the planned machine."""
+    """Return a line about the planned machine."""
     device = size_text(machine.device_memory_bytes) if machine.is_gpu else f"{machine.host_cores} cores"
     number = f"{machine.devices_per_node} x {machine.name}" if machine.is_gpu else machine.name
     return (
@@ -75,7 +83,6 @@ def machine_line(machine: Machine) -> str:
 
 
 def _rates(machine: Machine) -> Iterator[str]:
-    """All rates of a machine that are set, and the shares of them that a run reaches."""
     fields = machine.to_json()
     reached = fields.pop("reached")
     for words, values in (("rates", fields), ("shares that are reached", reached)):
@@ -84,7 +91,7 @@ def _rates(machine: Machine) -> Iterator[str]:
 
 
 def rank_groups(config: RunConfig) -> dict[str, list[range]]:
-    """The process groups of several ranks by their axes; those of experts are ETP, EP and EDP."""
+    """Return the process groups with several ranks, by axis; axes of experts are ETP, EP and EDP."""
     places = [(axis.upper(), config.axes, axis) for axis in config.axes]
     if config.model.num_experts:
         of_experts = (("ETP", "tp"), ("EP", "ep"), ("EDP", "dp"))
@@ -93,7 +100,7 @@ def rank_groups(config: RunConfig) -> dict[str, list[range]]:
 
 
 def rank_lines(config: RunConfig) -> Iterator[str]:
-    """The ranks of each process group: all of 16 ranks, of more the first groups."""
+    """Yield the ranks of each process group: all of up to 16 ranks, otherwise the first groups."""
     experts = f", of experts {'-'.join(config.expert_axes)}" if config.model.num_experts else ""
     yield f"ranks       {config.world_size} in the order {'-'.join(config.axes)}{experts}, the fastest first"
     for name, groups in rank_groups(config).items():
@@ -106,7 +113,6 @@ def rank_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
-    """A planned step and its parts."""
     what, total = "GPU" if machine.is_gpu else "process", time.tokens_per_second
     both = [scaled(rate).rstrip() for rate in (total, total / config.world_size)]
     mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
@@ -125,11 +131,7 @@ def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
 
 
 def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
-    """A line about the days, device hours and price of a number of tokens.
-
-    Args:
-        time, machine, tokens: see `budget`.
-    """
+    """Return a line about the days, device hours and price of a number of tokens."""
     cost = budget(time, machine, tokens)
     price = "" if cost["price"] is None else f", price {cost['price']:,.0f}"
     days, hours = f"{cost['days']:.3g} days", f"{cost['device_hours']:,.0f} device hours"
@@ -137,36 +139,90 @@ def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:
 
 
 def budget(time: StepTime, machine: Machine, tokens: float) -> dict[str, Any]:
-    """The cost of a training: `days`, `device_hours`, and their `price`, None if the machine has none.
-
-    Args:
-        time: of a step.
-        machine: what it is planned for.
-        tokens: to train on.
-    """
+    """Return `days`, `device_hours` and `price` of training on `tokens`; `price` may be None."""
     hours = tokens / time.tokens_per_second / 3600
     devices, each = hours * machine.num_devices, machine.price_per_device_hour
     return {"days": hours / 24, "device_hours": devices, "price": None if each is None else devices * each}
 
 
-def _advice(planned: Planned) -> Iterator[str]:
-    """Whether the run fits, and what would make it fit."""
+class Failures(NamedTuple):
+    """Failures that end a run, at random times."""
+
+    per_week: float
+    """Number in a week of wall time."""
+    restart_seconds: float
+    """From a failure to the next step."""
+
+
+class LostTime(NamedTuple):
+    """Seconds beyond the steps of a training on a number of tokens, and what they consist of."""
+
+    total: float
+    failures: float
+    """Number of failures."""
+    saving: float
+    """Stalls of all saves."""
+    best_steps: int
+    """Steps between saves that lose least."""
+    row: PlanRow
+
+
+def lost_time(
+    config: RunConfig, machine: Machine, time: StepTime, tokens: float, failures: Failures
+) -> LostTime:
+    """Return the time that saves and failures add to a training on `tokens`.
+
+    Args:
+        time: of a step of this run on these machines.
+
+    Raises:
+        ConfigError: failures cost all of the time.
+    """
+    state, interval = bytes_per_rank(config), config.checkpoint.save_interval * time.seconds
+    stall = (state.weights + state.optimizer) / (machine.host_link_bandwidth * machine.reached.host_link)
+    useful, between = tokens / time.tokens_per_second, _WEEK / failures.per_week
+    restart = failures.restart_seconds
+    each, best = interval / 2 + restart, math.sqrt(2 * stall * between)
+    if each >= between:
+        raise ConfigError(
+            f"--failures-per-week {failures.per_week:g}: a failure costs {_duration(each)}, and the next one "
+            f"comes after {_duration(between)}. The run would never end. Save more often (--save-interval)"
+        )
+    saving = useful / interval * stall
+    wall = (useful + saving) / (1 - each / between)
+    number, steps = wall / between, max(1, round(best / time.seconds))
+    lost, saved, again, young = map(_duration, (wall - useful, interval, restart, best))
+    lines = [
+        f"failures    {number:.3g} lose {lost}, {1 - useful / wall:.2%} of the time: each half of the "
+        f"{saved} between saves and {again} of restart; saves stall for {_duration(saving)}",
+        f"{INDENT}saves every {counted(steps, 'step')} ({young}) lose least, if writing keeps up "
+        "(Young 1974)",
+    ]
+    formulas = [
+        f"{number:.3g} x ({timed(interval / 2)} + {timed(restart)}) + {timed(saving)}",
+        f"sqrt(2 x {timed(stall)} of a save x {_duration(between)} between failures); a save stalls for the "
+        "copy to host memory",
+    ]
+    return LostTime(wall - useful, number, saving, steps, PlanRow(lines, formulas))
+
+
+def _duration(seconds: float) -> str:
+    units = (("days", 86400), ("h", 3600), ("min", 60))
+    return next((f"{seconds / n:.3g} {unit}" for unit, n in units if seconds >= 2 * n), timed(seconds))
+
+
+def _advice(planned: PlannedRun) -> Iterator[str]:
     config, facts = planned.resolved, planned.machine.facts
     if fit_of(config, facts).is_whole:
         yield "fits        yes"
         return
     found = suggestions(config, facts, planned.machine)
-    yield f"fits        no: {'it would with one of' if found else what_lacks(config, facts)}"
+    yield f"fits        no: {'it would with one of' if found else memory_shortfall(config, facts)}"
     yield from (f"{INDENT}{each}" for each in found)
 
 
-def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
-    """The plan of a run for JSON: bytes, seconds, FLOP/s.
-
-    Args:
-        planned: the run and its machine.
-        tokens: see `plan_lines`.
-    """
+def plan_json(planned: PlannedRun, tokens: float | None, failures: Failures | None = None) -> dict[str, Any]:
+    """Return the plan of a run as JSON values: bytes, seconds, FLOP/s. For arguments see `plan_lines`."""
     config, machine = planned.resolved, planned.machine
     time, fit = step_time(config, machine), fit_of(config, machine.facts)
     ranks = range(config.parallel.pipeline_model_parallel_size)
@@ -179,13 +235,13 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
         "memory": fit._asdict(),
         "fits": fit.is_whole,
         "time": {
-            "step_seconds": time.seconds,
-            "tokens_per_second": time.tokens_per_second,
-            "model_flops_per_device": time.model_flops,
-            "mfu": time.mfu,
+            "step_seconds": time.seconds, "tokens_per_second": time.tokens_per_second,
+            "model_flops_per_device": time.model_flops, "mfu": time.mfu,
             "parts": [part._asdict() for part in time.parts],
         },
-    }
+    }  # fmt: skip
     if tokens:
         report["budget"] = {"tokens": tokens, **budget(time, machine, tokens)}
+    if tokens and failures:
+        report["lost_seconds"] = lost_time(config, machine, time, tokens, failures).total
     return report

@@ -1,9 +1,9 @@
-"""The automatic choices of a run, all of them, in the order in which they depend on each other.
+"""The automatic choices of a run, in the order in which they depend on each other.
 
-AC=auto looks at: all kept; selective; the first layers of each stage offloaded, the others kept whole or with
-selective; the first layers recomputed; all layers recomputed, also in blocks. Of each, the fewest layers that
-fit. Costs are in forwards of a layer, by the time model (timing/layer_time.py): recomputation repeats one; an
-offloaded layer costs what its copies take longer than the forward and backward beside which they run.
+AC=auto tries: all layers kept; selective; the first layers of each stage offloaded, the other layers kept or
+selective; the first layers recomputed; all layers recomputed, also in blocks. Of each it takes the fewest
+layers that fit. Costs are in forwards of a layer, by timing/layer_time.py. Recomputation repeats one forward.
+An offloaded layer costs the time by which its copies exceed the passes that hide them.
 """
 
 from __future__ import annotations
@@ -12,40 +12,37 @@ import math
 from collections.abc import Iterator
 
 from patch.checks.rules import is_legal
-from patch.config import RunConfig, resolve_transformer_impl
-from patch.config.choices import ContextCommunication, Sharding, ZeroStage
+from patch.config import RunConfig
+from patch.config.choices import Sharding, ZeroStage
 from patch.config.positions import where
 from patch.device import MachineFacts
+from patch.features.backends import resolve_transformer_impl
 from patch.logger import get_logger
-from patch.numbers import size_text
 from patch.plan import memory
-from patch.plan.fits import Found, Space, Way, best, heaviest_rank
+from patch.plan.fits import Candidates, SearchResult, SearchSpace, best, heaviest_rank
 from patch.plan.parameters import layer_kinds
-from patch.plan.savings import Mix, changed, share_on_host, with_changes
+from patch.plan.savings import RecomputePlan, changed, share_on_host, with_changes, with_values
 from patch.plan.timing.communication import sent_bytes
-from patch.plan.timing.layer_time import layer_times, tensor_ways, with_tensor_overlap
+from patch.plan.timing.layer_time import layer_times, seconds_by_tp_overlap
 from patch.plan.timing.machine import Machine, machines_of
+from patch.text import size_text
 
 _logger = get_logger(__name__)
 
 _MIB = 2**20
 SELECTIVE_COST = 0.05
-"""Share of a layer's forward, where the device's speed is not known: selective recomputation repeats no
-product, but reads and writes memory."""
+"""Share of a layer's forward if the device's speed is unknown: selective recomputation repeats no product,
+but reads and writes memory."""
 OFFLOAD_COST = 0.1
-"""Share of a layer's forward, also where its copies are hidden, which take bandwidth from compute.
-Assumed."""
+"""Share of a layer's forward, even if copies are hidden: they take bandwidth from compute. Assumed."""
 
 
 def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Replace every `auto` of a run that has passed the rules.
-    Returns:
-        the run, and lines about what was looked at and chosen.
-    """
+    """Return the run with every `auto` replaced, and lines about the choices; call after the rules."""
     chosen: list[str] = []
     for choose in (
         resolve_tp_comm_overlap, resolve_transformer_impl,  # Transformer Engine's layers do not overlap
-        resolve_sharding, lambda run, _: resolve_cp_comm_type(run), resolve_8_bit_weights,
+        resolve_sharding, lambda run, _: resolve_cp_comm_type(run), resolve_fp8_weights,
         resolve_activations, resolve_weights,
     ):  # fmt: skip
         config, lines = choose(config, machine)
@@ -60,46 +57,45 @@ def _remarks(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if is_offloading and not memory.disk_bytes(config, machine):
         share = f"{where('optimizer_offload_host_share')} {optimizer.optimizer_offload_host_share:g}"
         yield f"{where('offload_folder')}: by plan host memory takes all states ({share}), and the disk none"
-    if config.frees_weights and not any(map(any, memory.units_of(config, None))):
+    if config.gathers_weights_per_pass and not any(map(any, memory.units_of(config, None))):
         below = f"{where('param_persistence_threshold')} {optimizer.param_persistence_threshold}"
         yield f"{where('data_parallel_sharding')} parameters: all are below {below}, and stay whole"
 
 
 def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
-    """A run with its `auto` replaced; None if a rule refuses it."""
+    """Return the run with its `auto` replaced, or None if a rule refuses it."""
     return resolve_run(config, machine)[0] if is_legal(config, machine) else None
 
 
+def _while_auto(config: RunConfig, plan: RecomputePlan) -> RunConfig:
+    """The run with this recomputation if it has AC=auto, which is decided later."""
+    return with_changes(config, (plan.change,) if config.training.recompute_granularity == "auto" else ())
+
+
 def with_sharding(config: RunConfig, sharding: Sharding) -> RunConfig:
-    """The same run with another ZeRO stage, or with `auto`."""
-    return with_changes(config, (changed("parallel", data_parallel_sharding=sharding),))
+    """Return the run with another ZeRO stage, or with `auto`."""
+    return with_values(config, data_parallel_sharding=sharding)
 
 
 def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` by the ZeRO stage that suits the run.
+    """Replace `auto` by the first ZeRO stage that fits; ZeRO-2 if none fits.
 
-    The first that fits: with several micro-batches a step ZeRO-1, which reduces once a step; ZeRO-2, which
-    with one micro-batch sends as much; ZeRO-3. It is ZeRO-3 where weights are to lie in host memory. If none
-    fits, it is ZeRO-2.
-
-    Returns:
-        the run with a stage instead of auto, and one line for each stage tried, with its memory.
+    With several micro-batches the order begins with ZeRO-1, which reduces once a step. With one micro-batch
+    it begins with ZeRO-2, which then sends as much as ZeRO-1. ZeRO-3 is last, or the only stage if weights
+    are to lie in host memory.
     """
     if config.sharding != "auto":
         return config, []
     own = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
     stages = [ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS][config.num_micro_batches == 1 :]
-    stages = [own] if config.num_state_shares == 1 else stages  # all stages need the same; DO allows this one
+    stages = [own] if config.state_group_size == 1 else stages  # all stages need the same; DO allows this one
     stages = [ZeroStage.PARAMETERS] if config.optimizer.cpu_offloading_weights else stages
-    ways = [Way((changed("parallel", data_parallel_sharding=stage),)) for stage in stages]
-    is_auto = config.training.recompute_granularity == "auto"
-    asked = with_changes(config, (Mix("full").change,)) if is_auto else config  # all that AC=auto can do
-    seen: list[Found] = []
-    space = Space(ways=ways, cost=lambda run: stages.index(run.zero_stage), is_bounded=True)
-    found = best(asked, machine, space, seen)
-    chosen = found[0].run.zero_stage
-    if not found[0].fit.is_whole and ZeroStage.GRADIENTS in stages:
-        chosen = ZeroStage.GRADIENTS
+    ways = [Candidates((changed(data_parallel_sharding=stage),)) for stage in stages]
+    seen: list[SearchResult] = []
+    space = SearchSpace(ways=ways, cost=lambda run: stages.index(run.zero_stage), is_bounded=True)
+    found = best(_while_auto(config, RecomputePlan("full")), machine, space, seen)[0]
+    is_lost = not found.fit.is_whole and ZeroStage.GRADIENTS in stages
+    chosen = ZeroStage.GRADIENTS if is_lost else found.run.zero_stage
     lines = [
         f"--data-parallel-sharding auto: {each.run.zero_stage.name.lower()} needs "
         f"{size_text(each.fit.device_needed)} a rank" + (", chosen" if each.run.zero_stage is chosen else "")
@@ -109,46 +105,38 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
 
 
 def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` by the way that suits the run; without context parallelism there is nothing to choose.
+    """Replace `auto` of `--cp-comm-type`, if there is context parallelism.
 
-    It is a2a where CP divides the query heads of a TP rank and either a2a sends no more, or sequences are
-    packed or have a window: then most messages around a ring are for ranks that do not need it, and
-    the work of the ranks is not even. Otherwise it is p2p, which hides what it sends behind attention.
-
-    Returns:
-        the run with a way instead of auto, and a line about the choice.
+    a2a is chosen if CP divides the query heads of a TP rank and either a2a sends no more, or sequences are
+    packed or have a window. In the latter cases most messages around a ring reach ranks that do not need
+    them, and the ranks' work is uneven. Otherwise p2p is chosen, which hides its messages behind attention.
     """
     parallel = config.parallel
     if parallel.cp_comm_type is not None or parallel.context_parallel_size == 1:
         return config, []
     model = config.model
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
-    sent = {way: sent_bytes(config, way) for way in ("p2p", "a2a")}
+    sent = {"p2p": sent_bytes(config, "p2p"), "a2a": sent_bytes(config, "a2a")}
     has_parts = config.is_packed or config.data.reset_attention_mask or model.window_size is not None
     is_possible = config.heads_divide_by_cp
-    chosen: ContextCommunication = "p2p"
-    if is_possible and (has_parts or sent["a2a"] <= sent["p2p"]):
-        chosen = "a2a"
+    chosen = "a2a" if is_possible and (has_parts or sent["a2a"] <= sent["p2p"]) else "p2p"
     a2a = f"a2a {sent['a2a'] / _MIB:.1f} MiB" if is_possible else f"a2a cannot share {heads} heads"
     line = (
         f"--cp-comm-type auto: for a layer and micro-batch a rank sends by p2p {sent['p2p'] / _MIB:.1f} MiB, "
         f"by {a2a}; {chosen} is chosen"
     )
-    return with_changes(config, (changed("parallel", cp_comm_type=chosen),)), [line]
+    return with_values(config, cp_comm_type=chosen), [line]
 
 
 def resolve_tp_comm_overlap(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` on GPUs of known speed by what takes less time; elsewhere only CPUs overlap.
+    """Replace `auto` of `--tp-comm-overlap` on GPUs of known speed by the faster choice.
 
-    In pieces layers are our own. In bf16 they are as fast as Transformer Engine's, which wait for messages.
-
-    Returns:
-        the run with a choice instead of auto, and a line about it.
+    If it stays `auto`, only CPUs overlap. Overlap needs this project's layers. In bf16 they are as fast as
+    Transformer Engine's, which wait for messages.
     """
-    device, asked = machines_of(config, machine), config
-    if config.training.recompute_granularity == "auto":  # decided later, for these layers
-        asked = with_changes(config, (Mix().change,))
-    ways = {} if device is None else tensor_ways(asked, device)
+    device = machines_of(config, machine)
+    layer = layer_kinds(_while_auto(config, RecomputePlan()))[1]
+    ways = {} if device is None else seconds_by_tp_overlap(layer, device)
     if config.parallel.tp_comm_overlap is not None or not ways:
         return config, []
     chosen = ways[True] < ways[False]
@@ -156,47 +144,39 @@ def resolve_tp_comm_overlap(config: RunConfig, machine: MachineFacts) -> tuple[R
         f"--tp-comm-overlap auto: by the plan a layer takes {1e3 * ways[True]:.2f} ms with messages in "
         f"pieces of products, {1e3 * ways[False]:.2f} without; they are {'' if chosen else 'not '}chosen"
     )
-    return with_tensor_overlap(config, chosen), [line]
+    return with_values(config, tp_comm_overlap=chosen), [line]
 
 
-def resolve_8_bit_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Keep no 8-bit weights where there is no memory for them; call before `resolve_activations`.
+def resolve_fp8_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Keep no fp8 weights (--disable-parameter-transpose-cache) if they do not fit.
 
-    With AC=auto there must be room while all activations are kept: recomputing a layer costs more than making
-    its 8-bit weights again.
-
-    Returns:
-        the run with `--disable-parameter-transpose-cache` if they do not fit, and a line that says so.
+    Call it before `resolve_activations`. With AC=auto they must fit while all activations are kept:
+    recomputing a layer costs more than making its fp8 weights again.
     """
-    if not config.keeps_8_bit_weights:
+    if not config.keeps_fp8_weights:
         return config, []
-    is_auto = config.training.recompute_granularity == "auto"
-    kept = with_changes(config, (Mix().change,)) if is_auto else config
-    no_cache = changed("training", disable_parameter_transpose_cache=True)
-    ways = [Way(()), Way((no_cache,))]
-    if best(kept, machine, Space(ways=ways, cost=lambda run: not run.keeps_8_bit_weights))[0].run == kept:
+    no_cache = (changed(disable_parameter_transpose_cache=True),)
+    ways, kept = [Candidates(()), Candidates(no_cache)], _while_auto(config, RecomputePlan())
+    space = SearchSpace(ways=ways, cost=lambda run: not run.keeps_fp8_weights)
+    if best(kept, machine, space)[0].run == kept:
         return config, []
     rank = heaviest_rank(kept, cuda=bool(machine.cuda_devices))
     line = (
-        f"8-bit weights are made in each micro-batch: there is no room to keep {size_text(rank.eight_bits)} "
-        f"beside the {size_text(rank.total - rank.eight_bits)} of a rank"
+        f"fp8 weights are quantized in every micro-batch: no room to keep {size_text(rank.fp8_weights)} "
+        f"beside the {size_text(rank.total - rank.fp8_weights)} of a rank"
     )
-    return with_changes(config, (no_cache,)), [line]
+    return with_changes(config, no_cache), [line]
 
 
 def resolve_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Put as few weights into host memory as let the run fit; call after all that makes room on the device.
-
-    Returns:
-        the run with a share in place of `auto`, in hundredths, and a line about it.
-    """
+    """Put the fewest weights into host memory with which the run fits; call after all other choices."""
     optimizer = config.optimizer
     if not optimizer.cpu_offloading_weights or optimizer.cpu_offloading_weights_fraction is not None:
         return config, []
 
-    most = int(round(100 * share_on_host(config), 6))  # of 0.57 it is 57
-    shares = [(changed("optimizer", cpu_offloading_weights_fraction=n / 100),) for n in range(most + 1)]
-    run = best(config, machine, Space(ways=[Way((), shares)], cost=lambda run: 0.0))[0].run
+    most = int(round(100 * share_on_host(config), 6))  # 57 for 0.57
+    shares = [(changed(cpu_offloading_weights_fraction=n / 100),) for n in range(most + 1)]
+    run = best(config, machine, SearchSpace(ways=[Candidates((), shares)], cost=lambda run: 0.0))[0].run
     least = run.optimizer.cpu_offloading_weights_fraction
     there = memory.host_bytes(run)
     line = (
@@ -207,18 +187,14 @@ def resolve_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig
 
 
 def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` by the cheapest mix that fits, or by the smallest that fits the host.
-
-    Returns:
-        the run with the flags of a mix instead of auto, and lines about what was looked at.
-    """
+    """Replace AC=auto by the cheapest mix that fits, or by the smallest that fits the host."""
     if config.training.recompute_granularity != "auto":
         return config, []
-    config = with_changes(config, (Mix().change,))
+    config = with_changes(config, (RecomputePlan().change,))
     # A simulated device has no speed.
     timed_on = machines_of(config, machine) if machine.cuda_devices else None
-    seen: list[Found] = []
-    space = Space(
+    seen: list[SearchResult] = []
+    space = SearchSpace(
         ways=_ways(config, seen), cost=lambda run: _cost(run, timed_on), kind=lambda changes, _: changes
     )
     chosen = best(config, machine, space, seen)[0]
@@ -237,31 +213,31 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     return chosen.run, [f"--recompute-granularity auto: {line}" for line in lines]
 
 
-def _ways(config: RunConfig, seen: list[Found]) -> Iterator[Way]:
-    """All kept, selective, and each other kind with ever more layers, until one fits."""
+def _ways(config: RunConfig, seen: list[SearchResult]) -> Iterator[Candidates]:
+    """Yield recompute and offload candidates: keep all; if that does not fit, selective, then the others."""
     most = max(config.stage_layers)
     counts = range(1, most + 1)
-    yield Way((Mix().change,))
+    yield Candidates((RecomputePlan().change,))
     if seen[-1].fit.is_whole:
         return
-    yield Way((Mix("selective").change,))
-    yield Way((), [(Mix(offloaded=layers).change,) for layers in counts])
-    yield Way((), [(Mix("selective", offloaded=layers).change,) for layers in counts])
+    yield Candidates((RecomputePlan("selective").change,))
+    yield Candidates((), [(RecomputePlan(offloaded=layers).change,) for layers in counts])
+    yield Candidates((), [(RecomputePlan("selective", offloaded=layers).change,) for layers in counts])
     if most > 1:
-        yield Way((), [(Mix("full", "block", layers).change,) for layers in counts[:-1]])
+        yield Candidates((), [(RecomputePlan("full", "block", layers).change,) for layers in counts[:-1]])
     for block in counts:
         if math.gcd(block, *config.stage_layers) == block:
-            yield Way((Mix("full", recomputed=block).change,))
+            yield Candidates((RecomputePlan("full", recomputed=block).change,))
             if seen[-1].fit.is_whole:
                 return
 
 
 def _cost(config: RunConfig, timed_on: Machine | None) -> float:
-    """Cost of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
-    mix, num_layers = Mix.of(config), max(config.stage_layers)
+    """Cost of a micro-batch in the largest stage beyond keeping everything, in forwards of a layer."""
+    mix, num_layers = RecomputePlan.of(config), max(config.stage_layers)
     if mix.granularity == "full":
         return float(num_layers if mix.method == "uniform" else mix.recomputed)
-    selective, offload = SELECTIVE_COST, num_layers + 1.0  # rather recompute all
+    selective, offload = SELECTIVE_COST, num_layers + 1.0  # costlier than recomputing all layers
     if timed_on is not None:
         times = layer_times(layer_kinds(config)[1], timed_on)  # of layers with experts
         forward = times.forward.total
@@ -269,11 +245,11 @@ def _cost(config: RunConfig, timed_on: Machine | None) -> float:
     return (selective * num_layers if mix.granularity == "selective" else 0.0) + mix.offloaded * offload
 
 
-def _line(found: Found, timed_on: Machine | None, *, is_chosen: bool) -> str:
-    """A line about a mix."""
+def _line(found: SearchResult, timed_on: Machine | None, *, is_chosen: bool) -> str:
     fit, cost = found.fit, _cost(found.run, timed_on)
     host = "" if fit.is_on_host else ", which host memory has no room for"
     in_stage = f"({max(found.run.stage_layers)} in a stage)"
     costs = f", costs {cost:.1f} forwards of a layer {in_stage}" if cost else ""
     chosen = "" if not is_chosen else ", chosen" if fit.is_whole else ", chosen, although too much"
-    return f"{Mix.of(found.run).words} needs {size_text(fit.device_needed)} a rank{host}{costs}{chosen}"
+    words = RecomputePlan.of(found.run).words
+    return f"{words} needs {size_text(fit.device_needed)} a rank{host}{costs}{chosen}"

@@ -1,7 +1,7 @@
-"""The ways to save memory, each in one place: what it changes, and which memory it frees.
+"""The ways to save memory: what each changes, and which memory it frees.
 
-A saving is a row of `SAVINGS`. `cures` combines the changes that a run does not have yet, `search` those that
-the row says it tries, and `advice` names those that free what ran out.
+A saving is a row of `SAVINGS`. `suggest` combines changes that a run does not have yet. `search` tries the
+changes that a row lists for it. `advice` names the savings that free the memory that ran out.
 """
 
 from __future__ import annotations
@@ -23,107 +23,105 @@ from patch.plan.memory import weights_on_host
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Shares of optimizer states on the host."""
 SMALL_BUCKET = 100_000_000
-"""Elements; ZeRO-2 has three staging buffers of a bucket's size."""
+"""Elements of a bucket; ZeRO-2 has three staging buffers of a bucket's size."""
 OFFLOAD_FOLDER = "OFFLOAD_FOLDER"
-"""A folder on a disk of each machine, which a user has to name."""
+"""Placeholder of a folder on each machine's disk."""
 SHORTEST_PIECE = 4096
-"""Tokens of a rank with CP: shorter pieces do not hide messages."""
+"""Fewest tokens of a CP rank: shorter pieces do not hide messages."""
 
 
 class Change(NamedTuple):
-    """One way to save memory."""
+    """Values of fields that save memory."""
 
     kind: str
-    """One word for several values for the same purpose, which are alternatives."""
-    values: tuple[tuple[str, str, Any], ...]
-    """Section, field and value; a value of None takes back what the run has."""
+    """Name shared by alternatives, such as several values of a field."""
+    values: tuple[tuple[str, Any], ...]
+    """Field and value; None removes the run's value."""
 
     @property
     def flags(self) -> str:
-        """The flags that make the change."""
+        """Flags that make the change."""
         return " ".join(word for name, scalar in self._set for word in flag_words(FIELDS[name], scalar))
 
     @property
     def places(self) -> list[str]:
-        """The positions and environment variables that make it too, with their values."""
+        """Positions and environment variables that make the change, with their values."""
         return [place for name, scalar in self._set if (place := place_of(name, scalar))]
 
     @property
     def _set(self) -> list[tuple[str, object]]:
-        """The fields that it sets, and their values as they are written."""
-        return [(name, FIELDS[name].to_scalar(value)) for _, name, value in self.values if value is not None]
+        return [(name, FIELDS[name].to_scalar(value)) for name, value in self.values if value is not None]
 
 
 Changes = tuple[Change, ...]
 
 
-def changed(section: str, kind: str = "", **values: object) -> Change:
-    """A change of a section's fields; its kind is the first of them, if none is given."""
-    return Change(kind or next(iter(values)), tuple((section, *pair) for pair in values.items()))
+def changed(kind: str = "", /, **values: object) -> Change:
+    """Return a change of fields; its kind is by default the first field."""
+    return Change(kind or next(iter(values)), tuple(values.items()))
 
 
 def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
-    """The run with changes; the last value of a field counts."""
+    """Return the run with changes; the last value of a field counts."""
     sections: dict[str, dict[str, Any]] = {}
-    for section, field, value in chain.from_iterable(change.values for change in changes):
-        sections.setdefault(section, {})[field] = value
+    for field, value in chain.from_iterable(change.values for change in changes):
+        sections.setdefault(FIELDS[field].section, {})[field] = value
     replaced = {name: dataclasses.replace(getattr(config, name), **new) for name, new in sections.items()}
     return dataclasses.replace(config, **replaced) if replaced else config
 
 
+def with_values(config: RunConfig, **values: object) -> RunConfig:
+    """Return the run with other values of fields."""
+    return with_changes(config, (changed(**values),))
+
+
 class MemorySaving(NamedTuple):
-    """A way to save memory, with what a run does not use of it yet."""
+    """A way to save memory; `changes` yields the changes that a run does not have yet."""
 
     changes: Callable[[RunConfig], Iterator[Change]]
     goes_to_host: bool = False
-    """Whether what it frees on the device lies in host memory."""
+    """Whether it moves device memory to host memory."""
     frees_host: bool = False
-    """Whether it frees the host memory of a run that offloads its states, or has no device."""
+    """Whether it frees host memory of a run that offloads states or has no device."""
     searched: Callable[[RunConfig], Sequence[Change]] = lambda config: ()
-    """Changes that a search tries, in order of less memory: the first undoes the run's own, the
-    others are for a run without it."""
+    """Changes that a search tries, in order of less memory. The first one undoes the run's own setting."""
 
 
 def _sharding(config: RunConfig) -> Iterator[Change]:
-    if config.num_state_shares > 1 and not config.zero_stage.shares_states:
-        yield changed("parallel", use_distributed_optimizer=True, data_parallel_sharding=None)
-    if config.num_state_shares > 1 and config.num_gradient_parts == 1:
-        yield changed("parallel", data_parallel_sharding=ZeroStage.GRADIENTS)
-    if config.num_state_shares > 1 and config.optimizer.reduce_bucket_size > SMALL_BUCKET:
-        yield changed("optimizer", reduce_bucket_size=SMALL_BUCKET)
-    if config.num_state_shares > config.num_param_parts:
-        yield changed("parallel", data_parallel_sharding=ZeroStage.PARAMETERS)
+    if config.state_group_size > 1 and not config.zero_stage.shards_states:
+        yield changed(use_distributed_optimizer=True, data_parallel_sharding=None)
+    if config.state_group_size > 1 and config.num_gradient_shards == 1:
+        yield changed(data_parallel_sharding=ZeroStage.GRADIENTS)
+    if config.state_group_size > 1 and config.optimizer.reduce_bucket_size > SMALL_BUCKET:
+        yield changed(reduce_bucket_size=SMALL_BUCKET)
+    if config.state_group_size > config.num_param_shards:
+        yield changed(data_parallel_sharding=ZeroStage.PARAMETERS)
 
 
 def _searched_sharding(config: RunConfig) -> Sequence[Change]:
-    zero_1 = changed(
-        "parallel", use_distributed_optimizer=True, overlapped_distributed_optimizer=False,
-        data_parallel_sharding=None,
-    )  # fmt: skip
-    zero_2 = changed("parallel", overlapped_distributed_optimizer=True)
-    zero_3 = changed("parallel", data_parallel_sharding=ZeroStage.PARAMETERS)
+    flags = {"use_distributed_optimizer": True, "overlapped_distributed_optimizer": False}
+    zero_1, zero_2 = changed(**flags, data_parallel_sharding=None), {"overlapped_distributed_optimizer": True}
+    zero_3, small = {"data_parallel_sharding": ZeroStage.PARAMETERS}, {"reduce_bucket_size": SMALL_BUCKET}
     if config.num_weight_copies == 1:
-        return [zero_1, zero_3]
-    small = ("optimizer", "reduce_bucket_size", SMALL_BUCKET)
-    both = ((zero, Change(zero.kind, (*zero.values, small))) for zero in (zero_2, zero_3))
-    return [zero_1, *chain.from_iterable(both)]
+        return [zero_1, changed(**zero_3)]
+    return [zero_1, *(changed(**zero, **more) for zero in (zero_2, zero_3) for more in ({}, small))]
 
 
 def _activations(config: RunConfig) -> Iterator[Change]:
     training, now = config.training, config.recompute
     if config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
-        yield changed("parallel", sequence_parallel=True)
+        yield changed(sequence_parallel=True)
     if training.micro_batch_size > 1:
-        yield changed("training", micro_batch_size=1)
+        yield changed(micro_batch_size=1)
     if now is None and not training.cpu_offloading:
-        yield changed("training", recompute_granularity="selective")
+        yield changed(recompute_granularity="selective")
     if now != "full" and not training.cpu_offloading:
-        yield changed("training", kind="full", recompute_granularity="full")
+        yield changed("full", recompute_granularity="full")
 
 
 def _searched_activations(config: RunConfig) -> Sequence[Change]:
-    again = (changed("training", recompute_granularity=each) for each in ("selective", "full"))
-    return [Mix().change, *again]
+    again = (changed(recompute_granularity=each) for each in ("selective", "full"))
+    return [RecomputePlan().change, *again]
 
 
 def _states_on_host(config: RunConfig) -> Iterator[Change]:
@@ -134,7 +132,7 @@ def _states_on_host(config: RunConfig) -> Iterator[Change]:
 
 def _searched_on_host(config: RunConfig) -> Sequence[Change]:
     none = changed(
-        "optimizer", optimizer_offload_policy=None, optimizer_offload_fraction=1.0,
+        optimizer_offload_policy=None, optimizer_offload_fraction=1.0,
         cpu_offloading_weights=False, cpu_offloading_weights_fraction=1.0,
     )  # fmt: skip
     has_shards = config.sharding is ZeroStage.PARAMETERS
@@ -143,41 +141,41 @@ def _searched_on_host(config: RunConfig) -> Sequence[Change]:
 
 
 def _on_host(fraction: float) -> Change:
-    return changed("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+    return changed(optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
 
 
 def _weights_on_host(config: RunConfig) -> Iterator[Change]:
-    """Shares of weights and gradients in host memory, where all states are too."""
+    """Shares of weights and gradients in host memory, together with all states."""
     shares = (share for share in FRACTIONS if share != weights_on_host(config))
     yield from (_weights_there(config, share) for share in shares)
 
 
 def _weights_there(config: RunConfig, share: float) -> Change:
     states = () if config.optimizer.optimizer_offload_policy == "auto" else _on_host(1.0).values
-    weights = changed("optimizer", cpu_offloading_weights=True, cpu_offloading_weights_fraction=share)
-    is_new = config.num_state_shares == 1 and config.sharding is not ZeroStage.PARAMETERS
-    sharding = changed("parallel", data_parallel_sharding=ZeroStage.PARAMETERS).values if is_new else ()
-    return Change("weights", (*sharding, *states, *weights.values))
+    is_new = config.state_group_size == 1 and config.sharding is not ZeroStage.PARAMETERS
+    sharding = {"data_parallel_sharding": ZeroStage.PARAMETERS} if is_new else {}
+    weights = {"cpu_offloading_weights": True, "cpu_offloading_weights_fraction": share}
+    return changed("weights", **sharding, **dict(states), **weights)
 
 
 def _states_on_disk(config: RunConfig) -> Iterator[Change]:
     if config.optimizer.optimizer_offload_policy and config.optimizer.offload_folder is None:
-        yield changed("optimizer", offload_folder=OFFLOAD_FOLDER)
+        yield changed(offload_folder=OFFLOAD_FOLDER)
 
 
 def _smaller_parts(config: RunConfig) -> Iterator[Change]:
-    """More processes for each copy of the model."""
+    """Changes to more ranks per replica."""
     parallel = config.parallel
     for factor in (2, 4, 8):
         if (tp_size := parallel.tensor_model_parallel_size * factor) <= parallel.nproc_per_node:
-            yield changed("parallel", tensor_model_parallel_size=tp_size, sequence_parallel=True)
+            yield changed(tensor_model_parallel_size=tp_size, sequence_parallel=True)
         pp_size = parallel.pipeline_model_parallel_size * factor
-        yield changed("parallel", pipeline_model_parallel_size=pp_size)
+        yield changed(pipeline_model_parallel_size=pp_size)
         if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
-            yield changed("parallel", context_parallel_size=cp_size, cp_comm_type=None)
+            yield changed(context_parallel_size=cp_size, cp_comm_type=None)
         if config.model.num_experts:
             ep_size = config.experts.expert_model_parallel_size * factor
-            yield changed("experts", expert_model_parallel_size=ep_size)
+            yield changed(expert_model_parallel_size=ep_size)
 
 
 SAVINGS = (
@@ -188,35 +186,35 @@ SAVINGS = (
     MemorySaving(_states_on_disk, goes_to_host=True, frees_host=True),
     MemorySaving(_smaller_parts, frees_host=True),
 )
-"""The cheapest first."""
+"""Cheapest first."""
 
 
 def share_on_host(config: RunConfig) -> float:
-    """The share of the optimizer states that a run asks to have in host memory."""
+    """Return the share of the optimizer states that a run asks to offload."""
     optimizer = config.optimizer
     return optimizer.optimizer_offload_fraction if optimizer.optimizer_offload_policy else 0.0
 
 
 def more_offload(config: OptimizerConfig) -> str:
-    """The flags of optimizer offload that use less device memory."""
+    """Return the flags of optimizer offload that use less device memory."""
     policy = where("optimizer_offload_policy")
     if config.optimizer_offload_policy == "auto":
         return f"a larger {where('optimizer_offload_auto_threshold')}"
     return f"a larger {where('optimizer_offload_fraction')} or auto at {policy}"
 
 
-class Mix(NamedTuple):
+class RecomputePlan(NamedTuple):
     """How the activations of each stage's layers are kept, recomputed or offloaded."""
 
     granularity: Recompute | None = None
     method: RecomputeMethod = "uniform"
     recomputed: int = 1
-    """With full: layers of a block (uniform) or of each stage (block)."""
+    """With full: layers per block (uniform) or per stage (block)."""
     offloaded: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig) -> Mix:
-        """The mix of a run, as its largest stage has it."""
+    def of(cls, config: RunConfig) -> RecomputePlan:
+        """Return the mix of a run's largest stage."""
         training = config.training
         split = stage_activations(max(config.stage_layers), training)
         is_block = training.recompute_method == "block"
@@ -225,9 +223,9 @@ class Mix(NamedTuple):
 
     @property
     def change(self) -> Change:
-        """The change that gives a run this mix."""
+        """Change that gives a run this mix."""
         return changed(
-            "training", recompute_granularity=self.granularity, recompute_method=self.method,
+            recompute_granularity=self.granularity, recompute_method=self.method,
             recompute_num_layers=self.recomputed, cpu_offloading=self.offloaded > 0,
             cpu_offloading_num_layers=self.offloaded or None,
         )  # fmt: skip
@@ -244,7 +242,7 @@ class Mix(NamedTuple):
 
 
 def without_savings(config: RunConfig) -> RunConfig:
-    """The run without what a search tries: sharded states on the device, all activations kept."""
+    """Return the run without what a search tries: ZeRO-1 on the device, all activations kept."""
     for saving in SAVINGS:
         config = with_changes(config, tuple(saving.searched(config)[:1]))
     return config

@@ -1,34 +1,33 @@
-"""The search of layouts: the fastest ways to train a model on a machine that fit its memory.
+"""Search for the fastest layouts of a model that fit a machine's memory.
 
-All sizes of TP, PP, VPP, CP, EP and micro-batches that the rules allow are looked at. Of each the cheapest
-way that fits is taken, of what the rows of `SAVINGS` have for a search: what is sharded, what is recomputed,
-which share of the states is on the host. Those that could be the fastest are timed by `step_time`.
+It goes through all sizes of TP, PP, VPP, CP, EP and micro-batches that the rules allow. For each layout it
+takes the cheapest fitting combination of the `SAVINGS`: sharding, recomputation, share of states on the host.
+`step_time` times the layouts that could be the fastest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.plan import savings
-from patch.plan.fits import Fit, Found, Space, Way, best
+from patch.plan.fits import Candidates, Fit, SearchResult, SearchSpace, best
 from patch.plan.memory import state_on_device, usable_device_memory
-from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
 from patch.plan.timing.machine import Machine
-from patch.plan.timing.step_time import StepTime, step_costs, step_time
+from patch.plan.timing.step_time import StepCosts, StepTime, step_time
 
 MICRO_BATCHES = (1, 2, 4, 8)
 _NUM_TIMED = 48
 _FAR = 1.2
-"""A layout that takes so many times as long as another, even if it saves no memory, is not looked at."""
+"""A layout whose plain form takes this many times as long as the fastest is skipped."""
 
 
 class Layout(NamedTuple):
-    """The sizes of a layout."""
+    """Parallel sizes and the micro-batch."""
 
     tp: int
     pp: int
@@ -37,48 +36,48 @@ class Layout(NamedTuple):
     micro_batch: int
     ep: int = 1
 
-    @classmethod
-    def of(cls, config: RunConfig) -> Layout:
-        """The sizes of a run."""
-        parallel, experts = config.parallel, config.experts
-        return cls(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            config.virtual_pipeline_size,
-            parallel.context_parallel_size,
-            config.training.micro_batch_size,
-            experts.expert_model_parallel_size,
-        )
-
 
 class Candidate(NamedTuple):
     """A layout that fits."""
 
     layout: Layout
     run: RunConfig
-    """The run with it; what is left to `auto` is still so."""
+    """The run with this layout, its `auto` values unresolved."""
     resolved: RunConfig
     fit: Fit
     time: StepTime
 
 
 def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Candidate]:
-    """The fastest layouts, the best of each TP, PP and CP, fastest first; [] if nothing fits.
+    """Return the fastest layouts, the best of each (TP, PP, CP), fastest first; [] if none fits.
 
-    Args:
-        config: the run; its layout, micro-batch, recomputation, sharding and offload are replaced.
-        machine: all nodes of it are used.
-        num_best: at most so many.
+    The run's layout, micro-batch, recomputation, sharding and offload are replaced; all nodes are used.
     """
-    seen: list[Found] = []
-    space = _space(config, machine, _ways(config, machine, seen))
+    usable = usable_device_memory(savings.without_savings(config), machine.facts)
+    layouts = {_layout_change(config, machine, layout): layout for layout in _layouts(config, machine)}
+    seen: list[SearchResult] = []
+
+    def resolve(run: RunConfig) -> RunConfig | None:
+        # Checked first, because activations take long to plan.
+        all_on_host = savings.with_changes(run, _on_host(run)[-1])
+        is_too_large = 0 < usable < state_on_device(all_on_host)
+        return None if is_too_large else resolve_if_legal(run, machine.facts)
+
+    space = SearchSpace(
+        ways=_ways(config, machine, layouts, seen),
+        # Only step_time sees the delays by the host.
+        cost=lambda run: _bound(run, machine) * (1 + 0.02 * savings.share_on_host(run)),
+        is_bounded=True,
+        resolve=resolve,
+        kind=lambda changes, _: changes[0],
+    )
     fitting = [each for each in best(config, machine.facts, space, seen) if each.fit.is_whole][:_NUM_TIMED]
-    sizes = [Layout.of(each.run) for each in fitting]
     found: dict[tuple[int, int, int], Candidate] = {}
-    for layout, (_, run, resolved, fit, bound) in zip(sizes, fitting, strict=True):
+    for changes, run, resolved, fit, bound in fitting:
         worst = sorted(each.time.seconds for each in found.values())[:num_best]
         if len(worst) == num_best and bound > worst[-1]:
             break
+        layout = layouts[changes[0]]
         one = Candidate(layout, run, resolved, fit, step_time(resolved, machine))
         key = layout.tp, layout.pp, layout.cp
         if key not in found or one.time.seconds < found[key].time.seconds:
@@ -86,71 +85,44 @@ def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Candi
     return sorted(found.values(), key=lambda one: one.time.seconds)[:num_best]
 
 
-def _space(config: RunConfig, machine: Machine, ways: Iterable[Way]) -> Space:
-    usable = usable_device_memory(savings.without_savings(config), machine.facts)
-
-    def resolve(run: RunConfig) -> RunConfig | None:
-        # Looked at first, because activations take long to plan.
-        all_on_host = savings.with_changes(run, _on_host(run)[-1])
-        is_too_large = 0 < usable < state_on_device(all_on_host)
-        return None if is_too_large else resolve_if_legal(run, machine.facts)
-
-    def cost(run: RunConfig) -> float:  # what the host delays is seen only when it is timed
-        return _bound(run, machine) * (1 + 0.02 * savings.share_on_host(run))
-
-    return Space(ways=ways, cost=cost, is_bounded=True, resolve=resolve, kind=lambda _, run: Layout.of(run))
-
-
-def _ways(config: RunConfig, machine: Machine, seen: list[Found]) -> Iterator[Way]:
-    """The ways of all layouts that could be the fastest."""
+def _ways(
+    config: RunConfig, machine: Machine, layouts: Mapping[savings.Change, Layout], seen: list[SearchResult]
+) -> Iterator[Candidates]:
+    """All layouts with all combinations of on-device savings; their steps move more to the host."""
     fastest, too_large, num_seen = math.inf, set[Layout](), 0
-    for layout in _layouts(config, machine):
+    for change, layout in layouts.items():
         sizes = layout._replace(micro_batch=0)
-        plain = savings.with_changes(config, (_layout_change(config, machine, layout),))
-        if sizes in too_large or _bound(savings.without_savings(plain), machine) > _FAR * fastest:
+        run = savings.without_savings(savings.with_changes(config, (change,)))
+        if sizes in too_large or _bound(run, machine) > _FAR * fastest:
             continue
-        yield from _ways_of(layout, config, machine)
+        tried = [saving.searched(run) for saving in savings.SAVINGS if not saving.goes_to_host]
+        plain = tuple(each[0] for saving in savings.SAVINGS if (each := saving.searched(run)))
+        for on_device in product(*filter(None, tried)):
+            changes = (change, *plain, *on_device)
+            yield Candidates(changes, _on_host(savings.with_changes(config, changes)))
         costs = [each.cost for each in seen[num_seen:] if each.fit.is_whole]
         fastest, num_seen = min([fastest, *costs]), len(seen)
         if not costs:  # with a smaller micro-batch already
             too_large.add(sizes)
 
 
-def _ways_of(layout: Layout, config: RunConfig, machine: Machine) -> Iterator[Way]:
-    """A layout with every choice of one change of each saving on the device, and steps to the host."""
-    change = _layout_change(config, machine, layout)
-    run = savings.without_savings(savings.with_changes(config, (change,)))
-    tried = [saving.searched(run) for saving in savings.SAVINGS if not saving.goes_to_host]
-    plain = tuple(each[0] for saving in savings.SAVINGS if (each := saving.searched(run)))
-    for on_device in product(*filter(None, tried)):
-        changes = (change, *plain, *on_device)
-        yield Way(changes, _on_host(savings.with_changes(config, changes)))
-
-
 def _on_host(config: RunConfig) -> list[savings.Changes]:
-    """Every choice of one change of each saving that goes to the host; each leaves less on the device."""
+    """All combinations of savings that go to the host, in order of less device memory."""
     tried = (saving.searched(config) for saving in savings.SAVINGS if saving.goes_to_host)
     return [*product(*filter(None, tried))]
 
 
 def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
-    """All sizes that divide devices, heads, layers and the global batch."""
     world, model = machine.num_devices, config.model
-    for tp in _divisors(machine.devices_per_node):
-        for pp in _divisors(world // tp):
-            layers = _counted_layers(model.num_layers, pp)
-            if layers % pp:
-                continue
-            for cp in _divisors(world // (tp * pp)):
-                if cp > 1 and config.sample_length // cp < savings.SHORTEST_PIECE:
-                    continue
-                replicas = world // (tp * pp * cp)
-                for vpp in (1, 2, 4) if pp > 1 else (1,):
-                    for size in MICRO_BATCHES:
-                        fits = config.training.global_batch_size % (size * replicas) == 0
-                        if fits and layers % (pp * vpp) == 0:
-                            for ep in _divisors(math.gcd(world // pp, model.num_experts or 1)):
-                                yield Layout(tp, pp, vpp, cp, size, ep)
+    for tp, pp, cp in product(_divisors(machine.devices_per_node), _divisors(world), _divisors(world)):
+        layers, replicas = _counted_layers(model.num_layers, pp), world // (tp * pp * cp)
+        is_short = cp > 1 and config.sample_length // cp < savings.SHORTEST_PIECE
+        if world % (tp * pp * cp) or layers % pp or is_short:
+            continue
+        for vpp, size in product((1, 2, 4) if pp > 1 else (1,), MICRO_BATCHES):
+            if config.training.global_batch_size % (size * replicas) == 0 and layers % (pp * vpp) == 0:
+                for ep in _divisors(math.gcd(world // pp, model.num_experts or 1)):
+                    yield Layout(tp, pp, vpp, cp, size, ep)
 
 
 def _counted_layers(num_layers: int, pp_size: int) -> int:
@@ -163,36 +135,27 @@ def _divisors(number: int) -> list[int]:
 
 
 def _layout_change(config: RunConfig, machine: Machine, layout: Layout) -> savings.Change:
-    num_layers = config.model.num_layers
-    counted = _counted_layers(num_layers, layout.pp)
+    num_layers, counted = config.model.num_layers, _counted_layers(config.model.num_layers, layout.pp)
     of_stage = counted // (layout.pp * layout.vpp)
-    parallel = savings.changed(
-        "parallel", tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
+    return savings.changed(
+        "layout", tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp, cp_comm_type=None, sequence_parallel=layout.tp > 1,
         num_layers_per_virtual_pipeline_stage=of_stage if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=None, account_for_embedding_in_pipeline_split=counted > num_layers,
         account_for_loss_in_pipeline_split=counted > num_layers, nnodes=machine.nodes,
-        nproc_per_node=machine.devices_per_node,
+        nproc_per_node=machine.devices_per_node, expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1 if layout.ep > 1 else None, micro_batch_size=layout.micro_batch,
     )  # fmt: skip
-    of_experts = 1 if layout.ep > 1 else None
-    experts = savings.changed(
-        "experts", expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=of_experts
-    )
-    training = savings.changed("training", micro_batch_size=layout.micro_batch)
-    return savings.Change("layout", parallel.values + experts.values + training.values)
 
 
 def _bound(config: RunConfig, machine: Machine) -> float:
-    """Seconds that a step takes roughly: the passes of the heaviest rank and equal stages' idle time."""
-    costs = step_costs(config, machine)
-    pp_size, schedule = config.parallel.pipeline_model_parallel_size, Schedule.of(config)
-    passes = max(
-        sum(costs.forward[rank::pp_size])
-        + sum(costs.backward[rank::pp_size])
-        + sum(wait.forward + wait.backward for wait in costs.waits[rank::pp_size])
-        for rank in range(pp_size)
-    )
-    seconds = costs.travel.reduce.seconds(max(costs.parameters))
+    """Rough seconds of a step: the passes of the slowest rank, and the idle time of equal stages."""
+    costs = StepCosts(config, machine)
+    passes = 0.0
+    for rank in range(costs.schedule.pp_size):
+        forward, backward, waits = costs.of_rank(rank)
+        passes = max(passes, forward + backward + sum(wait.forward + wait.backward for wait in waits))
+    seconds = costs.data_parallel.reduce.seconds(max(costs.parameters))
     reductions = (config.reductions_per_step - 1) * max(0.0, seconds - passes)
     update = costs.states * costs.update
-    return config.num_micro_batches * passes * (1 + 0.9 * schedule.formula) + reductions + update
+    return config.num_micro_batches * passes * (1 + 0.9 * costs.schedule.formula) + reductions + update

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are: in its folder, or in the store that --save names."""
+"""Places of a run's checkpoints: the run's folder, or the store that --save names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _logger = get_logger(__name__)
 
 
 def checkpoint_root(config: RunConfig) -> AnyPath:
-    """The folder of this run's checkpoints.
+    """Return the folder of this run's checkpoints.
 
     Raises:
         OSError: --save is malformed, or there is no driver for it.
@@ -37,32 +37,31 @@ def checkpoint_root(config: RunConfig) -> AnyPath:
 
 
 def disk_root(config: RunConfig) -> Path:
-    """The folder of checkpoints in the run's folder; with --save, those from before it was given."""
+    """Return the checkpoint folder in the run's folder; with --save, for checkpoints from before --save."""
     return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
 
 
 def _roots(config: RunConfig) -> Iterable[AnyPath]:
-    """Where this run's checkpoints may be, the store first."""
     return dict.fromkeys((checkpoint_root(config), disk_root(config)))
 
 
-def was_begun(root: AnyPath) -> bool:
-    """Whether a run has saved checkpoints there."""
+def has_checkpoints(root: AnyPath) -> bool:
+    """Return whether a run has saved checkpoints in this place."""
     return (root / TRACKER).is_file() or bool(complete_iterations(root))
 
 
-def begun_root(config: RunConfig) -> AnyPath | None:
-    """Where this run has checkpoints, the store first; None if nowhere.
+def existing_checkpoint_root(config: RunConfig) -> AnyPath | None:
+    """Return the place where this run has checkpoints, the store first, or None if it has none.
 
     Raises:
         ConfigError: the store does not answer.
     """
     with store_errors("save"):
-        return next((root for root in _roots(config) if was_begun(root)), None)
+        return next((root for root in _roots(config) if has_checkpoints(root)), None)
 
 
 def newest_saved(config: RunConfig) -> tuple[AnyPath, int] | None:
-    """Folder and iteration of the checkpoint that a resume takes if it is whole, which is not read here.
+    """Return place and iteration of the newest checkpoint, or None; whether it is whole is not checked here.
 
     Raises:
         ConfigError: the store does not answer.
@@ -73,13 +72,13 @@ def newest_saved(config: RunConfig) -> tuple[AnyPath, int] | None:
     return max(found, key=lambda one: one[1], default=None)
 
 
-def record_home(config: RunConfig) -> AnyPath:
-    """The folder with config.yaml and data.json of the run that this one resumes: beside its checkpoints.
+def resumed_run_folder(config: RunConfig) -> AnyPath:
+    """Return the folder with config.yaml and data.json of the run that this run resumes.
 
     Raises:
         ConfigError: the store does not answer.
     """
-    root, output = begun_root(config), Path(config.checkpoint.output_path)
+    root, output = existing_checkpoint_root(config), Path(config.checkpoint.output_path)
     with store_errors("save"):
         if isinstance(root, RemotePath) and (root / CONFIG_FILE).is_file():
             return root
@@ -87,11 +86,11 @@ def record_home(config: RunConfig) -> AnyPath:
 
 
 def refuse_left_checkpoints(config: RunConfig) -> None:
-    """Refuse to start over beside the checkpoints that this run's folder says are elsewhere, or before them.
+    """Refuse to start over, or to resume from an older checkpoint, if the run in this folder saved elsewhere.
 
     Raises:
-        ConfigError: the run in this folder has saved to another store, which has a later checkpoint than the
-            places of this run; or it does not answer, and they have none.
+        ConfigError: the run in this folder has saved to another store, which has a later checkpoint than this
+            run's places. Or this run's places have none, and the other store does not answer.
     """
     file = Path(config.checkpoint.output_path) / CONFIG_FILE
     before = None
@@ -102,7 +101,7 @@ def refuse_left_checkpoints(config: RunConfig) -> None:
     newest = newest_saved(config)
     if newest is None:
         with store_errors("save"):
-            is_left = was_begun(RemotePath(before))
+            is_left = has_checkpoints(RemotePath(before))
         if is_left:
             raise _left(config, before, "has its checkpoints")
         return
@@ -125,13 +124,13 @@ def _left(config: RunConfig, before: str, what: str) -> ConfigError:
 
 
 def _newest_whole(root: RemotePath) -> int | None:
-    """Not what was interrupted while it was written."""
+    """Return the newest checkpoint whose save was not interrupted."""
     found = [i for i in all_iterations(root) if (root / iteration_name(i) / CHECKSUMS_FILE).is_file()]
     return newest_of(root, found)
 
 
 def hint_of_store(folder: AnyPath) -> str:
-    """The end of an error about a folder without checkpoints: where its run has saved; empty if unknown."""
+    """Return the store of the run in a folder, as the end of an error, or "" if it is unknown."""
     file = folder / CONFIG_FILE
     with suppress(ConfigError):
         if isinstance(file, Path) and file.is_file() and (url := read_run(file).checkpoint.save):
@@ -141,11 +140,7 @@ def hint_of_store(folder: AnyPath) -> str:
 
 @contextmanager
 def store_errors(field: str) -> Iterator[None]:
-    """Errors of a store within are about this field.
-
-    Raises:
-        ConfigError: instead of an OSError.
-    """
+    """Convert a store's OSError in the block to a ConfigError about this field."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The number of processes and their rendezvous, from ENV, the scheduler's variables and the machine.
+"""Number of processes and their rendezvous, from ENV, the scheduler's variables and the machine.
 
 Under torchrun (LOCAL_RANK is set) torchrun's variables decide. Otherwise `dlc` and `slurm` read the variables
-of their scheduler, and `dsw` (the default without ENV) means this machine alone, or several machines with
---nnodes and NODE_RANK, MASTER_ADDR and MASTER_PORT. Where srun starts one task for each process,
-`slurm_task` makes torchrun's variables of SLURM's.
+of their scheduler. `dsw` (the default without ENV) means this machine alone, or several machines with
+--nnodes, NODE_RANK, MASTER_ADDR and MASTER_PORT. If srun starts one task per process, `slurm_task` derives
+torchrun's variables from SLURM's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.numbers import to_int
+from patch.text import to_int
 
 
 class Rendezvous(NamedTuple):
@@ -25,7 +25,7 @@ class Rendezvous(NamedTuple):
     master_port: int = 0
     """0: the launcher picks a free port."""
     num_spares: int = 0
-    """Machines beyond those that train; see `set_spares_aside`."""
+    """Machines that do not train; see `set_spares_aside`."""
 
 
 class Cluster(NamedTuple):
@@ -69,7 +69,6 @@ def _dlc(environ: Mapping[str, str]) -> Cluster:
 
 
 def _rendezvous(environ: Mapping[str, str], rank: str, when: str) -> Rendezvous:
-    """The meeting that this variable of the machine's index and MASTER_ADDR and MASTER_PORT name."""
     return Rendezvous(
         _number(environ, rank, f"{when} this machine's index"),
         _text(environ, "MASTER_ADDR", f"{when} the first machine's address"),
@@ -78,7 +77,7 @@ def _rendezvous(environ: Mapping[str, str], rank: str, when: str) -> Rendezvous:
 
 
 def _first_host(nodelist: str) -> str:
-    """The first name of a SLURM node list: `gpu[03-05,9],x1` begins with gpu03."""
+    """Return the first host of a SLURM node list: gpu03 for `gpu[03-05,9],x1`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
     if match is None:
         raise ConfigError(f"environment variable SLURM_JOB_NODELIST: got {nodelist!r}, expected host names")
@@ -109,13 +108,9 @@ def _slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def slurm_task(env: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables of this task, if srun started one task for each process of the job.
+    """Return torchrun's variables of this task, if srun started one task for each process of the job.
 
-    With one task a machine there are none: the task is the machine's launcher.
-
-    Args:
-        env: ENV of the command line; only `slurm` reads SLURM's variables.
-        environ: the environment variables.
+    With one task per machine return {}: the task is the machine's launcher. Without ENV=slurm return {} too.
 
     Raises:
         ConfigError: the machines have different numbers of tasks, or a variable is missing.
@@ -138,7 +133,7 @@ def slurm_task(env: str, environ: Mapping[str, str]) -> dict[str, str]:
             f"SLURM gives {gpus} GPUs to the {local} tasks of a machine, expected one for each task: use "
             f"--ntasks-per-node={gpus}, or --gpus-per-task=1"
         )
-    # Not SLURM_PROCID: srun may deal the tasks out to the machines in turn.
+    # Not SLURM_PROCID: srun may distribute the tasks over the machines in turn.
     rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index") * local + local_rank
     address, port = _slurm_address(environ)
     return {
@@ -155,12 +150,10 @@ _READERS = {"dlc": _dlc, "slurm": _slurm}
 
 
 def read_cluster(env: str, environ: Mapping[str, str], nnodes: int | None = None) -> Cluster:
-    """The job as ENV and the environment variables describe it.
+    """Return the job as ENV (`dsw`, `dlc` or `slurm`) and the environment variables describe it.
 
     Args:
-        env: `dsw`, `dlc` or `slurm`.
-        environ: the environment variables.
-        nnodes: the value of --nnodes, which overrides the environment; None if it was not given.
+        nnodes: the value of --nnodes, which overrides the environment, or None if it was not given.
 
     Raises:
         ConfigError: a variable is missing or is not a number.
@@ -180,12 +173,7 @@ def read_cluster(env: str, environ: Mapping[str, str], nnodes: int | None = None
 
 
 def default_nproc_per_node(cluster: Cluster, machine: MachineFacts, replica: int) -> int:
-    """Processes on this machine: the environment's number, else one for each GPU, else one model replica.
-
-    Args:
-        cluster: the job as the environment describes it.
-        machine: the GPUs of this machine.
-        replica: processes of one model replica: TP x PP x CP.
+    """Return the processes on this machine: the environment's number, else one per GPU, else `replica`.
 
     Raises:
         ConfigError: there are several machines without GPUs; a replica may then span machines.

@@ -1,8 +1,8 @@
-"""The record of a run's data, data.json, by which a resume notices that it has changed.
+"""data.json: the record of a run's data, by which a resume detects changes.
 
-The launcher compares files: those of the training sets, of the tokenizer, and the chat template. Their paths
-do not count: nothing that a run reads depends on where its files lie. The worker compares the tokens that
-became of rows, which also depend on the packages that render and encode.
+The launcher compares files: training sets, tokenizer and chat template. Their paths do not count, because
+nothing that a run reads depends on them. The worker compares the tokens of the rows, which also depend on the
+packages that render and encode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from patch.config.choices import BuiltInTemplate
-from patch.config.data_spec import parse_data, set_files
+from patch.config.data_spec import set_files, sets_of
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, DataError
 from patch.storage.atomic import write_record
@@ -26,28 +26,27 @@ from patch.storage.places import AnyPath, open_to_read
 from patch.storage.text_files import read_json, read_small
 
 _MIXED = ", largest deficit first"
-"""How fine-tuning sets with weights take turns: the hash tells runs apart that began with another rule."""
+"""How weighted fine-tuning sets alternate; in the hash, it separates runs that began with another rule."""
 _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
 _PIECES = 16
 BUILT_IN, TEXT, NONE = "built-in", "text", "none"
-"""Where a chat template comes from: chosen by its name, the text of a file, or none is named."""
+"""Source of a chat template: a built-in name, the text of a file, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetRecord:
-    """One training set of rows that has become tokens."""
+    """One tokenized training set of rows."""
 
     path: str
-    """The path as position 20 names it."""
     tokens: str
-    """A hash of the tokens and of which of them are learned."""
+    """Hash of the tokens and of the loss mask."""
     sizes: str
-    """A hash of the number of tokens of each sample."""
+    """Hash of the number of tokens of each sample."""
     origin: dict[str, str]
-    """All that decides the tokens: its name in a message, and its value or the value's hash."""
+    """Everything that decides the tokens: its name in a message -> its value or the value's hash."""
     reads_clock: bool
-    """Whether the chat template writes the date, so that the tokens may be others each day."""
+    """Whether the chat template writes the date, so that the tokens may change each day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +54,24 @@ class DataRecord:
     """The content of data.json."""
 
     files: str
-    """A hash of the training sets' shares and of samples of their files."""
+    """Hash of the training sets' shares and of samples of their files."""
     tokenizer: str | None
-    """A hash of the tokenizer's files; None if there are none."""
+    """Hash of the tokenizer's files, or None if there are none."""
     chat_template: tuple[str, str]
-    """Where it comes from, and its name or the hash of its text."""
+    """Source of the chat template, and its name or the hash of its text."""
     sets: tuple[SetRecord, ...]
-    """The training sets of rows; none in pre-training."""
 
     @classmethod
     def of(cls, config: RunConfig, sets: Sequence[SetRecord] = ()) -> DataRecord:
-        """The record of a run.
-
-        Args:
-            config: the run; its files are read.
-            sets: its training sets, if they have become tokens.
-        """
+        """Build the record of a run, which reads the run's files; `sets` are known after tokenization."""
         return cls(_files_hash(config), _tokenizer_hash(config), _chat_template(config), tuple(sets))
 
     @classmethod
     def read(cls, output: AnyPath) -> DataRecord | None:
-        """The record in a run's folder; None if it has none.
+        """Return the record in a run's folder, or None if there is none.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the record is damaged.
         """
         path = output / DATA_RECORD_FILE
         try:
@@ -95,16 +88,16 @@ class DataRecord:
             ) from error
 
     def write(self, output: Path) -> None:
-        """Write it into a run's folder.
+        """Write the record into a run's folder.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the record cannot be written.
         """
         write_record(output / DATA_RECORD_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def changes_of_origin(before: SetRecord, now: SetRecord) -> list[str]:
-    """Changed settings that decide the tokens of a set; names and versions, or the name alone."""
+    """Return the changed settings that decide a set's tokens, with both values if they are short."""
     changes = []
     for name in sorted(before.origin.keys() | now.origin.keys()):
         then, value = before.origin.get(name, "none"), now.origin.get(name, "none")
@@ -116,7 +109,7 @@ def changes_of_origin(before: SetRecord, now: SetRecord) -> list[str]:
 
 def _files_hash(config: RunConfig) -> str:
     digest = hashlib.sha256()
-    parts = parse_data(config.data.train_data_path, "train_data_path")
+    parts = sets_of(config.data)["train_data_path"]
     total = sum(part.weight or 0 for part in parts)
     for part in parts:
         files = set_files(config.data, part.path, "train_data_path")
@@ -130,8 +123,7 @@ def _files_hash(config: RunConfig) -> str:
 
 
 def _samples(file: IO[bytes]) -> Iterator[bytes]:
-    """The file's size, first and last MiB, and small pieces at equal distances between them.
-
+    """Yield the file's size, its first and last MiB, and small pieces at equal distances between them.
     This is cheap for files of any size, but may miss a change in the middle that keeps the size.
     """
     size = os.fstat(file.fileno()).st_size
@@ -145,7 +137,7 @@ def _samples(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _tokenizer_hash(config: RunConfig) -> str | None:
-    """Not of tokenizer_config.json, which is often written anew; what it changes is seen in the tokens."""
+    """Leave out tokenizer_config.json, which is often rewritten; its changes show in the tokens."""
     files = [Path(config.tokenizer_folder or "") / name for name in TOKENIZER_FILES]
     there = [file for file in files if file.is_file()]
     try:
@@ -156,12 +148,12 @@ def _tokenizer_hash(config: RunConfig) -> str | None:
 
 
 def _chat_template(config: RunConfig) -> tuple[str, str]:
-    """Equal for equal texts, whether a file is named or the tokenizer has it."""
+    """Return the same for equal texts, whether a file is named or the tokenizer has the template."""
     chosen, folder = config.data.chat_template, Path(config.tokenizer_folder or "")
     if chosen in get_args(BuiltInTemplate):
         return BUILT_IN, str(chosen)
     file = folder / "chat_template.jinja" if chosen is None else Path(chosen)
-    with suppress(OSError, ValueError, AttributeError):  # what is damaged, the tokenizer's reader says
+    with suppress(OSError, ValueError, AttributeError):  # the tokenizer's reader reports damaged files
         if file.is_file():
             return TEXT, _hash(read_small(file).decode(errors="replace"))
         text = read_json(folder / "tokenizer_config.json").get("chat_template")

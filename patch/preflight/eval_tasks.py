@@ -1,10 +1,10 @@
-"""The tasks of --eval-tasks-path: YAML files in lm-evaluation-harness's form, read without running any of it.
+"""Tasks of --eval-tasks-path: YAML files in lm-evaluation-harness's format, read without running their code.
 
-lm-eval runs what a task's `!function` names, loads metrics and data sets that may be programs, and reads
-prompts of other libraries. Here a task has the keys and values that run nothing; others are refused by name.
-What is read here is what lm-eval gets, so it opens no YAML of the folder itself. Data files are looked for
-beside the task, and a data set of the hub in the folder of its name: as it is downloaded, so that lm-eval's
-own tasks read it too (`ceval-valid`, `cmmlu`).
+lm-eval runs the code that a task's `!function` names, loads metrics and data sets that may be programs, and
+reads prompts of other libraries. Here a task may only have keys and values that run nothing; other keys are
+refused by name. lm-eval gets the tasks as read here, so it opens no YAML of the folder itself.
+Data files are searched beside the task. A hub data set is searched in the folder of its name, in the layout
+of its download, so that lm-eval's own tasks read it too (`ceval-valid`, `cmmlu`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from patch.storage.text_files import parse_yaml, read_small
 
 _FIELD = "eval_tasks_path"
 _FORMATS = ("json", "csv", "parquet", "text")
-"""Hugging Face's readers that cannot unpickle, and read files only."""
+"""Hugging Face's readers that cannot unpickle and read files only."""
 _READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""The readers by the endings of a data set's files."""
 _KEYS = {
     "task": frozenset(
         "task task_alias tag group group_alias aggregate_metric_list include dataset_path dataset_name "
@@ -39,23 +38,23 @@ _KEYS = {
         "regexes_to_ignore".split()
     ),
 }
-"""The keys that a task, its data and each of its metrics may have."""
+"""Keys that a task, its data and each of its metrics may have."""
 _TEXTS = (str, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "task": _TEXTS, "group": str, "tag": _TEXTS, "include": _TEXTS, "metric_list": list, "metric": str,
     "dataset_path": str, "dataset_name": str, "dataset_kwargs": dict, "data_files": (str, list, dict),
     "training_split": str, "validation_split": str, "test_split": str, "fewshot_split": str,
 }  # fmt: skip
-"""The types of what is read here; lm-eval judges the other values when it makes the task."""
+"""Types of the values that are read here; lm-eval checks the other values when it builds the task."""
 _METRICS = (
     "acc", "acc_norm", "acc_bytes", "acc_mutual_info", "brier_score", "exact_match", "f1", "mcc", "bleu",
     "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "chrf", "ter",
 )  # fmt: skip
-"""Metrics of lm-eval itself; it would look for others on the hub, and run them."""
+"""lm-eval's own metrics; it would search the hub for other metrics, and run them."""
 
 
 def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
-    """lm-eval is installed, and the named tasks are in the folder, which runs no code."""
+    """Require lm-eval, and the named tasks in the folder, which runs no code."""
     data = config.data
     if data.eval_tasks is None:
         return
@@ -78,13 +77,12 @@ def tasks_are_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def read_tasks(folder: Path, names: Sequence[str] = ()) -> dict[Path, dict[str, Any]]:
-    """The tasks and groups of a folder, by their files: what lm-eval may be given.
+    """Return the tasks and groups of a folder, by file: everything that lm-eval may be given.
 
     Args:
-        folder: has YAML files, data, or both.
-        names: those that the folder lacks are looked for among lm-eval's own.
+        names: tasks; if the folder lacks a task, it is searched among lm-eval's own.
     Raises:
-        ConfigError: one of them could run code, asks for the network, or cannot be read.
+        ConfigError: a task could run code, needs the network, or cannot be read.
     """
     found = _read_all(folder)
     for name in sorted({*names} - _names(found.values())):
@@ -106,13 +104,13 @@ def _read_all(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _of_lm_eval(name: str) -> dict[Path, dict[str, Any]]:
-    """A task or a group of lm-eval's own with its members; their folder has the name's beginning."""
+    """Return a task or group of lm-eval's own, with its members. Its folder's name begins the task's name."""
     package = find_spec("lm_eval")
     assert package is not None and package.origin is not None, "tasks_are_there has found it"
     folders = [path for path in Path(package.origin).parent.glob("tasks/*/") if name.startswith(path.name)]
     found = _read_all(max(folders, key=lambda path: len(path.name))) if folders else {}
     wanted, names = {}, [name]
-    for each in names:  # it grows
+    for each in names:  # `names` grows in the loop
         for file, task in found.items():
             if each in _names([task]):
                 wanted[file] = task
@@ -121,7 +119,7 @@ def _of_lm_eval(name: str) -> dict[Path, dict[str, Any]]:
 
 
 def _read_from_folder(task: dict[str, Any], folder: Path, file: Path) -> None:
-    """Have a task read the files of its data set from the folder, in one of the forms of the hub's files."""
+    """Make a task read its data set's files from the folder, in one of the hub's file layouts."""
     path, name = escape(task["dataset_path"]), escape(task.pop("dataset_name", None) or "")
     files = dict[str, list[str]]()
     for split in {escape(value) for key, value in task.items() if key.endswith("_split") and value}:
@@ -146,7 +144,7 @@ def _names(tasks: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _read(file: Path, root: Path, before: tuple[Path, ...]) -> dict[str, Any]:
-    """A file's keys, over those of the files that it includes."""
+    """Return a file's keys, merged over the keys of the files that it includes."""
     if not _inside(file, root):
         raise _refusal(file, "a file outside of the folder", "files in it only")
     if file in before:
@@ -167,7 +165,7 @@ def _read(file: Path, root: Path, before: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _check(task: dict[str, Any], file: Path, root: Path) -> None:
-    """Refuse what could run code, ask for the network or be read wrongly; data files become whole paths."""
+    """Refuse keys that could run code, need the network or be misread; make data file paths absolute."""
     _check_keys(task, "task", file)
     options = task.get("dataset_kwargs") or {}
     _check_keys(options, "dataset_kwargs", file)
@@ -196,7 +194,7 @@ def _check_keys(values: Any, kind: str, file: Path) -> None:
 
 
 def _whole_paths(files: Any, task: Path, root: Path) -> Any:
-    """Data files, which may be a name, several, or some for each split: those beside the task."""
+    """Return the absolute paths of data files beside the task: one name, several, or several per split."""
     if isinstance(files, dict):
         return {str(split): _whole_paths(own, task, root) for split, own in files.items()}
     if isinstance(files, list):
@@ -208,7 +206,6 @@ def _whole_paths(files: Any, task: Path, root: Path) -> Any:
 
 
 def _inside(file: Path, folder: Path) -> bool:
-    """Whether a file is in the folder, also by its links."""
     try:
         return file.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # links in a circle, a name with NUL

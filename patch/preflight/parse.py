@@ -1,8 +1,9 @@
-"""From argv, environment and machine to one RunConfig: merges the layers, reads the shape, derives the rest.
+"""From argv, environment and machine to one RunConfig: merge the layers, read the shape, derive the rest.
 
-Flags beat positions and environment variables, these beat the --config file, the file beats the
-shape that MODEL_SIZE names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the
-whole shape of the layers below it, so nothing of a file's 8B remains in a position's 70B.
+Flags override positions and environment variables. These override the --config file, the file overrides
+--deepspeed-config and the shape of MODEL_SIZE, and these override the defaults. The layer that sets
+MODEL_SIZE replaces the whole shape of the layers below it, so nothing of a file's 8B remains in a position's
+70B.
 
 Relative paths, also those in a --config file, are relative to the working directory. The resulting RunConfig
 has absolute paths only, so that its config.yaml can be used from any directory.
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple, get_args
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
-from patch.config.flags import help_text, is_flag, read_flags
-from patch.config.positions import USAGE, read_positions, read_variables, where
+from patch.config.flags import help_text, is_flag, is_setting, read_flags
+from patch.config.foreign_files import deepspeed_run, fill_batch
+from patch.config.positions import POSITIONS, USAGE, read_positions, read_variables, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
@@ -40,7 +42,7 @@ from patch.families import (
 from patch.families.adapters import AdapterConfig
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
-from patch.preflight.stored_shape import (
+from patch.preflight.model_of_folder import (
     adapter_loaded,
     has_hf_config,
     refuse_other_forms,
@@ -62,7 +64,7 @@ _FOLLOWS = {
     "num_query_groups": "num_attention_heads", "kv_channels": "num_attention_heads",
     "max_padding_length": "seq_length", "vocab_size": "tokenizer_name_or_path",
 }  # fmt: skip
-"""Fields that follow from another one, which is asked for instead."""
+"""Fields that follow from another field; a message asks for the other field instead."""
 
 
 class Invocation(NamedTuple):
@@ -72,22 +74,16 @@ class Invocation(NamedTuple):
     dry_run: bool
     rendezvous: Rendezvous
     force: bool = False
-    """Start it even if by its plan it does not fit."""
+    """Start the run even if the plan says that it does not fit."""
     notes: Sequence[str] = ()
-    """One line for each value that comes to something else than it says."""
+    """One line for each value that takes effect differently than written."""
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
-    """Resolve a command line: 25 positions and then flags, or flags alone.
-
-    Args:
-        argv: the command line without the program's name.
-        environ: the environment variables.
-        machine: what this machine has; decides the default number of processes.
+    """Resolve a command line without the program's name: 25 positions and then flags, or flags alone.
 
     Raises:
-        ConfigError: a value is missing or cannot be read. Rules that relate several values are checked
-            later, by `validate_run`.
+        ConfigError: a value is missing or cannot be read. `validate_run` checks rules between values later.
         SystemExit: --help, after printing it.
     """
     if asked := {"--help", "-h"} & {*argv}:
@@ -108,22 +104,25 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         env, positions, notes = read_positions(texts, environ, flags.fields)
         if epochs := flags.fields.get("train_epochs"):
             notes = [*notes, f"{where('train_iters')} has no effect with {where('train_epochs')} {epochs:g}"]
-    merged = _merge([file, positions, flags.fields])
+    engine = deepspeed_run(flags.deepspeed_config) if flags.deepspeed_config is not None else None
+    merged = _merge([engine.values if engine is not None else {}, file, positions, flags.fields])
     take_models(merged)
     refuse_other_forms(merged)
     _refuse_other_family(merged)
     merged = {**_shape(merged), **merged}
-    notes = [*notes, *_take_router_loss(merged)]
-    # positions say how many machines there are, so only a flag may overrule them
+    notes = [*notes, *_take_router_loss(merged), *_shard_states(merged, flags.fields)]
+    # positions imply the number of machines, so only a flag may override it
     nnodes = (flags.fields if texts else merged).get("nnodes")
     if "LOCAL_RANK" in environ and merged.get("min_nodes"):
-        nnodes = None  # those that are there; the launcher counts them at each start
+        nnodes = None  # the launcher counts the present machines at each start
     cluster = read_cluster(env, environ, nnodes)
     merged["nnodes"] = cluster.nnodes if nnodes is None else nnodes
     _derive(merged)
     _take_tokenizer(merged)
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
+    if engine is not None:
+        fill_batch(merged, engine.accumulation)
     _make_absolute(merged)
     config = _take_adapters(_build(merged), merged)
     _check_family(config, flags.fields.get("model_type"))
@@ -131,9 +130,10 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
 
 
 def split_positions(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Positions and flags. The flags begin at the first argument with a hyphen that begins with no number."""
+    """Split into positions and flags. Flags begin at the first hyphenated argument that is not a number, or
+    at a setting after the last position."""
     for index, text in enumerate(argv):
-        if is_flag(text):
+        if is_flag(text) or (index >= len(POSITIONS) and is_setting(text)):
             return list(argv[:index]), list(argv[index:])
     return list(argv), []
 
@@ -147,9 +147,8 @@ def _refuse_two_lengths(flags: Mapping[str, Any]) -> None:
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge layers into one; a later layer overrides an earlier one.
-
-    Epochs and steps are two ways to give the length of a run: the later layer counts, within a layer epochs.
+    """Merge layers into one; a later layer overrides an earlier layer.
+    Epochs and steps both give the length of a run: the later layer counts, within a layer epochs.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -164,9 +163,8 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """The shape that MODEL_SIZE names; empty if all fields of the shape are given already.
-
-    Beside a shape by flags the vocabulary's size comes from the tokenizer's folder.
+    """Return the shape that MODEL_SIZE names, or {} if all fields of the shape are given already.
+    If flags give the shape, the vocabulary's size comes from the tokenizer's folder.
     """
     size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, (*PRESETS, "auto"), where("model_size"))
@@ -194,7 +192,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _derive(merged: dict[str, Any]) -> None:
-    """Add values that were not given and follow from others, by Megatron-LM's and Megatron-LLaMA's rules."""
+    """Add values that follow from other values, by Megatron-LM's and Megatron-LLaMA's rules."""
     traits = family_called(merged.get("model_type")).traits
     for name in TRAIT_FIELDS:
         merged.setdefault(name, getattr(traits, name))
@@ -215,8 +213,18 @@ def _derive(merged: dict[str, Any]) -> None:
         merged.setdefault("use_distributed_optimizer", True)
 
 
+def _shard_states(merged: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Let the flag of Megatron-LLaMA's readme override a false DO (position or file); return notes."""
+    is_off = merged.get("use_distributed_optimizer") is False and "use_distributed_optimizer" not in flags
+    if not (is_off and flags.get("overlapped_distributed_optimizer")):
+        return []
+    merged["use_distributed_optimizer"] = True
+    given, idle = where("overlapped_distributed_optimizer"), where("use_distributed_optimizer")
+    return [f"{idle} false has no effect with {given}: gradients and optimizer states are sharded"]
+
+
 def _check_family(config: RunConfig, asked: str | None) -> None:
-    """Refuse a family by flag whose class in transformers does not compute the model."""
+    """Refuse a --model-type whose class in transformers does not compute the model."""
     found = config.model.model_type
     if asked not in (None, found):
         raise ConfigError(
@@ -226,7 +234,7 @@ def _check_family(config: RunConfig, asked: str | None) -> None:
 
 
 def _refuse_other_family(merged: Mapping[str, Any]) -> None:
-    """Refuse a family whose layers are not those of the size: its weights have no place in them."""
+    """Refuse a family whose layers differ from the preset's: the preset's weights would not fit."""
     size, asked = merged.get("model_size", "auto"), merged.get("model_type")
     own = PRESETS.get(size, {}).get("model_type")
     if asked is not None and own is not None and own_traits(asked) != own_traits(own):
@@ -235,7 +243,7 @@ def _refuse_other_family(merged: Mapping[str, Any]) -> None:
 
 
 def _take_router_loss(merged: dict[str, Any]) -> list[str]:
-    """Take the factor of the loss of the experts' load that the loaded model's config.json asks for."""
+    """Take the load balancing coefficient from the config.json of the loaded model."""
     load, kind = merged.get("load"), merged.get("moe_router_load_balancing_type")
     if load is None or kind == "none" or "moe_aux_loss_coeff" in merged or not has_hf_config(load):
         return []
@@ -245,7 +253,7 @@ def _take_router_loss(merged: dict[str, Any]) -> list[str]:
 
 
 def _take_tokenizer(merged: dict[str, Any]) -> None:
-    """Use the tokenizer of the run whose weights are loaded; its config.yaml names the tokenizer's folder."""
+    """Use the tokenizer's folder that the config.yaml of the loaded run names."""
     load = merged.get("load")
     if load is None or merged.get("tokenizer_name_or_path") is not None or has_hf_config(load):
         return
@@ -254,7 +262,7 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
 
 
 def _take_adapters(config: RunConfig, merged: Mapping[str, Any]) -> RunConfig:
-    """Use the adapters that the folder at --lora-load describes, as far as nothing else is said."""
+    """Use the adapters that the folder at --lora-load describes, unless the user sets a value."""
     if config.adapter.lora_load is None:
         return config
     given = {name: getattr(config.adapter, name) for name in AdapterConfig.__slots__ if name in merged}
@@ -277,13 +285,12 @@ def _make_absolute(merged: dict[str, Any]) -> None:
 
 
 def _absolute_data(path: str, merged: Mapping[str, Any]) -> str:
-    """The absolute path of a set; a name of the hub stays as it is until the rules have been checked."""
+    """Return the absolute path of a set; a hub name stays until the rules have been checked."""
     is_name = merged.get("dataset_type") == "raw" and hub_name(path, "dataset") is not None
     return path if is_name else os.path.abspath(path)
 
 
 def _replica(merged: Mapping[str, Any]) -> int:
-    """Processes of one model replica: TP x PP x CP."""
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     return math.prod(merged.get(name, FIELDS[name].default) for name in axes)
 

@@ -1,4 +1,4 @@
-"""The resume guard: refuses a resumed run whose configuration or data do not fit the run in its folder."""
+"""Resume guard: refuse a resumed run whose configuration or data do not fit the run in its folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
 from patch.families import SHAPE_FIELDS, own_traits
 from patch.families.adapters import adapters_of
-from patch.preflight.checkpoint_places import begun_root, record_home, refuse_left_checkpoints
+from patch.preflight.checkpoint_places import (
+    existing_checkpoint_root,
+    refuse_left_checkpoints,
+    resumed_run_folder,
+)
 from patch.preflight.data_record import DataRecord, SetRecord, changes_of_origin
-from patch.preflight.stored_shape import STORED_SHAPE
+from patch.preflight.model_of_folder import STORED_SHAPE
 from patch.storage.names import CONFIG_FILE
 from patch.storage.remote import RemotePath
 
@@ -34,7 +38,7 @@ class _Reason(NamedTuple):
 
     why: str
     instead: str
-    """_CHANGE where `--resume-with-changed-data` allows another value."""
+    """_CHANGE if `--resume-with-changed-data` allows another value."""
 
 
 _SHAPE = _Reason("has a run with another model shape", _ANEW)
@@ -63,8 +67,8 @@ _FIXED: dict[str, _Reason] = {
     **dict.fromkeys(["precision", "quantize_base", "exp_avg_dtype", "exp_avg_sq_dtype"], _TYPE),
     **dict.fromkeys(["lora_rank", "lora_alpha", "lora_target_modules", "lora_rslora"], _ADAPTERS),
 }
-"""Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
-offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
+"""Fields that a resumed run must keep. Other fields may change: layout (TP, PP, VPP, processes), sharding,
+offload. Tokenizer, chat template and training data may be in another place, see `_check_data`."""
 _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "columns": lambda run: parse_columns(run.data.columns),
     "chat_template_kwargs": lambda run: parse_template_kwargs(run.data.chat_template_kwargs),
@@ -73,24 +77,21 @@ _MEANINGS: dict[str, Callable[[RunConfig], Any]] = {
     "model_type": lambda run: own_traits(run.model.model_type),
     "precision": lambda run: PRECISIONS[run.training.precision].kept_as,
 }
-"""The meaning of a run's field, if several values mean the same."""
+"""Meaning of a field of which several values mean the same."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:
-    """Compare the run with the earlier run whose checkpoints are in its folder.
-
-    Returns:
-        One line for each value that changes; no lines if nothing will be resumed.
+    """Compare the run with the earlier run that it resumes. Return one line for each changed value.
 
     Raises:
         ConfigError: a value changes that must not: model shape, tokenizer, precision, and, without
             `--resume-with-changed-data`, the data and its order; or there is no config.yaml to compare with.
     """
-    root = begun_root(config)
+    root = existing_checkpoint_root(config)
     refuse_left_checkpoints(config)
     if root is None:
         return []
-    file = record_home(config) / CONFIG_FILE
+    file = resumed_run_folder(config) / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(
             f"{file} is missing, while {root} holds checkpoints: expected the run that "
@@ -109,13 +110,13 @@ def resume_notes(config: RunConfig) -> list[str]:
 
 def _now(config: RunConfig, field: str) -> str:
     now = scalar_of(config, field)
-    if field == "lora_load" or (field == "load" and not config.adapter.lora_rank):
+    if field == "lora_load" or (field == "load" and not config.adapter.is_on):
         return f"{now} has no effect on a run with checkpoints; for these weights give {_ANEW}"
     return f"{now} from here on"
 
 
 def _is_open(config: RunConfig, field: str) -> bool:
-    """Whether the field gets its value only when the data has been read, or has come to the same."""
+    """Return whether the field gets its value after the data is read, or was compared by meaning."""
     is_compared = field in ("lora_alpha", "lora_target_modules")
     return is_compared or (field == "train_iters" and config.training.train_epochs is not None)
 
@@ -134,7 +135,6 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
-    """Check what depends on several fields: the samples' order."""
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
     if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
@@ -143,7 +143,6 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
 
 
 def _length(run: RunConfig, *, in_epochs: bool) -> str:
-    """The length of a run, also in epochs where it was given so."""
     epochs = run.training.train_epochs
     if in_epochs and epochs is not None:
         return f"{epochs:g} epochs"
@@ -151,14 +150,13 @@ def _length(run: RunConfig, *, in_epochs: bool) -> str:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Equal values, or two spellings of one path."""
+    """Return whether the values are equal, or two spellings of one path."""
     if isinstance(before, str) and isinstance(now, str):
         return before == now or os.path.realpath(before) == os.path.realpath(now)
     return bool(before == now)
 
 
 def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> None:
-    """Raise the error about a value that changed, unless the user allows the change."""
     if reason.instead == _CHANGE and config.checkpoint.resume_with_changed_data:
         return
     got, expected, again = now, before, f"{before} again"
@@ -172,14 +170,14 @@ def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reaso
 
 
 def _place(config: RunConfig) -> str:
-    """Where the run is that this one resumes; with --save, another run needs another URL too."""
-    home = record_home(config)
+    """Return the resumed run's folder, or its URL at --save, for a message."""
+    home = resumed_run_folder(config)
     return f"{home} (--save)" if isinstance(home, RemotePath) else str(home)
 
 
 def _check_data(config: RunConfig, before: RunConfig) -> None:
-    """Check that tokenizer, chat template and training data are those with which the run began."""
-    output = record_home(config)
+    """Check that tokenizer, chat template and training data are unchanged since the run began."""
+    output = resumed_run_folder(config)
     known, found = DataRecord.read(output), DataRecord.of(config)
     _check_tokenizer(config, before, known, found)
     if config.checkpoint.resume_with_changed_data:
@@ -217,7 +215,7 @@ def _check_tokenizer(
 
 
 def _check_chat_template(config: RunConfig, before: RunConfig, known: DataRecord, found: DataRecord) -> None:
-    """Refuse another name, or another text. Whether a name and a text are the same is seen in the tokens."""
+    """Refuse another name or another text. If only one run has a name, `check_tokens` compares."""
     if config.data.dataset_type != "raw" or known.chat_template == found.chat_template:
         return
     if known.chat_template[0] != found.chat_template[0]:
@@ -234,35 +232,27 @@ def _check_chat_template(config: RunConfig, before: RunConfig, known: DataRecord
 
 
 def remember_data(config: RunConfig, sets: Sequence[SetRecord]) -> None:
-    """Write what the training data is into the run's folder, so that a resume notices changed data.
+    """Record the training data in the run's folder, so that a resume detects changed data.
 
     Does nothing if the folder already has checkpoints, unless the user allows changed data. Call it in one
-    process of the run, before training.
-
-    Args:
-        config: the run.
-        sets: its training sets of rows, which have become tokens.
+    process of the run, before training, with the tokenized training sets of rows.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
     output = Path(config.checkpoint.output_path)
-    if config.checkpoint.resume_with_changed_data or begun_root(config) is None:
+    if config.checkpoint.resume_with_changed_data or existing_checkpoint_root(config) is None:
         DataRecord.of(config, sets).write(output)
 
 
 def check_tokens(config: RunConfig, sets: Sequence[SetRecord]) -> list[str]:
-    """Compare the tokens of the training sets with those with which the run in the folder began.
-
-    Args:
-        config: the run.
-        sets: its training sets of rows, which have become tokens.
+    """Compare the tokens of the training sets with the tokens with which the run in the folder began.
 
     Returns:
-        warnings: a template that writes the date makes other tokens each day, which cannot be changed.
+        warnings: a template that writes the date makes other tokens each day.
 
     Raises:
-        ConfigError: the tokens of a set have changed; the message says what has changed them.
+        ConfigError: the tokens of a set have changed; the message says what changed them.
     """
     output = Path(config.checkpoint.output_path)
     known = DataRecord.read(output)

@@ -1,7 +1,7 @@
-"""`validate_run`: every rule of a run, checked before a process starts; here those that look at files.
+"""`validate_run`: check every rule of a run before a process starts. The rules in this module look at files.
 
-The rules that need arithmetic only are those of `patch.checks`. Nothing is created: whether OUTPUT_BASEPATH
-can be written is tested on the nearest folder that exists.
+The rules that need arithmetic only are in `patch.checks`. Nothing is created: whether OUTPUT_BASEPATH can be
+written is tested on the nearest folder that exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patch.checks.notes import notes
 from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
 from patch.config.choices import BuiltInTemplate, Service
-from patch.config.data_spec import nearest_set, parse_data, set_files
+from patch.config.data_spec import nearest_set, set_files, sets_of
 from patch.config.fields import FIELDS, check_choice, scalar_of, value_of
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
@@ -28,10 +28,9 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError, nearest
 from patch.families import PRESETS, SHAPE_FIELDS, differences
 from patch.families.adapters import adapters_of
-from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.eval_tasks import tasks_are_there
-from patch.preflight.stored_shape import adapter_loaded, has_hf_config, is_hf_folder, run_behind, shape_at
+from patch.preflight.model_of_folder import adapter_loaded, has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name, lack_of_repository
 from patch.storage.names import (
     PUSHED_FILE,
@@ -46,25 +45,26 @@ from patch.storage.names import (
 )
 from patch.storage.places import IN_MEMORY, AnyPath, any_path, file_system_of, nearest_folder
 from patch.storage.remote import RemotePath, is_url
+from patch.text import size_text
 
 _HIGHEST_RATE = 0.1
-"""Adam's learning rate above which there is a warning."""
+"""Learning rate of Adam above which there is a warning."""
 _PACKAGES = {"mlflow": "mlflow-skinny"}
-"""Packages of services that are called otherwise than what is imported; this one has no server."""
+"""Packages of services whose name differs from their module; mlflow-skinny has no server."""
 
 
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
-    """Position 22 is none, a Hugging Face folder, a converted one, a run's folder, or its checkpoint/."""
+    """Require none, a Hugging Face or converted folder, or a run's folder or checkpoint/ at position 22."""
     load = config.checkpoint.load
     if config.adapter.quantize_base and not (load and is_hf_folder(load)):
-        why = f"matrices get their 4 bits ({where('quantize_base')}) while such a folder is read"
+        why = f"matrices are quantized to nf4 ({where('quantize_base')}) while such a folder is read"
         refuse("load", load or "none", "a Hugging Face folder (config.json)", why)
     if load is None or is_hf_folder(load):
         return
     with store_errors("load"):
         found = _lack_of_weights(load)
     run = None if found else run_behind(load)
-    if run is not None and run.adapter.lora_rank:
+    if run is not None and run.adapter.is_on:
         found = (
             f"checkpoints of adapters of {run.checkpoint.load or 'random weights'}; give hf/ beside them "
             "(--export-hf), or merge adapter/ there into these weights (llama-patch merge)"
@@ -75,7 +75,7 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _lack_of_weights(load: str) -> str:
-    """A message on what is there instead of a checkpoint; "" if one is there."""
+    """Return a message on what is there instead of a checkpoint, or "" if there is a checkpoint."""
     folder = any_path(load)
     root = find_checkpoint_root(folder)
     released = is_released(root) and is_complete(root / RELEASE)
@@ -94,7 +94,7 @@ def _lack_of_weights(load: str) -> str:
 
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
-    """The weights at position 22 have the run's shape."""
+    """Require the run's shape of the weights at position 22."""
     size = config.model.model_size
     for file, field, theirs, ours, is_other in _differences(config):
         if not is_other:
@@ -107,7 +107,7 @@ def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _differences(config: RunConfig) -> Iterator[tuple[AnyPath, str, str, str, bool]]:
-    """Fields in which the loaded model differs: (file, field, its value, the run's, has it other weights)."""
+    """Yield fields in which the loaded model differs: (file, field, its value, ours, do weights differ)."""
     stored = shape_at(config.checkpoint.load)
     if stored is None:
         return
@@ -117,13 +117,13 @@ def _differences(config: RunConfig) -> Iterator[tuple[AnyPath, str, str, str, bo
 
 
 def numerics_notes(config: RunConfig) -> Iterator[str]:
-    """One line for each value that differs from the loaded model's although the weights fit."""
+    """Yield one line for each value that differs from the loaded model's although the weights fit."""
     for file, field, theirs, ours, _ in _differences(config):
         yield f"{where(field)}: {ours} here, {theirs} in {file}"
 
 
 def adapters_are_those_loaded(config: RunConfig, machine: MachineFacts) -> None:
-    """--lora-load is a folder of PEFT with the adapters of the run; only their dropout may be another."""
+    """Require the run's adapters in the PEFT folder of --lora-load; only their dropout may differ."""
     folder = config.adapter.lora_load
     if folder is None:
         return
@@ -138,7 +138,7 @@ def adapters_are_those_loaded(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
-    """A tokenizer is given, or is in the folder of the weights."""
+    """Require a tokenizer, given by a flag or in the folder of the weights."""
     folder = config.tokenizer_folder
     if folder is None:
         why = "without PRETRAIN_CHECKPOINT_PATH there is none to take it from"
@@ -150,7 +150,7 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _other_tokenizer(config: RunConfig) -> tuple[str, str]:
-    """A remark if the tokenizer is not that of position 22, which has one; the files in which they differ."""
+    """Return a remark if the tokenizer is not position 22's, and the files in which the two differ."""
     load, used = config.checkpoint.load, config.tokenizer_folder
     if load is None or used is None:
         return "", ""
@@ -171,7 +171,7 @@ def _other_tokenizer(config: RunConfig) -> tuple[str, str]:
 
 
 def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
-    """--chat-template is the name of a built-in template or a file."""
+    """Require --chat-template to be the name of a built-in template or a file."""
     chosen, names = config.data.chat_template, get_args(BuiltInTemplate)
     if chosen is None or chosen in names or os.path.isfile(chosen):
         return
@@ -180,14 +180,14 @@ def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:
-    """One line if the tokenizer is read from another folder than position 22, but has the same files."""
+    """Yield one line if the tokenizer is not in position 22's folder, but has the same files."""
     remark, differing = _other_tokenizer(config)
     if remark and not differing:
         yield f"{remark}, which has the same files"
 
 
 def run_warnings(config: RunConfig) -> list[str]:
-    """One line if the tokenizer differs from that of position 22, and one for a rate that rarely trains."""
+    """Return one line if the tokenizer differs from position 22's, and for each learning rate too high."""
     remark, differing = _other_tokenizer(config)
     text = f"{remark}, whose {differing} differs: the weights were trained with that one"
     lines = [text] if differing else []
@@ -199,7 +199,7 @@ def run_warnings(config: RunConfig) -> list[str]:
 
 
 def store_is_there(config: RunConfig, machine: MachineFacts) -> None:
-    """--save is a store that answers. Whether it can be written is seen when the run locks it."""
+    """Require --save to be a store that answers. Its lock shows later whether the store can be written."""
     save = config.checkpoint.save
     if save is None:
         return
@@ -222,12 +222,12 @@ def store_is_there(config: RunConfig, machine: MachineFacts) -> None:
 def _may_exist(bucket: RemotePath) -> bool:
     try:
         return bucket.exists()
-    except PermissionError:  # a user may have rights on a part of the bucket only
+    except PermissionError:  # the user may have access to only a part of the bucket
         return True
 
 
 def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
-    """OUTPUT_BASEPATH is a folder on a disk that can be written or created."""
+    """Require OUTPUT_BASEPATH to be a folder on a disk that can be written or created."""
     if is_url(config.checkpoint.output_path):
         cure = "a folder on a disk, for logs and the like, and --save URL for the checkpoints"
         raise ConfigError(f"got {config.checkpoint.output_path}, expected {cure}", field="output_path")
@@ -240,7 +240,7 @@ def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def offload_folder_is_on_a_disk(config: RunConfig, machine: MachineFacts) -> None:
-    """--offload-folder can be written, and is no memory itself."""
+    """Require --offload-folder to be writable, and not in memory itself."""
     if (folder := config.optimizer.offload_folder) is None:
         return
     nearest, expected = nearest_folder(Path(folder)), "a folder on a disk that can be written"
@@ -251,14 +251,7 @@ def offload_folder_is_on_a_disk(config: RunConfig, machine: MachineFacts) -> Non
 
 
 def check_offload_room(config: RunConfig, num_bytes: int) -> None:
-    """The disk of --offload-folder has room now.
-
-    Args:
-        config: the run.
-        num_bytes: what the processes of this machine need there.
-    Raises:
-        ConfigError: it has not.
-    """
+    """Require `num_bytes`, which the processes of this machine need, on the disk of --offload-folder."""
     if (folder := config.optimizer.offload_folder) is None:
         return
     free = shutil.disk_usage(nearest_folder(Path(folder))).free
@@ -268,7 +261,7 @@ def check_offload_room(config: RunConfig, num_bytes: int) -> None:
 
 
 def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
-    """--report-to names services whose libraries are there."""
+    """Require the libraries of the services that --report-to names."""
     for name in config.checkpoint.services:
         check_choice(name, list(get_args(Service)), "--report-to")
         library = find_spec(name)
@@ -278,7 +271,7 @@ def services_are_installed(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:
-    """--push-to-hub is a repository that the export may become."""
+    """Require --push-to-hub to be a repository that the export may create or update."""
     repo, how = config.checkpoint.push_to_hub, config.checkpoint.push_to_hub_as
     if repo is None:
         if how != "private":
@@ -291,7 +284,7 @@ def hub_takes_the_export(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def stop_file_is_absent(config: RunConfig, machine: MachineFacts) -> None:
-    """Refuse a run that is asked to stop already; it would end after its first step."""
+    """Refuse a run whose stop file exists; it would end after its first step."""
     if os.path.exists(config.stop_file):
         why = "it was put there to end this run; remove it when the run may go on"
         refuse("stop_file", config.stop_file, "no file there", why)
@@ -328,15 +321,14 @@ FILE_RULES: tuple[Rule, ...] = (
 
 
 def check_data(config: RunConfig) -> None:
-    """The files of all data sets exist and can be read.
+    """Check that the files of all data sets exist and can be read.
 
     Raises:
         DataError: a file is missing or cannot be read; the message names it.
     """
     data = config.data
-    texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
-    for field, text in texts.items():
-        for part in parse_data(text, field) if text is not None else ():
+    for field, parts in sets_of(data).items():
+        for part in parts:
             if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
                 continue  # fetched and checked by `fetch_from_hub`
             for file in set_files(data, part.path, field):
@@ -369,8 +361,8 @@ def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
     """Check the whole configuration, then that the data files exist.
 
     Returns:
-        One line for each value that has no effect or differs from the loaded model's. `run_warnings` returns
-        what deserves a warning.
+        One line for each value that has no effect or differs from the loaded model's value. `run_warnings`
+        returns the warnings.
 
     Raises:
         ConfigError: a value cannot work; the message says got, expected and why.

@@ -1,6 +1,6 @@
-"""Names, shapes and types of the weights in a Hugging Face folder, by headers of its files; without torch.
+"""Names, shapes and dtypes of the weights in a Hugging Face folder, from the headers of its files; no torch.
 
-The launcher asks for them before a process is started; `patch/convert` reads the values.
+The launcher checks them before a process starts; `patch/convert` reads the values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patch.errors import ConversionError, about, nearest
 from patch.families import StackedPart, stacked_part
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig, hf_tensors
 from patch.families.weights import OUTPUT, HFTensor
-from patch.preflight.checkpoint_places import begun_root
+from patch.preflight.checkpoint_places import existing_checkpoint_root
 from patch.preflight.hub_names import weights_here
 from patch.storage.names import (
     ADAPTER_CONFIG_NAME,
@@ -34,12 +34,12 @@ from patch.storage.places import open_to_read
 from patch.storage.text_files import read_small
 
 TYPES = ("F32", "BF16", "F16")
-"""Types that can be read, in safetensors' spelling."""
+"""dtypes that can be read, in safetensors' spelling."""
 _MODEL_CURE = ("model_size auto takes the shape from config.json", "model_size")
 _ADAPTER_CURE = ("give the model that it is an adapter of", "lora_load")
-"""The cure of tensors that do not fit, and its field."""
+"""Advice on tensors that do not fit, and the field to change."""
 _DERIVED = "rotary_emb.inv_freq"
-"""Old folders store these RoPE frequencies; they follow from config.json."""
+"""RoPE frequencies in old folders; they follow from config.json."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -50,26 +50,22 @@ class TensorHeader(NamedTuple):
     stored_name: str
     shape: tuple[int, ...]
     dtype: str
-    """In safetensors' spelling."""
     stacked: StackedPart | None = None
-    """Where it is, if not under its own name."""
+    """Place in a stacked tensor, or None if the tensor is stored under its own name."""
 
 
 class WeightHeaders:
-    """The tensors of a Hugging Face folder by name, as the headers of its safetensors files describe them.
+    """Tensors of a Hugging Face folder by name, as the headers of its safetensors files describe them.
 
-    Args:
-        folder: the folder.
-        adapter: it is one of PEFT.
     Raises:
-        ConversionError: the folder holds neither safetensors nor .bin files, or one is missing or broken.
+        ConversionError: the folder holds neither safetensors nor .bin files, or a file is missing or broken.
     """
 
     def __init__(self, folder: Path, *, adapter: bool = False) -> None:
         self.folder = folder
         self._cure, self._field = _ADAPTER_CURE if adapter else _MODEL_CURE
         self.tensors: list[HFTensor] = []
-        """The tensors that a model needs; set by `check` when it has found them all."""
+        """Tensors that a model needs; set by `check` after it has found them all."""
         self._headers: dict[str, TensorHeader] = {}
         for path in [_adapter_file(folder)] if adapter else _weight_files(folder):
             found = self._read(path)
@@ -82,7 +78,7 @@ class WeightHeaders:
             self._headers |= found
 
     def _read(self, path: Path) -> dict[str, TensorHeader]:
-        """The headers of a file; torch alone can read those of a .bin file."""
+        """Return the headers of a file; only torch can read those of a .bin file."""
         with reading(path):
             file = safe_open(str(path), framework="np")
             slices = {name: file.get_slice(name) for name in file.keys()}
@@ -92,17 +88,16 @@ class WeightHeaders:
         }
 
     def file_of(self, name: str) -> Path:
-        """The file that contains a tensor."""
+        """Return the file that contains a tensor."""
         return self._headers[name].path
 
     def check(self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset()) -> None:
-        """Compare names, shapes and types with what a model needs; reads headers only.
+        """Compare names, shapes and dtypes with the tensors that a model needs; reads headers only.
 
         Args:
-            expected: the tensors of the model.
             unused: tensors that are allowed but not needed.
         Raises:
-            ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable type.
+            ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable dtype.
         """
         names = whole_names(self._headers, expected[0].name)
         self._headers = {names[name]: header for name, header in self._headers.items()}
@@ -124,7 +119,7 @@ class WeightHeaders:
         self.tensors = expected
 
     def _take(self, tensor: HFTensor, stacked: StackedPart) -> set[str]:
-        """Find a tensor where transformers 5 has it in memory; the names that were used."""
+        """Find a tensor inside a stacked tensor of transformers 5; return the stored names that were used."""
         header = self._headers.get(stacked.name)
         if header is None:
             return set()
@@ -159,47 +154,42 @@ class WeightHeaders:
 
 
 def check_start(config: RunConfig) -> None:
-    """Check by headers that the weights with which a run begins are there and fit.
+    """Check by headers that the weights with which a run begins exist and fit.
 
     Raises:
-        ConversionError: they do not; those of a model that is fetched first, or is in .bin files, are left
-            to the workers.
+        ConversionError: the weights do not fit. Workers check .bin files and models that are fetched first.
     """
     with about("load"):
         folder = weights_here(config)
         if folder is not None and _weight_files(folder)[0].suffix == ".safetensors":
             check_headers(WeightHeaders(folder), config.model)
-    load = config.adapter.lora_load  # a run, or a checkpoint in it, is left to the workers
-    if load is not None and (Path(load) / ADAPTER_CONFIG_NAME).is_file() and begun_root(config) is None:
+    load = config.adapter.lora_load  # workers check a run or its checkpoint
+    if (
+        load is not None
+        and (Path(load) / ADAPTER_CONFIG_NAME).is_file()
+        and existing_checkpoint_root(config) is None
+    ):
         with about("lora_load"):
             check_adapter(WeightHeaders(Path(load), adapter=True), config.model, config.adapter)
 
 
 def check_headers(source: WeightHeaders, model: ModelConfig) -> None:
-    """Check that a folder has the tensors of a model.
-
-    Raises:
-        ConversionError: it does not fit the model.
-    """
+    """Check that a folder has the tensors of a model; raises a ConversionError."""
     tied = not model.untie_embeddings_and_output_weights
     source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
 
 
 def check_adapter(source: WeightHeaders, model: ModelConfig, adapter: AdapterConfig) -> None:
-    """Check that a folder of PEFT has all tensors of a model's adapters.
-
-    Raises:
-        ConversionError: it does not fit them.
-    """
+    """Check that a PEFT folder has all tensors of a model's adapters; raises a ConversionError."""
     source.check([HFTensor(PEFT_PREFIX + name, shape) for name, shape in hf_tensors(model, adapter)])
 
 
 def whole_names(stored: Collection[str], embedding: str) -> dict[str, str]:
-    """Stored name -> name in the whole model, for files that may be of one without its output layer.
+    """Return stored name -> name in the whole model; the files may be of a model without output layer.
 
     Args:
-        stored: all names in the files; BigScience's have `word_embeddings.weight`.
-        embedding: the embedding's in the whole model: `transformer.word_embeddings.weight`.
+        stored: all names in the files; BigScience's files have `word_embeddings.weight`.
+        embedding: the embedding's name in the whole model: `transformer.word_embeddings.weight`.
     """
     prefix, _, bare = embedding.partition(".")
     is_bare = embedding not in stored and bare in stored
@@ -208,7 +198,7 @@ def whole_names(stored: Collection[str], embedding: str) -> dict[str, str]:
 
 @contextmanager
 def reading(path: Path, kind: str = "safetensors") -> Iterator[None]:
-    """Errors of a file's reader are ConversionErrors about this file."""
+    """Convert errors of a file's reader to ConversionErrors about this file."""
     try:
         yield
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
@@ -231,7 +221,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _adapter_file(folder: Path) -> Path:
-    """The file of an adapter; PEFT has one, and none of another kind is opened."""
+    """Return the file of an adapter; a PEFT folder has one, and no other kind of file is opened."""
     file = folder / ADAPTER_WEIGHTS_NAME
     if not file.is_file():
         found = ", ".join(sorted(path.name for path in islice(folder.glob("adapter_model*"), 9))) or "nothing"
@@ -243,7 +233,7 @@ def _adapter_file(folder: Path) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files with the weights; a single file is preferred over an index, as in transformers."""
+    """Return the files with the weights; a single file is preferred over an index, as in transformers."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).is_file():
             return [folder / single]
@@ -268,7 +258,7 @@ def _indexed_files(folder: Path, index: str) -> list[Path]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; without this the last of several values of a name would count."""
+    """Return a JSON object without duplicate names; JSON would keep the last of several values."""
     counts = Counter(name for name, _ in pairs)
     for name, number in counts.items():
         if number > 1:
@@ -277,10 +267,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file name of each tensor, from an index in transformers' format.
+    """Return the file name of each tensor, from an index in transformers' format.
 
     Raises:
-        ConversionError: the index cannot be read, names a tensor twice, or a file outside of its folder.
+        ConversionError: the index cannot be read, names a tensor twice, or names a file outside its folder.
     """
     try:
         file_names: dict[str, str] = json.loads(read_small(path), object_pairs_hook=_once)["weight_map"]

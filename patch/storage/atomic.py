@@ -19,13 +19,9 @@ _logger = get_logger(__name__)
 
 
 def write_atomically(path: AnyPath, content: str | bytes) -> None:
-    """Write or replace a file atomically; in a store, as far as the store does so itself.
+    """Write or replace a file atomically; in a store, as far as the store does so.
 
-    On an error the old file stays unchanged.
-
-    Args:
-        path: the file.
-        content: text is written as UTF-8.
+    On an error the old file stays unchanged. Text is written as UTF-8.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
@@ -43,10 +39,10 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
 
 
 def write_record(path: Path, content: str | bytes) -> None:
-    """Write or replace a file of a run's folder atomically; its folder is created.
+    """Write or replace a file of a run's folder atomically; create its folder.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,12 +55,10 @@ def write_record(path: Path, content: str | bytes) -> None:
 
 
 def publish_file(draft: Path, path: Path) -> None:
-    """Sync a finished file to the disk and rename it to its final name; an older file is replaced.
+    """Sync a finished file to the disk and rename it to its final name, replacing an older file.
 
     Args:
         draft: the finished file, on the same file system as `path`.
-        path: the final name.
-
     Raises:
         OSError: the file cannot be synced or renamed.
     """
@@ -74,22 +68,21 @@ def publish_file(draft: Path, path: Path) -> None:
 
 
 class StagedFolder(NamedTuple):
-    """A folder that is written under a temporary name and renamed to the target's name once it is complete.
-
+    """A folder that is written under a temporary name, and renamed to the target's name when it is complete.
     All three names are in one folder, so that renaming moves no bytes.
     """
 
     target: Path
     partial: Path
-    """The temporary name, used while the folder is written."""
+    """The temporary name while the folder is written."""
     replaced: Path
     """The temporary name of an older target while it is replaced."""
 
     def open(self) -> None:
-        """Create the empty folder `partial`. One that an interrupted process left is removed first.
+        """Create the empty folder `partial`; remove one that an interrupted process left.
 
         Raises:
-            OSError: the folder cannot be created, or the old one cannot be removed.
+            OSError: the folder cannot be created, or the old folder cannot be removed.
         """
         if self.partial.exists():
             remove_leftover(self.partial)
@@ -101,8 +94,7 @@ class StagedFolder(NamedTuple):
         If renaming fails, an older target gets its name back.
 
         Args:
-            files_are_synced: each of the files has been synced already.
-
+            files_are_synced: whether each file has been synced already.
         Raises:
             OSError: a file cannot be synced, or a folder cannot be renamed.
         """
@@ -122,7 +114,7 @@ class StagedFolder(NamedTuple):
         shutil.rmtree(self.replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove `partial` and what was written into it; does nothing if there is none."""
+        """Remove `partial` and its contents, if it exists."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 

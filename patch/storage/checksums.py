@@ -1,14 +1,12 @@
-"""Fingerprints of a file, to tell later whether it changed: length and CRC-32, or SHA-256.
+"""Detects later whether a file changed: by length and CRC-32, or by SHA-256.
 
 Length and CRC-32 are also computed while a file is written. CRC-32 detects every error burst of up to 32 bits
 and misses other damage once in 4e9 files. It protects against disk errors and mixed-up files, not against
-deliberate changes. It ran at 3.3 GB/s on one core (AMD
-EPYC, files in memory), four times as fast as BLAKE2b.
+deliberate changes. It ran at 3.3 GB/s on one core (AMD EPYC, files in memory), four times as fast as BLAKE2b.
 
-SHA-256 is remembered while a file stays as it is. A remembered hash counts as long as the file's size, inode
-and both times (of its content and of its inode, in nanoseconds) are the same. No program can set the time of
-the inode. A file that was changed less than two seconds before is hashed, but not remembered, because a file
-system with coarse times could not tell the next change.
+SHA-256 is remembered while the file's size, inode, mtime and ctime (in nanoseconds) are the same; no program
+can set the ctime. A file changed less than two seconds ago is hashed but not remembered: coarse file system
+times might hide the next change.
 """
 
 from __future__ import annotations
@@ -30,20 +28,19 @@ from patch.storage.text_files import read_json
 
 _COARSE_NS = 2 * 10**9
 _WINDOW_BYTES = 2**20
-"""Bytes summed and then written: they are still in the processor's cache."""
+"""Bytes summed and then written, while they are in the processor's cache."""
 
 
 class Checksum(NamedTuple):
-    """Length and checksum of a file's contents."""
+    """Length and checksum of a file."""
 
     length: int
-    """Bytes of the file."""
     crc32: str
     """Eight hexadecimal digits."""
 
 
 def content(path: AnyPath) -> Checksum:
-    """Length and checksum of the file as it is now.
+    """Return length and checksum of the file.
 
     Raises:
         OSError: the file cannot be read.
@@ -56,20 +53,17 @@ def content(path: AnyPath) -> Checksum:
 
 
 class SummedFile:
-    """A new binary file whose length and checksum are computed while it is written.
-
-    Args:
-        path: the file; an older one is replaced.
+    """A new binary file whose length and checksum are computed while it is written; replaces an older file.
 
     Raises:
-        OSError: as all methods: the file cannot be created or written.
+        OSError: in all methods, if the file cannot be created or written.
     """
 
     def __init__(self, path: AnyPath) -> None:
         self._file = new_file(path)
         self._length = self._crc = 0
         self.error: OSError | None = None
-        """The error of `write`, which some callers, such as torch.save, replace by another one."""
+        """The error of `write`; callers such as torch.save may replace it by another error."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes, and return their number."""
@@ -86,24 +80,24 @@ class SummedFile:
             return len(values)
 
     def flush(self) -> None:
-        """Does nothing; `finish` flushes. torch.save calls it after each record."""
+        """Do nothing: torch.save calls this after each record, but only `finish` flushes."""
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         return self._length
 
     def finish(self) -> Checksum:
-        """Make the file durable (on a disk: fsync) and close it; its length and checksum."""
+        """Sync the file to the disk and close it; return its length and checksum."""
         self._file.commit()
         return Checksum(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:
-        """Close the file; one that was not finished is given up."""
+        """Close the file; an unfinished file is discarded."""
         self._file.discard()
 
 
 def write_summed(path: AnyPath, data: bytes) -> Checksum:
-    """Write a small file and make it durable; its length and checksum.
+    """Write and sync a small file; return its length and checksum.
 
     Raises:
         OSError: the file cannot be written.
@@ -118,10 +112,10 @@ def write_summed(path: AnyPath, data: bytes) -> Checksum:
 
 
 def difference(path: AnyPath, expected: Checksum) -> str | None:
-    """How the file differs from the expected content, in words; None if it does not.
+    """Return how the file differs from the expected content, or None if it does not.
 
     Raises:
-        OSError: a store cannot be asked, which says nothing about the file. A disk's errors are differences.
+        OSError: a store does not answer, which says nothing about the file. Errors of a disk are differences.
     """
     try:
         if (length := path.stat().st_size) != expected.length:
@@ -138,12 +132,12 @@ def difference(path: AnyPath, expected: Checksum) -> str | None:
 
 
 def to_json(contents: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
-    """The contents of files, by file name, as plain values for JSON; sorted by name."""
+    """Return the checksums as plain values for JSON, sorted by file name."""
     return {name: contents[name]._asdict() for name in sorted(contents)}
 
 
 def from_json(values: Any) -> dict[str, Checksum]:
-    """The inverse of `to_json`.
+    """Return the checksums that `to_json` has converted.
 
     Raises:
         AttributeError, TypeError: the values were not made by `to_json`.
@@ -152,17 +146,13 @@ def from_json(values: Any) -> dict[str, Checksum]:
 
 
 class FileHashes:
-    """The hashes of files, remembered in a folder.
-
-    Args:
-        folder: where they are remembered; it is created. If it cannot be written, nothing is remembered.
-    """
+    """Hashes of files, remembered in a folder if it can be written; the folder is created."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def sha256(self, path: Path) -> str:
-        """The hash of the file's content, in hexadecimal digits.
+        """Return the SHA-256 of the file's content, in hexadecimal digits.
 
         Raises:
             OSError: the file cannot be read.
@@ -178,7 +168,7 @@ class FileHashes:
         return digest
 
     def remembered(self, path: Path) -> str | None:
-        """The hash, if it is remembered and the file is still as it was. The file is not read."""
+        """Return the remembered hash, or None if there is none or the file changed. The file is not read."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             note = read_json(self._note(path))
             if note["state"] == _state(path):
@@ -186,7 +176,7 @@ class FileHashes:
         return None
 
     def remember(self, path: Path, digest: str) -> None:
-        """Remember the hash of a file that the caller has just written, and that nothing else writes.
+        """Remember the hash of a file that only the caller writes.
 
         Raises:
             OSError: the file does not exist.

@@ -1,24 +1,23 @@
 """Names of the Hugging Face hub: org/name becomes a folder of the Hugging Face cache.
 
-The cache is asked first, so a name keeps its meaning as long as the cache keeps its copy, and nothing is
-downloaded twice. What is missing there is downloaded by huggingface_hub, which respects HF_TOKEN,
-HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT, shows its progress, and locks each file: one process of a machine
-downloads it, the others wait for that.
+The cache is asked first, so a name keeps its revision while the cache keeps its copy, and nothing is
+downloaded twice. Missing files are downloaded by huggingface_hub. It respects HF_TOKEN, HF_HUB_OFFLINE,
+HF_HOME and HF_ENDPOINT, shows progress, and locks each file: one process per machine downloads it.
 
-The folder of a snapshot holds name and revision (models--org--name/snapshots/REVISION). So such a path is a
-name too: a machine whose cache lacks it fetches the same revision.
+The path of a snapshot contains name and revision (models--org--name/snapshots/REVISION). So such a path is a
+name too: a machine without it in its cache downloads the same revision.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from patch.errors import CheckpointError, ConfigError, DataError, PatchError
+from patch.errors import CheckpointError, ConfigError, PatchError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.names import (
@@ -34,18 +33,12 @@ _logger = get_logger(__name__)
 
 Kind = Literal["model", "dataset"]
 
-MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Configuration and tokenizer: all that a run is planned with. Names of folders below are not matched."""
-WEIGHT_FILES = ("model*.safetensors",)
-"""Weights that cannot execute code, and no second copy of them under another name."""
-DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
-
 _WORD = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
 _FILE = re.compile(
     r"\.(json|jsonl|ndjson|parquet|arrow|gz|zst|txt|csv|tsv|bin|idx|yaml|model)$", re.IGNORECASE
 )
-"""Endings of files; a path with one is a misspelled path, not a name."""
+"""Suffixes of files; a text with such a suffix is a misspelled path, not a name."""
 _SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
 
 
@@ -56,34 +49,31 @@ class HubName(NamedTuple):
     repo: str
     """org/name."""
     revision: str | None = None
-    """The commit; None: the one that the cache has, or the newest."""
+    """The commit, or None for the commit in the cache, or else the newest."""
     inside: str = ""
-    """The path inside the snapshot: "/data/train*"; "" for all."""
+    """The path inside the snapshot ("/data/train*"), or "" for all files."""
 
     @property
     def folder_name(self) -> str:
-        """The name of its folder in the cache."""
+        """The name of the folder in the cache."""
         return f"{self.kind}s--{self.repo.replace('/', '--')}"
 
 
 def shadowed_by(text: str) -> str | None:
-    """The folder here whose name makes a path of what would else be a name of the hub; None if none does.
-
-    None also if there is such a path.
+    """Return the local folder that makes a hub name a path, or None if there is none.
+    None also if the whole path exists.
     """
     first = text.partition("/")[0]
     return first if _has_form(text) and os.path.isdir(first) and not os.path.lexists(text) else None
 
 
 def _has_form(text: str) -> bool:
-    """Whether a text is written as org/name is."""
     return bool(_NAME.fullmatch(text) and not _FILE.search(text) and ".." not in text and "--" not in text)
 
 
 def hub_name(text: str, kind: Kind) -> HubName | None:
-    """The name of the hub that a path stands for: org/name, or a snapshot.
-
-    None if there is such a path, or a folder here is called like its first part: it is a misspelled path.
+    """Return the hub name of a text (org/name or a snapshot's path), or None if it has another form.
+    None also for a path: it exists, or it is misspelled if its first part is a local folder.
     """
     if os.path.lexists(text):
         return None
@@ -95,7 +85,7 @@ def hub_name(text: str, kind: Kind) -> HubName | None:
 
 
 def snapshot_name(path: str) -> HubName | None:
-    """The name and revision that a path into a cache of the hub holds; None for any other path."""
+    """Return name and revision in a path into a hub cache, or None for any other path."""
     match = _SNAPSHOT.search(path)
     if match is None:
         return None
@@ -105,82 +95,63 @@ def snapshot_name(path: str) -> HubName | None:
 
 
 def lacking_weights(folder: Path) -> list[str]:
-    """The files of weights that a snapshot's folder lacks, by its index; without one, model.safetensors."""
+    """Return the weight files of the index (or model.safetensors) that a snapshot's folder lacks."""
     try:
         names = set(map(str, read_json(folder / SAFE_WEIGHTS_INDEX_NAME)["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who reads the weights says why
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the weights' reader reports it
         names = {SAFE_WEIGHTS_NAME}
     return sorted(name for name in names if not os.path.isfile(folder / name))
 
 
-def fetch_model(
-    name: HubName, *, weights: bool, error: type[PatchError] = ConfigError, field: str | None = None
-) -> Path:
-    """The folder of a model's snapshot: its configuration, its tokenizer if it has one, and its weights.
-
-    Args:
-        name: the model.
-        weights: whether weights are needed; without them a few megabytes are downloaded.
-        error: the kind of error to raise.
-        field: the field of the configuration that holds the name, for messages.
-    Raises:
-        PatchError: of that kind: the hub does not know the name or cannot be reached, the download fails, or
-            the repository does not hold what is needed.
-    """
-    patterns = MODEL_FILES + WEIGHT_FILES if weights else MODEL_FILES
-    words = "weights as safetensors" if weights else "config.json"
-
-    def is_there(folder: Path) -> bool:
-        return (folder / "config.json").is_file() and not (weights and lacking_weights(folder))
-
-    return _fetch(name, patterns, is_there, words, error, field)
-
-
-def fetch_tokenizer(
-    name: HubName, *, error: type[PatchError] = ConfigError, field: str | None = None
-) -> Path:
-    """The folder of a snapshot with a tokenizer; see `fetch_model`."""
-
-    def is_there(folder: Path) -> bool:
-        return any((folder / file).is_file() for file in TOKENIZER_FILES)
-
-    return _fetch(name, MODEL_FILES, is_there, " or ".join(TOKENIZER_FILES), error, field)
-
-
-def fetch_data(name: HubName, *, field: str | None = None) -> Path:
-    """The folder of a data set's snapshot: all files of rows.
-
-    Raises:
-        DataError: see `fetch_model`.
-    """
-    words = "files of rows (JSON, Parquet, Arrow or CSV)"
-    return _fetch(name, DATA_FILES, lambda folder: bool(data_files(folder)), words, DataError, field)
-
-
 def data_files(folder: Path) -> list[Path]:
-    """The files of rows in a snapshot, see `row_files`."""
+    """Return the row files of a snapshot, see `row_files`."""
     return row_files(file for file in folder.rglob("*") if file.is_file())
 
 
-def _fetch(
-    name: HubName,
-    patterns: Sequence[str],
-    is_there: Callable[[Path], bool],
-    words: str,
-    error_type: type[PatchError],
-    field: str | None,
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+Wanted = Literal["config.json", "weights", "tokenizer", "rows"]
+_MODEL = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Configuration and tokenizer, a few megabytes, enough to plan a run. Files in subfolders do not match."""
+_WANTED: dict[Wanted, tuple[tuple[str, ...], Callable[[Path], bool], str]] = {
+    "config.json": (_MODEL, _has_config, "config.json"),
+    # Weights that cannot execute code, without a second copy under another name.
+    "weights": (
+        (*_MODEL, "model*.safetensors"),
+        lambda folder: _has_config(folder) and not lacking_weights(folder),
+        "weights as safetensors",
+    ),
+    "tokenizer": (
+        _MODEL,
+        lambda folder: any((folder / file).is_file() for file in TOKENIZER_FILES),
+        " or ".join(TOKENIZER_FILES),
+    ),
+    "rows": (
+        tuple(f"*{suffix}" for suffix in DATA_SUFFIXES),
+        lambda folder: bool(data_files(folder)),
+        "files of rows (JSON, Parquet, Arrow or CSV)",
+    ),
+}
+"""Kind of files -> patterns of what to download, whether a folder has them, words for messages."""
+
+
+def fetch(
+    name: HubName, wanted: Wanted, *, error_type: type[PatchError] = ConfigError, field: str | None = None
 ) -> Path:
-    """The folder of a snapshot that holds what is wanted: from the cache, or downloaded into it.
+    """Return the folder of a snapshot that has the wanted files, from the cache or downloaded into it.
 
     Args:
-        name: of the repository.
-        patterns: what is downloaded.
-        is_there: whether a snapshot's folder holds what is wanted.
-        words: what is wanted, for messages.
-        error_type: of the error where it is missing.
-        field: the field of the configuration that holds the name.
+        wanted: `weights` are those of a model with its config.json, and its tokenizer if it has one.
+        error_type: the class of the error to raise.
+        field: the configuration field with the name, for messages.
+    Raises:
+        PatchError: of that class: the hub does not know the name or cannot be reached, the download fails, or
+            required files are missing.
     """
-    from huggingface_hub import constants, snapshot_download  # takes 0.6 s, and few runs need it
+    patterns, is_there, words = _WANTED[wanted]
+    from huggingface_hub import constants, snapshot_download  # takes 0.6 s; few runs need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def snapshot(*, local: bool) -> Path:
@@ -189,7 +160,7 @@ def _fetch(
             repo_type=name.kind,
             revision=name.revision,
             allow_patterns=list(patterns),
-            # Files in a model's folders are other forms of the same weights and tokenizers of other programs.
+            # A model's subfolders hold other forms of the weights, and tokenizers of other programs.
             ignore_patterns=["*/*"] if name.kind == "model" else None,
             local_files_only=local,
         )
@@ -204,16 +175,16 @@ def _fetch(
             folder = snapshot(local=False)
         if is_there(folder):
             return folder
-        reason, cause = "the hub does not have them or cannot be reached", None
+        why = "the hub does not have them or cannot be reached"
+        reason, cause = f"{why}; check the name and the network, or give a local folder", None
     except Exception as error:  # noqa: BLE001 - it raises errors of httpx, OSError and ValueError
         folder, reason, cause = getattr(error, "snapshot_path", None), _reason(error, name), error
     found = f"has no {words} in {folder}" if folder else f"is neither a path nor in {cache}"
-    reason = "HF_HUB_OFFLINE forbids to download" if is_offline else reason
+    reason = "HF_HUB_OFFLINE forbids downloads" if is_offline else reason
     raise error_type(f"{name.repo} {found}, and {reason}", field=field) from cause
 
 
 def _reason(error: Exception, name: HubName) -> str:
-    """Why a download failed, in one line."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):
@@ -230,31 +201,34 @@ def _first_line(error: Exception) -> str:
 
 
 def lack_of_repository(repo: str, pushed: Path, how: str) -> str:
-    """Why a run may not push its model to a repository of the hub; "" if it may.
+    """Return why a run may not push its model to a repository of the hub, or "" if it may.
 
     Args:
         repo: org/name.
-        pushed: the file with the repositories that this run has created.
-        how: private or public, as a new repository, or update.
+        pushed: the file with the names of repositories that this run has created.
+        how: private or public for a new repository, or update.
     """
     from huggingface_hub import HfApi, constants
 
     if not _has_form(repo):
-        return "it is no such name"
+        return "it does not have the form org/name"
     try:
         HfApi().whoami()
         is_there = HfApi().repo_exists(repo)
     except Exception as error:  # noqa: BLE001 - see `_fetch`
         return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub says: {_first_line(error)}"
     if how == "update" and not is_there:
-        return "there is none to update (--push-to-hub-as update)"
+        return (
+            "the repository does not exist, and --push-to-hub-as update needs one; use --push-to-hub-as "
+            "private or public"
+        )
     if is_there and how != "update" and repo not in _created(pushed):
-        return "there is one already, which this run has not created; --push-to-hub-as update overwrites it"
+        return "the repository exists, and not from this run; --push-to-hub-as update overwrites it"
     return ""
 
 
 def push_model(folder: Path, repo: str, pushed: Path, how: str) -> str:
-    """Upload an exported model; its address. See `lack_of_repository`.
+    """Upload an exported model and return its address. Arguments as in `lack_of_repository`.
 
     Raises:
         CheckpointError: the hub refuses it, or has such a repository that this run has not created.

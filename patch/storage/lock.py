@@ -1,14 +1,14 @@
-"""Locks a folder for one writer at a time; a second writer is refused, with a message that names the first.
+"""Locks a folder for one writer at a time. A second writer is refused, with a message that names the owner.
 
-On a disk the lock is a file with flock, which the kernel releases with the owner's process, also after
-`kill -9`. In a store it is an object that is created exclusively. Where a file system has no flock, or a
-driver no exclusive creation, of two hosts that start in the same moment the later writer has the lock.
+On disk the lock is a file with flock. The kernel releases it when the process ends, also after `kill -9`. In
+a store the lock is an exclusively created object. If a file system has no flock, or a driver no exclusive
+creation, two hosts may start at the same moment: then the later writer has the lock.
 
-The lock of a dead process of this host is replaced. So a restart (--max-restarts), whose rank 0 stays on its
-host, keeps it; so does a SLURM job that is requeued. A lock of another host stays until a user removes it:
-from here its owner looks the same dead or alive, and some file systems (Lustre with localflock, BeeGFS) show
-flock on one host only. A process whose lock was removed and taken by another notices by `check_held`, before
-it publishes anything.
+The lock of a dead process of this host is replaced. So a restart (--max-restarts) keeps the lock, because its
+rank 0 stays on its host. A requeued SLURM job keeps it too. A lock of another host stays until a user removes
+it: this host cannot tell whether its owner is dead, and some file systems (Lustre with localflock, BeeGFS)
+show flock on one host only. If a lock was removed and taken by another process, its former owner notices at
+`check_held`, before it publishes anything.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _logger = get_logger(__name__)
 _RUN_LOCK = ".lock"
 _WAIT_S = 3.0
 _WAIT_FOR_DYING_S = 60.0
-"""A killed process keeps its lock until the kernel has freed its memory, so it is given more time."""
+"""Longer wait for a killed process: it keeps its lock until the kernel has freed its memory."""
 _POLL_S = 0.05
 _TELL_EVERY_S = 60.0
-"""How often the log names the owner to a process that waits as long as it takes."""
+"""Interval at which the log names the owner to a process that waits without limit."""
 
 
 class _Request(NamedTuple):
-    """A lock to take, and the errors to raise if another process has it, or takes it later."""
+    """A lock to take, and the errors if another process holds it or takes it later."""
 
     path: AnyPath
     folder: AnyPath
@@ -52,19 +52,19 @@ class _Request(NamedTuple):
     cure: str
     field: str | None
     waits: bool = False
-    """Whether to wait for the lock's owner as long as it takes; two owners would only do the work twice."""
+    """Whether to wait for the owner without limit, because two owners would only do the same work twice."""
     lost: type[PatchError] = ConversionError
-    """The error if another process has taken it."""
+    """The error if another process took the lock over."""
 
 
 def hold_run(root: AnyPath) -> AbstractContextManager[None]:
     """Lock a run's folder, or its folder of checkpoints in a store, against other runs.
 
-    A folder is created if it is missing.
+    A missing folder is created.
 
     Raises:
-        ConfigError: another run has the lock; the message names its process, host and start, and the command
-            that removes the lock. Or it cannot be written.
+        ConfigError: another run has the lock, or it cannot be written. The message names the owner's process,
+            host and start, and the command that removes the lock.
     """
     what, field = ("URL", "save") if isinstance(root, RemotePath) else ("folder", "output_path")
     cure = f"wait for that run, end it, or give another {what}"
@@ -94,7 +94,7 @@ def hold_target(target: Path) -> AbstractContextManager[None]:
 
 
 def wait_for_cache(entry: Path) -> AbstractContextManager[None]:
-    """Wait until no other process makes this entry of a cache, and lock it; the lock file is beside it.
+    """Lock an entry of a cache, and wait while another process makes it; the lock file is beside the entry.
 
     Raises:
         DataError: the lock file cannot be written.
@@ -105,14 +105,12 @@ def wait_for_cache(entry: Path) -> AbstractContextManager[None]:
 
 
 def check_held(path: AnyPath) -> None:
-    """Call before a finished file or folder gets its name: is the lock that covers it still ours?
+    """Check that this process still holds the lock of `path`; call it before publishing a file or folder.
 
-    Does nothing if this process has no lock for `path`, or if a user has removed the lock and no process has
-    taken it since.
+    Does nothing if this process has no lock for `path`, or if a user removed the lock and no process took it.
 
     Args:
-        path: a folder that this process has locked, or something in it.
-
+        path: a folder that this process has locked, or a path in it.
     Raises:
         CheckpointError, ConversionError, DataError: another process has the lock now; write nothing.
         OSError: the file system or the store does not answer.
@@ -144,19 +142,15 @@ def _hold(request: _Request) -> Iterator[None]:
         yield
     finally:
         _held.remove(held)
-        with suppress(OSError):  # in a store that is away the lock stays
+        with suppress(OSError):  # if the store does not answer, the lock stays
             if _at(request.path) == owner:
-                request.path.unlink(missing_ok=True)  # before the kernel's lock goes: other processes look
+                request.path.unlink(missing_ok=True)  # before flock is released: other processes look
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _wait_for(request: _Request, content: bytes) -> int | None:
-    """Wait for the lock, and take it; the open file with the kernel's lock, None in a store.
-
-    Raises:
-        OSError: it cannot be read or written.
-    """
+    """Wait for the lock and take it. Return the file descriptor with flock, or None in a store."""
     path, begin = request.path, time.monotonic()
     told = begin + _WAIT_S - _TELL_EVERY_S
     if isinstance(path, Path):
@@ -180,7 +174,6 @@ def _wait_for(request: _Request, content: bytes) -> int | None:
 
 
 def _removal_of(path: AnyPath) -> str:
-    """The command that removes a lock."""
     if isinstance(path, Path):
         return f"rm {shlex.quote(str(path.absolute()))}"
     program = f"import fsspec; lock = fsspec.open({str(path)!r}); lock.fs.rm_file(lock.path)"
@@ -191,17 +184,17 @@ class _Owner(NamedTuple):
     """The owner of a lock, as its file or object describes it."""
 
     text: str = ""
-    """Process, host and start, for messages; empty where nothing was written yet."""
+    """Process, host and start, for messages; empty if nothing is written yet."""
     token: str = ""
     """Unique for each taking of the lock."""
     identity: str = ""
     """See `_identity`."""
     job: str = ""
-    """Number and attempt of its SLURM job."""
+    """Number and attempt of the SLURM job."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is a process of this host that has ended, or of this SLURM job before a requeue."""
+        """Whether it is an ended process of this host, or of this SLURM job before a requeue."""
         job = self.job.partition(".")[0]
         if job and job == os.environ.get("SLURM_JOB_ID") and self.job != _this_job():
             return True
@@ -211,12 +204,12 @@ class _Owner(NamedTuple):
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether its host has our name or our kernel, as another container of this machine has."""
+        """Whether it has this host's name or kernel. Containers of one machine share the kernel."""
         return any(map(str.__eq__, self.identity.split()[:2], _identity(0).split()))
 
 
 def _identity(process: int) -> str:
-    """A process: host, start of the machine, container, its number, its start; 0 if it is gone or dying."""
+    """Return host, boot, container, number and start of a process; the start is 0 if it is gone or dying."""
     boot, space, begun = "-", "-", "0"
     with suppress(OSError):  # the process is gone, or a sandbox hides them
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -241,7 +234,6 @@ def _read(content: bytes) -> _Owner:
 
 
 def _at(path: AnyPath) -> _Owner:
-    """The owner that the lock at `path` names."""
     try:
         return _read(path.read_bytes() if isinstance(path, RemotePath) else read_small(path))
     except FileNotFoundError:
@@ -249,25 +241,21 @@ def _at(path: AnyPath) -> _Owner:
 
 
 def _take_object(path: RemotePath, content: bytes) -> tuple[_Owner | None, None]:
-    """Take a lock in a store; its owner if that is another process and not dead."""
+    """Take a lock in a store, or return its owner if that is another living process."""
     with _alone_on_this_host():
         try:
             path.create_bytes(content)
         except FileExistsError:
             owner = _at(path)
-            if not owner.is_gone:  # ours, if the driver has sent the request again
+            if not owner.is_gone:  # our own if the driver repeated the request
                 return (None if owner == _read(content) else owner), None
             path.write_bytes(content)
     return None, None
 
 
 def _take_file(path: Path, content: bytes, *, any_host: bool) -> tuple[_Owner | None, int | None]:
-    """Take a lock on a disk; its owner if that is not dead, or the open file with the kernel's lock.
-
-    Args:
-        path: the lock.
-        content: what it says of this process.
-        any_host: whether the kernel's lock is enough where the file names an owner on another machine.
+    """Take a lock on disk: return None and the file descriptor with flock, or the living owner and None.
+    If `any_host`, flock is enough even if the file names an owner on another machine.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -288,7 +276,7 @@ def _take_file(path: Path, content: bytes, *, any_host: bool) -> tuple[_Owner | 
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Try to take the kernel's lock; whether it was free, or None if this file system has none."""
+    """Try flock. Return whether it was free, or None if the file system has no flock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -299,7 +287,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_at_path(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`; its last owner may have removed it meanwhile."""
+    """Return whether the open file is still at `path`; its last owner may have removed it."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False
@@ -307,10 +295,10 @@ def _is_at_path(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def _alone_on_this_host() -> Iterator[None]:
-    """One process of this host at a time looks at a lock and takes it, also where there is no flock."""
+    """Let one process of this host at a time take locks, also if there is no flock on the file system."""
     descriptor = os.open(tempfile.gettempdir(), os.O_RDONLY)
     try:
-        deadline = time.monotonic() + _WAIT_S  # one that a dead file system holds up does not hold up others
+        deadline = time.monotonic() + _WAIT_S  # a process stuck on a dead file system must not block others
         while _flock(descriptor) is False and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         yield

@@ -1,24 +1,24 @@
 """The names of files and folders on disk: in a run's folder, a checkpoint, a tokenizer's folder, a data set.
 
 OUTPUT_BASEPATH/config.yaml                                        the resolved run
-OUTPUT_BASEPATH/data.json                                          hashes of its data and of what encodes it
+OUTPUT_BASEPATH/data.json                                          hashes of the data and its encoding
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the best value
 OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/log/last_saved_iteration.txt                       "100", also of a checkpoint in a store
-OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
-OUTPUT_BASEPATH/log/traces/rank_0.json.gz                          steps of --profile, a file a rank
-OUTPUT_BASEPATH/log/reported/wandb.jsonl                           what a service has taken of metrics.jsonl
+OUTPUT_BASEPATH/log/stacks/rank_0.txt                              stack traces of a hung run, a file per rank
+OUTPUT_BASEPATH/log/traces/rank_0.json.gz                          steps of --profile, a file per rank
+OUTPUT_BASEPATH/log/reported/wandb.jsonl                           rows of metrics.jsonl that a service has
 OUTPUT_BASEPATH/log/pushed_to_hub.txt                              repositories that this run has created
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
-OUTPUT_BASEPATH/STOP                                               written by people: ends the run
+OUTPUT_BASEPATH/STOP                                               written by users: ends the run
 
-With --save URL, the checkpoints and their .txt files are at URL/, config.yaml, data.json, reference.json and
-metrics.jsonl beside them; OUTPUT_BASEPATH/checkpoint/ has only what was saved before --save was given.
+With --save URL, the checkpoints and their .txt files are at URL/, beside config.yaml, data.json,
+reference.json and metrics.jsonl. OUTPUT_BASEPATH/checkpoint/ then has only older checkpoints.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import overload
 
 from patch.errors import CheckpointError, DataError
-from patch.numbers import to_int
 from patch.storage.places import AnyPath, any_path, subfolders
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_json, read_small
+from patch.text import to_int
 
 # In a run's folder.
 CONFIG_FILE = "config.yaml"
@@ -56,7 +56,7 @@ STOP_FILE = "STOP"
 
 # In a folder of checkpoints.
 RELEASE = "release"
-"""The tracker's content and the folder's name for weights without a training state."""
+"""Tracker content and folder name of weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST_TRACKER = "best_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 1 << 16
@@ -70,45 +70,45 @@ COMMON_FILE = "common.pt"
 METADATA_JSON_FILE = "metadata.json"
 _CHECKPOINT_FILES = (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE)
 COMMON_KEY = "common_state/shard_0_1"
-"""Since megatron-core 0.19 the plain values are an object of this name among the tensors; no COMMON_FILE."""
+"""Key of the plain values, which megatron-core stores among the tensors since 0.19, without COMMON_FILE."""
 _MOST_INDEX_BYTES = 1 << 32
 
 CHECKSUMS_FILE = "checksums.json"
-"""Lengths and checksums of the files in a folder: in a checkpoint and in data_index/."""
+"""Lengths and checksums of the files in a checkpoint or in data_index/."""
 UNFINISHED_FILE = ".unfinished"
 REMOVED_FILE = ".removed"
-"""In a checkpoint of a store: it is being written, it is being removed."""
+"""Marks in a checkpoint of a store: it is being written, it is being removed."""
 
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
-"""The files of weights of Hugging Face and PEFT, as in transformers.utils, whose import takes 0.4 s."""
+"""Weight files of Hugging Face and PEFT, as in transformers.utils, whose import takes 0.4 s."""
 STEP_FILE = "trainer_state.json"
-"""{"global_step": 100}: the step of a model or an adapter; the name and the key of transformers' Trainer."""
+"""{"global_step": 100}: the step of a model or an adapter; name and key as in transformers' Trainer."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-"""A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""
+"""A tokenizer's folder has at least one of these files; tokenizer_config.json alone cannot be loaded."""
 
-# In a data set: of a folder here, or of a snapshot of the hub.
+# In a data set: a local folder or a snapshot of the hub.
 TABLES, TEXT = (".csv", ".tsv"), ".txt"
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", *TABLES)
-"""The endings of the files that are read from a folder. The format of a file is found by its content."""
+"""Suffixes of the files that are read from a folder. The format is detected by content."""
 
 _ARROW = ".arrow"
 _STATE = "state.json"
 _DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|\..*)\.json")
 """Files that Hugging Face's datasets writes beside rows; state.json only beside Arrow files."""
 _CACHE = re.compile(r"cache-.*\.arrow")
-"""Results of `map` and `filter`, which datasets keeps beside a set that was loaded from a folder."""
+"""Results of `map` and `filter`, which datasets caches in the folder of a loaded set."""
 
 
 def iteration_name(iteration: int) -> str:
-    """The name of one checkpoint's folder: iter_0000100."""
+    """Return the name of one checkpoint's folder: iter_0000100."""
     return f"{_ITERATION_PREFIX}{iteration:07d}"
 
 
 def iteration_of(folder: AnyPath) -> int | None:
-    """The step of one checkpoint's folder, by its name; None for a folder of another name."""
+    """Return the step in the name of a checkpoint's folder, or None for any other name."""
     match = re.fullmatch(rf"{_ITERATION_PREFIX}(\d{{1,18}})", folder.name)
     return int(match[1]) if match else None
 
@@ -120,43 +120,44 @@ def find_checkpoint_root(folder: RemotePath) -> RemotePath: ...
 @overload
 def find_checkpoint_root(folder: str) -> AnyPath: ...
 def find_checkpoint_root(folder: str | AnyPath) -> AnyPath:
-    """The folder of a run's checkpoints: `folder`/checkpoint if that exists, else `folder` itself."""
+    """Return the folder of a run's checkpoints: `folder`/checkpoint if that exists, else `folder` itself."""
     folder = any_path(folder) if isinstance(folder, str) else folder
     checkpoints = folder / CHECKPOINT_FOLDER
     return checkpoints if checkpoints.is_dir() else folder
 
 
 def lacking_files(folder: AnyPath) -> list[str]:
-    """The files that every checkpoint has and that this folder lacks."""
+    """Return the names of a checkpoint's required files that this folder lacks."""
     lacking = [name for name in _CHECKPOINT_FILES if not (folder / name).is_file()]
     if lacking == [COMMON_FILE]:
-        with suppress(OSError):  # who reads the index says why
-            if COMMON_KEY.encode() in read_small(folder / METADATA_FILE, _MOST_INDEX_BYTES):
-                return []
+        with suppress(OSError):  # the checkpoint's reader reports the error
+            # checksums.json is short. Other programs write only the index, which may have 100 MB.
+            if (folder / CHECKSUMS_FILE).is_file():
+                is_missing = COMMON_FILE.encode() in read_small(folder / CHECKSUMS_FILE)
+            else:
+                index = read_small(folder / METADATA_FILE, _MOST_INDEX_BYTES)
+                is_missing = COMMON_KEY.encode() not in index
+            return lacking if is_missing else []
     return lacking
 
 
 def is_complete(folder: AnyPath) -> bool:
-    """Whether the folder has all the files that every checkpoint has."""
+    """Return whether the folder has all files that every checkpoint has."""
     return not lacking_files(folder)
 
 
 def is_legacy(root: AnyPath) -> bool:
-    """Whether `root`, or a checkpoint in it, has Megatron-LM's old format: one pickle for each rank."""
+    """Return whether `root`, or a checkpoint in it, has Megatron-LM's old format: one pickle per rank."""
     return any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*"))
 
 
 def is_released(root: AnyPath) -> bool:
-    """Whether the tracker in `root` names a converted model: weights without a training state.
-
-    Raises:
-        CheckpointError: see `read_tracker`.
-    """
+    """Return whether the tracker in `root` names a converted model, with the errors of `read_tracker`."""
     return read_tracker(root) == RELEASE
 
 
 def read_tracker(root: AnyPath) -> str | None:
-    """The checkpoint that the tracker file in `root` names; None if there is no tracker file.
+    """Return the content of the tracker file in `root`, or None if there is no tracker file.
 
     Raises:
         CheckpointError: the tracker file cannot be read.
@@ -174,19 +175,16 @@ def read_tracker(root: AnyPath) -> str | None:
 
 
 def iteration_in(tracked: str | None) -> int | None:
-    """The iteration that the text of a tracker names; None if it names none, as `release` does not."""
+    """Return the iteration in a tracker's content, or None if there is none, as for `release`."""
     return to_int(tracked) if tracked is not None and tracked.isdecimal() else None
 
 
 def newest_of(root: AnyPath, iterations: Iterable[int]) -> int | None:
-    """Which of the checkpoints in `root` is the newest one; None if there is none.
+    """Return the newest iteration in `root`, or None if there is none; errors as in `read_tracker`.
 
-    That is the one that the tracker names, unless a later one got its marker after the tracker was written: a
-    run was killed between the two. People who want to go back write an older number into the tracker, which
-    is younger than the markers then.
-
-    Raises:
-        CheckpointError: see `read_tracker`.
+    The tracker names it, unless a later checkpoint has a marker that is younger than the tracker: then a run
+    was killed between writing the two. Users who go back write an older number into the tracker, which is
+    then younger than the markers.
     """
     found = set(iterations)
     tracked = iteration_in(read_tracker(root))
@@ -199,7 +197,7 @@ def newest_of(root: AnyPath, iterations: Iterable[int]) -> int | None:
 
 
 def _written_at(file: AnyPath) -> float:
-    """When a file was written, in seconds by the clock of its file system; -1 if it is not there."""
+    """Return a file's mtime in seconds by the clock of its file system, or -1 if it is missing."""
     try:
         return file.stat().st_mtime
     except FileNotFoundError:
@@ -207,21 +205,21 @@ def _written_at(file: AnyPath) -> float:
 
 
 def complete_iterations(root: AnyPath) -> list[int]:
-    """The iterations of all complete checkpoints in `root`, in no particular order."""
+    """Return the iterations of all complete checkpoints in `root`, in any order."""
     return [iteration for iteration in all_iterations(root) if is_complete(root / iteration_name(iteration))]
 
 
 def all_iterations(root: AnyPath) -> list[int]:
-    """The iterations of all folders in `root` with the name of a checkpoint, in no particular order."""
+    """Return the iterations of all folders in `root` with a checkpoint's name, in any order."""
     found = (iteration_of(root / name) for name in subfolders(root))
     return [iteration for iteration in found if iteration is not None]
 
 
 def row_files(files: Iterable[Path], *, with_text: bool = False) -> list[Path]:
-    """The files of a folder that hold its rows, sorted.
+    """Return the files of a folder that hold rows, sorted; no descriptions of a set and no caches.
 
-    Not those that describe a set, nor caches. Tables of text only where nothing else has rows: they are often
-    lists of something else. Plain text only where there are no tables either, and if it is asked for.
+    CSV and TSV files count only if no other file has rows: they often list something else. Plain text counts
+    only if requested, and if there are no such tables either.
     """
     found = [file for file in files if file.suffix.lower() in (*DATA_SUFFIXES, *[TEXT] * with_text)]
     found = [file for file in found if not _DESCRIPTION.fullmatch(file.name)]
@@ -241,16 +239,14 @@ def check_saved(files: Sequence[Path], field: str | None = None) -> None:
     """Check that a folder has all files that `save_to_disk` wrote.
 
     Args:
-        files: all files of the folder.
-        field: the field of the configuration that holds it, for messages.
-
+        field: the configuration field that names the folder, for messages.
     Raises:
-        DataError: one is missing.
+        DataError: a file is missing.
     """
     for state in (file for file in files if file.name == _STATE):
         try:
             listed = [state.parent / entry["filename"] for entry in read_json(state)["_data_files"]]
-        except (OSError, ValueError, KeyError, TypeError):  # of another program
+        except (OSError, ValueError, KeyError, TypeError):  # written by another program
             continue
         if missing := sorted({*listed}.difference(files)):
             raise DataError(

@@ -1,9 +1,8 @@
-"""A folder of checkpoints on a disk or in a store: the one place that knows how the two differ.
+"""Paths on a disk or in a store. Only this module knows how the two differ.
 
-Code that reads and writes checkpoints has an `AnyPath` and calls what pathlib and `RemotePath` both have, or
-else a function of this module. On a disk these do what they always did: files are flushed (fsync), and a
-folder gets its name by renaming. A store has no renaming: a folder counts once its marker, written last, is
-there, and is removed marker first.
+Code that reads and writes checkpoints has an `AnyPath`. It calls methods that pathlib and `RemotePath` share,
+or functions of this module. On disk, files are flushed (fsync) and folders are renamed. A store cannot
+rename: a folder counts as complete once its marker, written last, exists. The marker is removed first.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from patch.storage.remote import RemoteFile, RemotePath, Stat, is_url
 
 AnyPath = Path | RemotePath
 StrPath = str | os.PathLike[str]
-"""The types of a path on the disk that other programs may pass."""
+"""Types of a path on disk that other programs may pass."""
 
 _FLUSHED_BYTES = 16 * 2**20
 _WINDOW_BYTES = 2**20
-"""Bytes read at once from a disk: they are still in the processor's cache when they are used."""
+"""Bytes read from a disk at a time; they fit the processor's cache."""
 _REMOTE_WINDOW_BYTES = 16 * 2**20
 _SYNC_FILE_RANGE_WRITE = 2
-"""Start to write dirty pages, and wait for none."""
+"""Start to write dirty pages without waiting."""
 _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 def any_path(text: str) -> AnyPath:
-    """The path that a text means: a URL, or a path on the disk.
+    """Return the path of a text: a URL or a path on the disk.
 
     Raises:
         OSError: the URL is malformed, or there is no driver for it.
@@ -44,7 +43,7 @@ def any_path(text: str) -> AnyPath:
 
 
 def local_path(path: StrPath) -> Path:
-    """The path on the disk that another program or a user gives.
+    """Return the path on disk that another program or a user gives.
 
     Raises:
         ConfigError: it is a URL.
@@ -55,13 +54,12 @@ def local_path(path: StrPath) -> Path:
 
 
 def copy_of(folder: Path, name: str, target: Path) -> None:
-    """Copy a file of a model's folder, but not what a link there points at elsewhere.
+    """Copy a file of a model's folder, but refuse a link to a file outside of the folder.
 
-    In the hub's cache all files of a snapshot are links into the blobs beside it, which are the model's too.
+    In the hub's cache all files of a snapshot are links into `blobs` beside it, which is allowed too.
 
     Args:
-        folder: the model's folder.
-        name: of the file, with the folders between.
+        name: file name, relative to the folder.
         target: the new file.
     Raises:
         ConversionError: the file is a link out of the folder.
@@ -79,42 +77,42 @@ def copy_of(folder: Path, name: str, target: Path) -> None:
 
 
 def is_in(path: AnyPath, folder: AnyPath) -> bool:
-    """Whether `path` is `folder` or something in it."""
+    """Return whether `path` is `folder` or a path in it."""
     if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
         return f"{path}/".startswith(f"{folder}/")
     return path.absolute().is_relative_to(folder.absolute())
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself if it exists, or the nearest of the folders above it."""
+    """Return the path itself if it exists, or the nearest existing folder above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose files are host memory."""
+"""File systems whose files are in host memory."""
 
 
 def file_system_of(folder: Path) -> str:
-    """The kind of file system that a folder, an absolute path, is on."""
+    """Return the file system type of an absolute path."""
     import psutil
 
     around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    # Of several at one place the last was mounted over the others.
+    # If several are mounted at one place, the last one hides the rest.
     return max(reversed(around), key=lambda part: len(part.mountpoint)).fstype if around else "unknown"
 
 
 def subfolders(folder: AnyPath) -> list[str]:
-    """Names of the folders in this one, in no particular order; none if it does not exist."""
+    """Return the names of the folders in this folder, in any order; empty if it does not exist."""
     if isinstance(folder, RemotePath):
         return folder.folders()
     return [path.name for path in folder.glob("*") if path.is_dir()]
 
 
 def file_stats(folder: AnyPath) -> dict[str, Stat]:
-    """Size and time of each file in this folder and those below, by its path in it.
+    """Return size and time of each file in this folder and its subfolders, by relative path.
 
     Raises:
-        OSError: a file cannot be looked at, or a store cannot be asked.
+        OSError: a file cannot be inspected, or a store does not answer.
     """
     if isinstance(folder, RemotePath):
         return folder.files()
@@ -123,21 +121,20 @@ def file_stats(folder: AnyPath) -> dict[str, Stat]:
 
 
 def file_sizes(folder: AnyPath) -> dict[str, int]:
-    """Bytes of each file; see `file_stats`."""
+    """Return the bytes of each file; see `file_stats`."""
     return {name: stat.st_size for name, stat in file_stats(folder).items()}
 
 
 class EarlyFlush:
-    """Lets the disk begin with what is written while more is, so that fsync has little left to wait for.
-
-    It promises nothing: only fsync makes bytes durable, and reports what the disk refused.
+    """Starts flushing while more data is written, so that fsync has less to wait for.
+    It promises nothing: only fsync makes bytes durable and reports the disk's errors.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0
 
     def wrote(self, num_bytes: int, *descriptors: int) -> None:
-        """Count bytes that were written to files; every 16 MiB, begin to flush these."""
+        """Count written bytes; every 16 MiB, start to flush these files."""
         self._num_bytes += num_bytes
         if self._num_bytes >= _FLUSHED_BYTES:
             self._num_bytes = 0
@@ -146,25 +143,20 @@ class EarlyFlush:
 
 
 class _LocalFile:
-    """A new file on a disk."""
-
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
         self._early = EarlyFlush()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
         self._stream.write(data)
         self._early.wrote(len(data), self._stream.fileno())
 
     def commit(self) -> None:
-        """Flush the file to the disk and close it."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
 
     def discard(self) -> None:
-        """Close the file, which stays as it is."""
         self._stream.close()
 
 
@@ -181,14 +173,14 @@ def new_file(path: AnyPath) -> NewFile:
 
 
 def check_kind(path: Path) -> None:
-    """Raise OSError for a pipe or a device: to open one may wait for ever, and it has perhaps no end."""
+    """Raise OSError for a pipe or a device: opening may block forever, and reading may not end."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, expected a file", str(path))
 
 
 def open_to_read(path: Path) -> BufferedReader:
-    """Open a regular file of a disk.
+    """Open a regular file on disk.
 
     Raises:
         OSError: it cannot be opened, or is a pipe or a device.
@@ -198,7 +190,7 @@ def open_to_read(path: Path) -> BufferedReader:
 
 
 def windows_of(path: AnyPath) -> Iterator[memoryview | bytes]:
-    """The content of a regular file piece by piece; a piece is valid until the next one is read.
+    """Yield the content of a regular file piece by piece; a piece is valid until the next piece is read.
 
     Raises:
         OSError: it cannot be read.

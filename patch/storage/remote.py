@@ -1,7 +1,7 @@
 """Paths on the file systems of fsspec (s3://bucket/run), with the methods of pathlib that checkpoints need.
 
-Every error of a driver becomes an OSError with a text and the URL, and nothing is answered from a driver's
-cache. PyPI's universal-pathlib does neither. A request that fails is tried again by the driver alone.
+Every error of a driver becomes an OSError with a text and the URL. No answer comes from a driver's cache.
+PyPI's universal-pathlib does neither. Only the driver repeats failed requests.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ _KNOWN = {
     NotADirectoryError: errno.ENOTDIR,
 }
 _ABOUT_RIGHTS = re.compile(r"Credentials|Authentication|ProfileNotFound")
-"""Classes of errors that drivers do not derive from PermissionError."""
+"""Access errors that drivers do not derive from PermissionError."""
 _NOT_EXCLUSIVE = (errno.EINVAL, errno.EPERM, errno.ENOSYS)
-"""Answers of an S3 that does not know If-None-Match."""
+"""Errors of an S3 service that does not support If-None-Match."""
 
 
 class Stat(NamedTuple):
-    """A store's facts of a file."""
+    """Size and time of a file in a store."""
 
     st_size: int
     st_mtime: float
-    """Seconds since 1970; 0 where the driver does not tell."""
+    """Seconds since 1970, or 0 if the driver has no time."""
 
 
 def is_url(text: str | None) -> bool:
-    """Whether a text is written as a URL, and not as a path."""
+    """Return whether a text is a URL and not a path."""
     return text is not None and _URL.fullmatch(text) is not None
 
 
 class RemotePath:
-    """A file or folder of a store. Every method that asks the store raises OSError when it fails.
+    """A file or folder in a store. Every method that calls the store raises OSError if it fails.
 
     Args:
         url: such as s3://bucket/run.
-
     Raises:
         OSError: the URL is malformed, or there is no driver for it.
     """
@@ -70,22 +69,18 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that holds it; the path itself if it has no more parts."""
+        """The parent folder, or the path itself if it has no more parts."""
         head, _, _ = self._url.rpartition("/")
         return self if head.endswith("/") else RemotePath(head)
 
-    def is_relative_to(self, other: RemotePath) -> bool:
-        """Whether this is `other` or something in it."""
-        return f"{self._url}/".startswith(f"{other._url}/")
-
     @property
     def has_folders(self) -> bool:
-        """Whether the store has folders of its own (sftp, hdfs). Others: paths begin with a bucket."""
+        """Whether the store has real folders (sftp, hdfs). In object stores paths begin with a bucket."""
         return self._path.startswith("/")
 
     @contextmanager
@@ -108,44 +103,44 @@ class RemotePath:
             return getattr(self._system, method)(self._path, *args, **options)
 
     def _kind(self) -> str | None:
-        """The kind in fsspec's words: file, directory; None if there is nothing."""
+        """Return fsspec's type, "file" or "directory", or None if nothing is there."""
         try:
             return self._ask("info")["type"]
         except FileNotFoundError:
             return None
 
     def exists(self) -> bool:
-        """Whether there is a file or a folder."""
+        """Return whether there is a file or a folder."""
         return self._kind() is not None
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
+        """Return whether there is a file."""
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there is a folder, which in an object store means that there is something in it."""
+        """Return whether there is a folder; in an object store, whether there are files in it."""
         return self._kind() == "directory"
 
     def stat(self) -> Stat:
-        """Size and time of a file."""
+        """Return size and time of a file."""
         return _stat(self._ask("info"))
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """The entries of the folder that match."""
+        """Return the entries of the folder that match."""
         found: list[str] = []
         with suppress(FileNotFoundError):
             found = sorted((self / pattern)._ask("glob"))
         return (self / self._relative(path) for path in found)
 
     def folders(self) -> list[str]:
-        """Names of the folders in this one; none if it does not exist."""
+        """Return the names of the folders in this folder; empty if it does not exist."""
         entries: list[dict[str, Any]] = []
         with suppress(FileNotFoundError):
             entries = self._ask("ls", detail=True)
         return [PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory"]
 
     def files(self) -> dict[str, Stat]:
-        """All files in this folder and those below, by their path in it; none if it does not exist."""
+        """Return all files in this folder and its subfolders, by relative path; empty if there are none."""
         found: dict[str, dict[str, Any]] = {}
         with suppress(FileNotFoundError):
             found = self._ask("find", detail=True)
@@ -155,7 +150,7 @@ class RemotePath:
         return str(self._system._strip_protocol(path)).removeprefix(self._path).lstrip("/")
 
     def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
-        """The content, or a range of it."""
+        """Return the content, or a range of bytes."""
         return self._ask("cat_file", start=start, end=end)
 
     def write_bytes(self, content: bytes) -> int:
@@ -165,12 +160,12 @@ class RemotePath:
         return len(content)
 
     def create_bytes(self, content: bytes) -> None:
-        """Create a small file that is not there yet.
+        """Create a small file, which must not exist.
 
-        Where driver or store cannot do that in one request, it is looked for first.
+        If the driver or the store cannot do so in one request, a check for the file precedes the write.
 
         Raises:
-            FileExistsError: it is there.
+            FileExistsError: the file exists.
         """
         self.parent.mkdir()
         driver = type(self._system)
@@ -186,7 +181,7 @@ class RemotePath:
         self._ask("pipe_file", content)
 
     def mkdir(self) -> None:
-        """Create the folder and those above it, where the store has folders."""
+        """Create the folder and its parents, if the store has real folders."""
         if self.has_folders:
             self._ask("makedirs", exist_ok=True)
 
@@ -196,18 +191,18 @@ class RemotePath:
             self._ask("rm_file")
 
     def remove_tree(self) -> None:
-        """Remove a folder with all that is in it; does nothing if there is none."""
+        """Remove a folder and its contents, if it exists."""
         with suppress(FileNotFoundError):
             self._ask("rm", recursive=True)
 
 
 class RemoteFile:
-    """A file that is being uploaded. It appears by `commit`, or not at all where the store has no folders.
+    """A file that is being uploaded; the driver keeps a part of it in memory (s3fs: 50 MiB).
 
-    The driver keeps a part of it in memory (s3fs: 50 MiB).
+    In an object store the file appears at `commit` or not at all.
 
     Raises:
-        OSError: as all methods but `discard`: the file cannot be written.
+        OSError: in all methods except `discard`, if the file cannot be written.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -222,22 +217,21 @@ class RemoteFile:
             self._stream.write(data)
 
     def commit(self) -> None:
-        """Upload what is left and give the file its name."""
+        """Upload the rest and give the file its name."""
         with self._path._errors():
             self._stream.close()
 
     def discard(self) -> None:
-        """Give the file up, if it has no name yet."""
+        """Cancel the upload if it is not committed."""
         if not self._stream.closed:
-            with suppress(Exception):  # it is given up because of another error
-                self._stream.closed = True  # otherwise the garbage collector would upload the rest of it
+            with suppress(Exception):  # another error is the reason for the discard
+                self._stream.closed = True  # else the garbage collector would upload the rest
                 self._stream.discard()
 
 
 def _open_system(url: str) -> tuple[Any, str]:
-    """The file system of fsspec that a URL means, and the path in it."""
     match = _URL.fullmatch(url)
-    if re.search(r"://.*:.*@|[?]", url):  # a secret key may have slashes
+    if re.search(r"://.*:.*@|[?]", url):  # a secret key may contain slashes
         raise OSError(
             errno.EINVAL,
             "expected a URL without a password or a query, which would be seen in logs: give the driver its "
@@ -261,7 +255,7 @@ def _open_system(url: str) -> tuple[Any, str]:
 def _stat(info: dict[str, Any]) -> Stat:
     times = ("LastModified", "mtime", "last_modified", "updated", "created")
     time_of = next((info[key] for key in times if info.get(key) is not None), 0.0)
-    if isinstance(time_of, str):  # as gcsfs has it
+    if isinstance(time_of, str):  # gcsfs
         time_of = datetime.fromisoformat(time_of)
     seconds = time_of.timestamp() if isinstance(time_of, datetime) else time_of
     return Stat(int(info.get("size") or 0), float(seconds))

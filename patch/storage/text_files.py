@@ -1,7 +1,7 @@
-"""Reads the small files that describe a run, a checkpoint or a model: their bytes, text, JSON or YAML.
+"""Reads the small files that describe a run, a checkpoint or a model: bytes, text, JSON or YAML.
 
-A file of a checkpoint or of a model's folder is looked at before it is read: a pipe has perhaps no writer,
-and a device such as /dev/zero no end.
+The kind of a checkpoint's or a model's file is checked before it is read: a pipe may have no writer, and a
+device such as /dev/zero has no end.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ _MOST_BYTES = 1 << 26
 
 
 def read_small(file: AnyPath, most_bytes: int = _MOST_BYTES) -> bytes:
-    """The content of a file, which is not read if it is no regular file or too large.
+    """Return the content of a regular file of at most `most_bytes`.
 
-    Args:
-        file: the file.
-        most_bytes: the largest length that such a file may have.
     Raises:
-        OSError: it cannot be read, or is not such a file.
+        OSError: the file cannot be read, is no regular file, or is too large.
     """
     if isinstance(file, Path):
         check_kind(file)
@@ -38,14 +35,14 @@ def read_small(file: AnyPath, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file or pipe of at most 64 MiB, which a user has named.
+    """Return the text of a UTF-8 file or pipe of at most 64 MiB that a user has named.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is larger than that, is not UTF-8, or is a pipe into which nothing writes.
+        ValueError: the file is larger, is not UTF-8, or is a pipe without a writer.
     """
     with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-        os.set_blocking(stream.fileno(), True)  # opening does not wait for a writer, reading waits for it
+        os.set_blocking(stream.fileno(), True)  # only reading waits for a writer
         data = stream.read(_MOST_BYTES + 1)
     if not data and not file.is_file():
         raise ValueError("it is a pipe or a device that has nothing to read")
@@ -55,20 +52,20 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: AnyPath) -> Any:
-    """The values of a JSON file; see `read_small`.
+    """Return the values of a JSON file; see `read_small`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON of UTF-8, or its values are nested too deeply.
+        ValueError: it is not JSON in UTF-8, or nested too deeply.
     """
     return parse_json(read_small(file))
 
 
 def parse_json(content: bytes) -> Any:
-    """The values of a JSON text in UTF-8.
+    """Return the values of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is none, or its values are nested too deeply.
+        ValueError: it is not JSON in UTF-8, or nested too deeply.
     """
     try:
         return json.loads(content.decode())
@@ -77,17 +74,17 @@ def parse_json(content: bytes) -> Any:
 
 
 _MOST_KEYS = 10_000
-"""The most keys of one YAML mapping: those that << takes from others may multiply at every level."""
+"""Most keys of one YAML mapping: keys merged by << may multiply at every level."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses a key that is there twice, and says where an error is."""
+    """PyYAML's safe loader, which also refuses duplicate keys and reports the position of each error."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, AttributeError, LookupError) as error:
-            # What PyYAML's own constructors raise: ValueError for a date such as 2026-99-99, KeyError for
+            # PyYAML's constructors raise ValueError for a date such as 2026-99-99, KeyError for
             # `!!bool x`, AttributeError and IndexError for other tags.
             kind = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise _malformed(node, f"got {shown(node.value)}, expected a value of {kind}") from error
@@ -113,10 +110,10 @@ def _malformed(node: yaml.Node, problem: str) -> yaml.YAMLError:
 
 
 def parse_yaml(text: str) -> Any:
-    """The values of a YAML text of plain values.
+    """Return the values of a YAML text of plain values.
 
     Raises:
-        ValueError: it is none; the message has the line.
+        ValueError: it is not such YAML; the message has the line.
     """
     try:
         return yaml.load(text, _Loader)

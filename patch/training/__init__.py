@@ -1,7 +1,7 @@
-"""The training run, built from the other packages, and what another program adds to it; see README.md.
+"""The training run, and the registries of hooks and objectives for external programs; see README.md.
 
-Importing it needs no torch: a launcher, which only starts workers, registers the same things as they do. What
-is registered is a function that each worker calls once; it imports what needs torch.
+Importing this package needs no torch, because the launcher registers the same functions as the workers.
+Each worker calls a registered function once; that function imports torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from patch.config import RunConfig
-    from patch.training.hooks import TrainerHook
-    from patch.training.objective import Objective
+    from patch.training.hooks.hook import TrainerHook
+    from patch.training.objectives.objective import Objective
     from patch.training.setup import Run
 
 __all__ = ["HOOKS", "OBJECTIVES", "register_hook", "register_objective"]
 
 
 def _preference(config: RunConfig) -> Objective:
-    from patch.training.preference import Preference
+    from patch.training.objectives.preference import Preference
 
     return Preference(config)
 
@@ -28,29 +28,24 @@ OBJECTIVES: dict[str, Callable[[RunConfig], Objective] | None] = {
     **dict.fromkeys(("default", "sft", "pretrain")),
     "dpo": _preference,
 }
-"""Factories of the objectives that `--objective` names; None: the built-in one."""
+"""Factories of the objectives that `--objective` names, or None for the built-in objective."""
 HOOKS: list[Callable[[Run], TrainerHook | None]] = []
-"""Factories of further hooks of a rank."""
+"""Factories of additional hooks."""
 
 
 def register_objective(name: str, make: Callable[[RunConfig], Objective]) -> None:
-    """Add an objective; call it before the command line is read, in the launcher and in workers.
+    """Add an objective for `--objective`. Call this in launcher and workers, before the command line is read.
 
     Args:
-        name: for `--objective`.
         make: called once in each worker, and by `--dry-run`.
     Raises:
-        ValueError: there is one of this name.
+        ValueError: an objective of this name exists.
     """
     if name in OBJECTIVES:
-        raise ValueError(f"there is an objective {name!r} already")
+        raise ValueError(f"objective {name!r} is already registered; choose another name")
     OBJECTIVES[name] = make
 
 
 def register_hook(make: Callable[[Run], TrainerHook | None]) -> None:
-    """Add a hook.
-
-    Args:
-        make: called in each worker before its first step; None: this rank has none (see `TrainerHook`).
-    """
+    """Add a hook. Each worker calls `make` before its first step; `make` may return None for some ranks."""
     HOOKS.append(make)

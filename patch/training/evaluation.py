@@ -1,4 +1,4 @@
-"""Evaluation: what the objective reports, as means over each validation set and over all of them."""
+"""Evaluation: means of the objective's reported values, over each validation set and over all sets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluating(run: Run) -> Iterator[None]:
-    """Context for work with the model between two steps, which all ranks enter and leave together.
+    """Context for work with the model between two steps; all ranks enter and leave it together.
 
-    Weights are those of the last step, no gradients are kept, and the hang guard gives a rank as long as a
-    collective; `run.phases.enter(Phase.EVALUATION)` says that it gets on.
+    The context uses the weights of the last step and keeps no gradients. The hang guard gives a rank as much
+    time as a collective has; call `run.phases.enter(Phase.EVALUATION)` to signal progress.
     """
     run.phases.enter(Phase.EVALUATION)
-    # Ranks start their gathers when their hosts have updated: never beside other messages of the same group.
+    # Each rank starts its gathers when its host has updated: never beside other messages of the same group.
     run.optimizer.finish_param_sync()
     for stage in run.stages:
         stage.eval()
@@ -40,18 +40,18 @@ def evaluating(run: Run) -> Iterator[None]:
     for stage in run.stages:
         stage.train()
     run.optimizer.placement.record_memory("evaluate")
-    barrier(run.device)  # the next step's limit is not for those who still evaluate
+    barrier(run.device)  # the next step's time limit must not count ranks that still evaluate
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Loss and perplexity of the validation sets, each once or at most `--eval-iters` global batches of it.
+    """Evaluate each validation set once, or at most `--eval-iters` global batches of it.
 
     Returns:
-        What `Objective.evaluated` makes of the means (`valid_loss` and `valid_ppl`) over all sets, or where
-        position 21 has weights, of the means of the sets' by weight. With several sets also `valid_loss/NAME`
-        and its like of each. `valid_tokens`: what was counted in all sets. The same on all ranks.
+        The metrics that `Objective.evaluated` makes of the means over all sets (`valid_loss`, `valid_ppl`).
+        If VALID_DATASET_PATH has weights, these are weighted means over the sets. With several sets, also
+        `valid_loss/NAME` etc. for each set. `valid_tokens` is the count over all sets. Equal on all ranks.
     Raises:
-        DataError: on all ranks, if one of them cannot read its data.
+        DataError: on all ranks, if any rank cannot read its data.
     """
     assert run.data.valid_readers, "there is something to evaluate"
     with evaluating(run):
@@ -66,7 +66,6 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def _record(run: Run, sums: list[list[float]], counts: list[float]) -> dict[str, float]:
-    """The metrics, from the sums of what is reported over each set, and from what was counted in it."""
     data, record = run.data, dict[str, float]()
     of_sets = [[total / max(count, 1.0) for total in own] for own, count in zip(sums, counts, strict=True)]
     if data.valid_weights is None:
@@ -84,33 +83,28 @@ def _record(run: Run, sums: list[list[float]], counts: list[float]) -> dict[str,
 
 
 def _sums_over_set(run: Run, name: str, reader: BatchReader) -> tuple[list[float], float]:
-    """The sums of what is reported over one set, -inf on stages before the last; what is counted in it."""
+    """Return the sums of the reported values over a set (-inf on stages before the last), and its count."""
     limit = run.config.data.eval_iters
     steps = range(len(reader) if limit is None else min(limit, len(reader)))
     totals, count = [0.0] * len(run.data.objective.reported), 0.0
     with read_ahead(reader, steps, run.config.data.data_prefetch) as ahead:
         for index in steps:
             run.phases.enter(Phase.EVALUATION)
-            batches, counted = read_whole(run, ahead, index, name)
+            batches, counted = read_global_batch(run, ahead, index, name)
             sums = sum_over(run.groups.dp_cp, _sums(run, batches), run.device)
             totals = [total + each for total, each in zip(totals, sums, strict=True)]
             count += counted
     return totals, count
 
 
-def read_whole(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Batch], float]:
-    """This rank's micro-batches of one global batch, and what is counted in those of all ranks.
+def read_global_batch(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Batch], float]:
+    """Return this rank's micro-batches of a global batch, and the count over the micro-batches of all ranks.
 
-    The last global batch of a set is filled up with samples without learned tokens. Micro-batches that have
-    nothing else on any rank are left out; interleaved stages need the number that they were built for.
+    The last global batch of a set is padded with samples without learned tokens. Micro-batches with only
+    such samples on every rank are dropped, unless interleaved stages need their fixed number.
 
-    Args:
-        run: this rank's parts of the run.
-        reader: of the set.
-        index: of the global batch.
-        name: of the set, for messages.
     Raises:
-        DataError: on all ranks, if one of them cannot read.
+        DataError: on all ranks, with the `name` of the set, if any rank cannot read.
     """
     reading = read_batches(reader, index)
     of_batches = [run.data.objective.count(batch) for batch in reading.batches]
@@ -118,7 +112,7 @@ def read_whole(run: Run, reader: StepReader, index: int, name: str) -> tuple[lis
         of_batches = [math.nan] * run.config.num_micro_batches
     of_batches = sum_over(run.groups.dp_cp, of_batches, run.device)
     counted = sum(of_batches)
-    reading.raise_together(counted, name, run.groups.dp_cp)
+    reading.raise_on_all_ranks(counted, name, run.groups.dp_cp)
     if run.config.virtual_pipeline_size > 1:
         return reading.batches, counted
     num_needed = max((number for number, count in enumerate(of_batches, 1) if count), default=1)
@@ -126,13 +120,12 @@ def read_whole(run: Run, reader: StepReader, index: int, name: str) -> tuple[lis
 
 
 def _sums(run: Run, batches: list[Batch]) -> list[float]:
-    """The sums of what is reported of these micro-batches."""
     reports, names = forward_only(run, batches), run.data.objective.reported
     return [sum(report[name].item() for report in reports) if reports else -math.inf for name in names]
 
 
 def forward_only(run: Run, batches: list[Batch]) -> list[Report]:
-    """The report of these micro-batches, on the last stage; repeated if ranks ran out of memory."""
+    """Return the reports of these micro-batches on the last stage; retry if ranks run out of memory."""
     retry = OomRetry(run.optimizer, "the evaluation", has_backward=False)
     for _ in retry.attempts():
         with retry.computing() as reports:

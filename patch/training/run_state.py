@@ -1,8 +1,8 @@
 """The state of a run as one sharded state dict: weights, optimizer, random generators, progress.
 
-Weights and optimizer states are read at any layout. A random generator belongs to a rank, so at another
-layout the generators are seeded anew. Learning rate and data order are functions of the iteration and of the
-number of consumed samples, so only these are saved for them.
+Weights and optimizer states can be read at any layout. A random generator belongs to a rank, so another
+layout seeds the generators anew. Learning rate and data order are functions of the iteration and of the
+number of consumed samples, so only these two numbers are saved.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.checkpoint.sharded_tensors import SAME_MOMENTS, SAME_PRECISION, Cure, shards_of
+from patch.checkpoint.sharded_tensors import SAME_MOMENTS, SAME_PRECISION, Fix, shards_of
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import all_gather_object, all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
-from patch.model.te_scales import restore_scales
+from patch.model.fp8.te_scales import restore_scales
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
 from patch.storage.places import AnyPath
 
 _logger = get_logger(__name__)
 
-_SAME_TYING = Cure(
+_SAME_TYING = Fix(
     "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
     "the model shape that the checkpoint was trained with",
     "untie_embeddings_and_output_weights",
 )
-# A tied model has no output layer; the kind of master weights depends on the type of the weights.
-CURES = {
+# A tied model has no output layer; the kind of master weights depends on the dtype of the weights.
+FIXES = {
     "output_layer.weight": _SAME_TYING,
     "optimizer.state.master.": SAME_PRECISION,
     "optimizer.state.master_low.": SAME_PRECISION,
     "optimizer.state.exp_avg_scale.": SAME_MOMENTS,
     "optimizer.state.exp_avg_sq_scale.": SAME_MOMENTS,
 }
-"""Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
+"""Prefix of a tensor's name -> the cure if only the run or only the checkpoint has the tensor."""
 _VERSIONS = {
     "llama-megatron-patch": __version__,
     "megatron-core": megatron.core.__version__,
     "torch": str(torch.__version__),
 }
-"""Stored for people who look at a checkpoint; nothing reads it."""
+"""Stored for people; the program never reads it."""
 _WEIGHTS_ONLY = "weights_only"
-"""True among the common values of a checkpoint without optimizer states."""
+"""Key of the common values; True in a checkpoint without optimizer states."""
 _BASE = "base"
-"""Among the common values of a checkpoint of adapters: the checksum of the weights that they belong to."""
+"""Key of the common values: the checksum of the base weights that the adapters belong to."""
 
 
 class Progress(NamedTuple):
@@ -76,14 +76,14 @@ class Progress(NamedTuple):
     iteration: int
     """Finished optimizer steps."""
     consumed_samples: int
-    """Their samples."""
+    """Samples of the finished steps."""
 
 
 def find_progress(root: AnyPath) -> Progress | None:
-    """The progress of the newest undamaged checkpoint in `root`; None if there is no checkpoint. Collective.
+    """Return the progress of the newest undamaged checkpoint, or None if there is no checkpoint. Collective.
 
     Raises:
-        CheckpointError: see `patch.checkpoint.latest_iteration`; or it was saved by another version.
+        CheckpointError: see `patch.checkpoint.latest_iteration`; or another version saved the checkpoint.
     """
     iteration = latest_iteration(root)
     if iteration is None:
@@ -92,14 +92,14 @@ def find_progress(root: AnyPath) -> Progress | None:
 
 
 def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
-    """The newest undamaged checkpoint in `root` or, if that is in a store, also on the disk. Collective.
+    """Find the newest undamaged checkpoint in `root` and, if `root` is in a store, in `disk`. Collective.
 
     Args:
         root: the folder of the run's checkpoints.
-        disk: the folder of those that were saved before --save was given.
+        disk: the folder of the checkpoints that were saved before --save was given.
 
     Returns:
-        the folder with the checkpoint, and its progress; `root` and None if there is none.
+        the folder with the checkpoint, and its progress; `root` and None if there is no checkpoint.
 
     Raises:
         CheckpointError: see `find_progress`.
@@ -120,7 +120,7 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
         return root, None
     for fault in damaged:
         _logger.warning("%s", fault)
-    place, progress = max(found, key=lambda one: one[1].iteration)  # the store's, of two equal ones
+    place, progress = max(found, key=lambda one: one[1].iteration)  # the store wins a tie
     if place != root:
         _logger.warning(
             "RESUMING FROM THE DISK: the newest whole checkpoint is that of step %d in %s, not in %s, where "
@@ -131,7 +131,6 @@ def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
 
 
 def _value(root: AnyPath, iteration: int, name: str) -> Any:
-    """One of the plain values of `state_to_save`."""
     try:
         return read_common(root, iteration)[name]
     except KeyError as error:
@@ -150,25 +149,20 @@ def state_to_save(
     *,
     weights_only: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Contents of a checkpoint: sections of shards, which are views of the state, and plain values.
+    """Return the contents of a checkpoint: sections of shards (views of the state), and plain values.
 
-    Args:
-        progress: how far the run has come.
-        stages: this rank's pipeline stages.
-        optimizer: the optimizer of these stages.
-        config_yaml: the run's configuration, which is stored with the state.
-        weights_only: leave out what only a resume needs: optimizer and random generators.
+    `weights_only` leaves out the optimizer and the random generators, which only a resume needs.
     """
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
     if stages[0].is_adapted:
         common[_BASE] = base_checksum(stages, optimizer)
-    with optimizer.described_weights():
+    with optimizer.meta_weights():
         if weights_only:
             state: dict[str, Any] = {"model": optimizer.sharded_weights(_stored_weights(stages))}
         else:
             state = _sharded_state(stages, optimizer, is_loading=False)
         for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
-            entry.data = entry.data.detach()  # the weights of now, whatever becomes of the parameter
+            entry.data = entry.data.detach()  # stays valid if the parameter's data is replaced
     if weights_only:
         return state, common | {_WEIGHTS_ONLY: True}
     state["random"] = _sharded_generators()
@@ -183,18 +177,16 @@ def resume(
     seed: int,
     train_iters: int | None = None,
 ) -> None:
-    """Load a checkpoint of any layout into stages and optimizer; adapters go beside a base that is loaded.
+    """Load a checkpoint of any layout into stages and optimizer. The caller loads the base of adapters first.
 
     Args:
         root: the run's checkpoint folder.
-        progress: of `find_progress`.
-        stages: this rank's pipeline stages.
-        optimizer: the optimizer of these stages.
-        seed: the run's; at another layout the random generators are seeded from it and from the iteration.
-        train_iters: the steps of the whole run: a checkpoint of weights only is enough if it has done them.
+        progress: the result of `find_progress`.
+        seed: the run's seed; at another layout, this and the iteration seed the random generators.
+        train_iters: steps of the whole run. If the checkpoint has reached them, weights alone are enough.
     Raises:
-        CheckpointError: the checkpoint has weights only, and there may be steps left to train; or its
-            adapters belong to another base.
+        CheckpointError: the checkpoint has only weights and steps may be left to train, or its adapters
+            belong to another base.
     """
     common = from_rank_0(lambda: read_common(root, progress.iteration))
     if stages[0].is_adapted:
@@ -205,13 +197,13 @@ def resume(
         return
     then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
     now = _layout(stages)
-    with optimizer.described_weights():
+    with optimizer.meta_weights():
         state = _sharded_state(stages, optimizer, is_loading=True)
         if then == now:
             state["random"] = _sharded_generators()
-        loaded = load_checkpoint(root, progress.iteration, state, CURES)
+        loaded = load_checkpoint(root, progress.iteration, state, FIXES)
         with all_or_none():
-            restore_scales(stages, loaded.get("model", {}))  # a rank may have no adapter
+            restore_scales(stages, loaded.get("model", {}))  # a rank may have no adapters
     optimizer.load_common_state_dict(loaded)
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})
@@ -225,12 +217,13 @@ def resume(
 
 
 def _check_base(folder: AnyPath, then: str | None, now: str) -> None:
-    """Refuse adapters of other weights than those that are loaded; the same on all ranks."""
+    if then is None:
+        what = f"{folder} has no adapters, expected those of base weights {now}; take another checkpoint"
+        raise CheckpointError(what, field="load")
     if then != now:
-        was = "no adapters" if then is None else f"adapters of weights with checksum {then}"
         raise CheckpointError(
-            f"{folder} has {was}, and the weights of this run have {now}; expected the weights beside "
-            "which they were trained: give these again (--load, position 22), in the same precision",
+            f"the adapters in {folder} belong to base weights with checksum {then}, but this run loaded "
+            f"{now}; pass the original base (--load, position 22) in the same precision",
             field="load",
         )
 
@@ -242,7 +235,6 @@ def _load_finished(
     optimizer: OverlappedDistributedOptimizer,
     train_iters: int | None,
 ) -> None:
-    """Load a checkpoint of weights only, which is enough for a run without further steps."""
     if train_iters is None or iteration < train_iters:
         raise CheckpointError(
             f"{root / iteration_name(iteration)} is the end of a run with --save-weights-only-at-end: it has "
@@ -250,9 +242,9 @@ def _load_finished(
             "to resume from an older checkpoint",
             field="train_iters",
         )
-    with optimizer.described_weights():
+    with optimizer.meta_weights():
         weights = optimizer.sharded_weights(_stored_weights(stages))
-        load_checkpoint(root, iteration, {"model": weights}, CURES)
+        load_checkpoint(root, iteration, {"model": weights}, FIXES)
     optimizer.reload_model_params()
 
 
@@ -268,10 +260,8 @@ def load_weights(
 
     Args:
         load: a run's folder, a converted checkpoint, or a checkpoint of Megatron-LM.
-        stages: this rank's pipeline stages.
-        config: the run.
-        optimizer: may keep shards of them, and describes them then.
-        adapters: load those of the adapters, in place of the others.
+        optimizer: describes the weights of which it keeps shards, or None if there is no optimizer.
+        adapters: load the weights of the adapters instead of the base.
     """
     weights = sharded_weights(stages, adapters=adapters)
     state = {"model": weights if optimizer is None else optimizer.sharded_weights(weights)}
@@ -280,17 +270,17 @@ def load_weights(
         state,
         prefixes=WEIGHT_PREFIXES,
         vocab_size=config.model.vocab_size,
-        cures=CURES,
+        fixes=FIXES,
     )
 
 
 def _stored_weights(stages: list[LlamaModel]) -> dict[str, Any]:
-    """The weights in a checkpoint: all, or those of adapters alone."""
+    """Return the weights that a checkpoint stores: the adapters if there are any, otherwise all."""
     return sharded_weights(stages, adapters=stages[0].is_adapted or None)
 
 
 def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> str:
-    """The checksum of the weights beside adapters. It is computed once: these weights stay."""
+    """Return the checksum of the base weights. It is computed once, because these weights never change."""
     if stages[0].base is None:
         stages[0].base = checksum(stages, optimizer, adapters=False)
     return stages[0].base
@@ -299,18 +289,13 @@ def base_checksum(stages: list[LlamaModel], optimizer: OverlappedDistributedOpti
 def checksum(
     stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, adapters: bool | None = None
 ) -> str:
-    """A checksum of weights, the same at every layout; a collective.
+    """Return a checksum of weights that is equal at every layout; a collective.
 
-    Each number's bits count with its tensor's name, its layer and its row, so other weights have the same one
-    by chance only.
-
-    Args:
-        stages: of this rank.
-        optimizer: of these stages.
-        adapters: see `sharded_weights`.
+    The checksum weights each number's bits by the tensor's name, the layer and the row, so different weights
+    have equal checksums only by chance. For `adapters`, see `sharded_weights`.
     """
     total = 0
-    with optimizer.described_weights() as visit:
+    with optimizer.meta_weights() as visit:
         for shard in shards_of(sharded_weights(stages, adapters=adapters)):
             if not isinstance(shard, ShardedTensor):
                 continue
@@ -349,7 +334,7 @@ def _sharded_generators() -> dict[str, ShardedTensor]:
 
 
 def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
-    """Sizes that decide which generators a rank has. Interleaved stages do not: VPP may change."""
+    """Return the sizes that decide a rank's random generators; VPP does not, so it may change."""
     config = stages[0].config
     layout: dict[str, int | str] = {
         "TP": config.tensor_model_parallel_size,
@@ -365,7 +350,6 @@ def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
 
 
 def _stride(groups: ProcessGroupCollection, axis: str) -> int:
-    """Distance between neighbours in a group of several ranks."""
     first, second, *_ = dist.get_process_group_ranks(getattr(groups, axis))
     return second - first
 
@@ -375,7 +359,7 @@ def _text(layout: dict[str, int | str]) -> str:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """This rank's random states: CPU, CUDA, and upstream's tracker of TP-dependent generators."""
+    """Return this rank's random states: CPU, CUDA, and upstream's tracker of TP-dependent generators."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

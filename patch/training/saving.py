@@ -1,7 +1,6 @@
-"""The saves of a run: written in the background while training goes on, if host memory has room for copies.
+"""The saves of a run: written in the background during training, if host memory has room for copies.
 
-All ranks learn from the collective that every step has anyway when no rank writes any more; nothing waits for
-a file then.
+The collective of every step also tells all ranks when no rank writes any more, so no rank waits for a file.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
 from patch.memory import is_on_disk
-from patch.numbers import size_text
 from patch.preflight.checkpoint_places import checkpoint_root
-from patch.preflight.stored_shape import is_hf_folder
+from patch.preflight.model_of_folder import is_hf_folder
 from patch.storage.names import ADAPTER_FOLDER
+from patch.text import size_text
 from patch.training.run_state import Progress, state_to_save
 from patch.training.setup import Run
 
@@ -36,11 +35,9 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 
 class CheckpointSaver:
-    """Saves checkpoints; every rank calls the same methods at the same steps.
+    """Saver of checkpoints; every rank calls the same methods at the same steps.
 
-    Args:
-        run: this rank's parts of the run.
-        on_save: called with the iteration of each checkpoint once it is complete.
+    `on_save` is called with the iteration of each complete checkpoint.
     """
 
     def __init__(self, run: Run, on_save: Callable[[int], None]) -> None:
@@ -53,42 +50,37 @@ class CheckpointSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank writes in the background; not a collective."""
+        """Whether this rank is writing in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
 
     def progress(self) -> Writing | None:
-        """This rank's progress in writing a checkpoint, see `Save.progress`."""
+        """Return this rank's progress in writing a checkpoint, see `Save.progress`."""
         return None if self._newest is None else self._newest.progress()
 
     @property
     def is_pending(self) -> bool:
-        """Whether a checkpoint is not complete yet; the same on all ranks."""
+        """Whether a checkpoint is incomplete; the same on all ranks."""
         return self._pending is not None
 
     def measured(self) -> dict[str, float]:
-        """Metrics since the last `clear`: how long training waited for saves, how long the last one took."""
+        """Return metrics since the last `clear`: time that training waited for saves, and the write time."""
         return {"save_stall_ms": self._stall_s * 1e3, "save_write_s": self._write_s}
 
     def clear(self) -> None:
-        """Begin to measure anew, after the metrics were logged."""
+        """Reset the metrics after they were logged."""
         self._stall_s = self._write_s = 0.0
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:
-        """A context in which training waits for saves."""
         begin = time.perf_counter()
         yield
         self._stall_s += time.perf_counter() - begin
 
     def save(self, iteration: int, *, is_end: bool) -> None:
-        """Save a checkpoint, after the one before is complete; a collective.
-
-        Args:
-            iteration: finished steps.
-            is_end: training ends here, so the checkpoint is complete on return.
+        """Complete the previous checkpoint, then start this one; if `is_end`, complete it too. A collective.
 
         Raises:
-            CheckpointError: on all ranks, if this checkpoint or the one before cannot be written.
+            CheckpointError: on all ranks, if this or the previous checkpoint cannot be written.
         """
         with self._stalling():
             self._finish()
@@ -113,23 +105,23 @@ class CheckpointSaver:
         self._newest = self._pending = start_save(
             checkpoint_root(run.config), iteration, state, common, copies
         )
-        if run.config.adapter.lora_rank:
+        if run.config.adapter.is_on:
             write_adapters(run, iteration)
         run.optimizer.placement.record_memory("save")
         if copies is None:
             self._finish()
 
     def wait_for_copies(self) -> None:
-        """Wait until weights and states may be changed; not a collective."""
+        """Wait until the weights and states are copied and may change; not a collective."""
         if self._pending is not None:
             with self._stalling():
                 self._pending.wait_for_copies()
 
     def go_on(self) -> None:
-        """Go on with the pending checkpoint, when no rank is busy any more; a collective.
+        """Advance the pending checkpoint after all ranks have written it; a collective.
 
         Raises:
-            CheckpointError: on all ranks, if a rank could not write it.
+            CheckpointError: on all ranks, if any rank could not write it.
         """
         with self._stalling():
             self._advance()
@@ -137,7 +129,7 @@ class CheckpointSaver:
     def complete(self) -> None:
         """Complete the pending checkpoint, because all ranks end with an error; a collective.
 
-        A failure is only logged, so that it does not hide that error.
+        A failure is only logged, so that it does not hide the original error.
         """
         try:
             self._finish()
@@ -145,9 +137,10 @@ class CheckpointSaver:
             _logger.error("%s", error)
 
     def abandon(self) -> None:
-        """Give up what is being written, because this rank fails; not a collective."""
+        """Abandon the checkpoint that is being written, because this rank fails; not a collective."""
         if self._pending is not None:
-            _logger.warning("the checkpoint of step %d is given up", self._pending.iteration)
+            said = "the checkpoint of step %d is abandoned, because this rank failed"
+            _logger.warning(said, self._pending.iteration)
             self._pending.abandon()
             self._pending = None
 
@@ -156,7 +149,7 @@ class CheckpointSaver:
             self._advance()
 
     def _advance(self) -> None:
-        pending, self._pending = self._pending, None  # an error ends it
+        pending, self._pending = self._pending, None  # stays None after an error
         assert pending is not None
         if not pending.advance():
             self._pending = pending
@@ -166,14 +159,10 @@ class CheckpointSaver:
 
 
 def write_adapters(run: Run, iteration: int) -> None:
-    """Replace the run's folder of PEFT by the adapters of now; a collective.
+    """Export the current adapters to the run's PEFT folder, replacing its contents; a collective.
 
-    A save does so before its checkpoint is complete, and a resume at once, because the run may have gone back
-    to an older checkpoint. So a run never goes on beside the folder of another step.
-
-    Args:
-        run: this rank's parts of the run.
-        iteration: finished steps.
+    A save calls this before its checkpoint is complete. A resume calls it at once, because the run may have
+    gone back to an older checkpoint. So the folder never has adapters of another step.
     """
     load = run.config.checkpoint.load
     with run.optimizer.full_weights(frozen=False):
@@ -190,11 +179,7 @@ def write_adapters(run: Run, iteration: int) -> None:
 
 
 def _have_room(num_bytes: int) -> bool:
-    """Whether all hosts have room for copies of their ranks' states; a collective.
-
-    Args:
-        num_bytes: of this rank's copies.
-    """
+    """Return whether all hosts have room for copies of their ranks' states; a collective."""
     process = (socket.gethostname(), num_bytes, psutil.Process().memory_info().rss)
     free = psutil.virtual_memory().available
     everywhere = all_gather_object((*process, free, usable_memory()))

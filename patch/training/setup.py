@@ -1,4 +1,4 @@
-"""Builds all parts of a run, in this order: data, model, optimizer, weights."""
+"""Build all parts of a run, in this order: data, model, optimizer, weights."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from patch.model import (
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.preflight.data_record import SetRecord
-from patch.preflight.stored_shape import is_hf_folder
+from patch.preflight.model_of_folder import is_hf_folder
 from patch.storage.names import ADAPTER_CONFIG_NAME
 from patch.storage.places import AnyPath, any_path
 from patch.training import OBJECTIVES
 from patch.training.guards.phases import PhaseClock
-from patch.training.objective import Objective
+from patch.training.objectives.objective import Objective
 from patch.training.run_state import Progress, find_newest, load_weights, resume
 from patch.training.state_placement import log_placement
 
 if TYPE_CHECKING:
-    from patch.training.step_data import StepWork
+    from patch.training.step_data import StepBatches
 
 _logger = get_logger(__name__)
 
@@ -60,49 +60,49 @@ class RunData:
     objective: Objective
     train_reader: StepReader
     valid_readers: dict[str, BatchReader]
-    """The reader of each validation set, by its name; empty if there is none."""
+    """The reader of each validation set, by name."""
     valid_weights: list[float] | None = None
-    """Weights of the validation sets, if position 21 has weights."""
+    """Weights of the validation sets, or None if VALID_DATASET_PATH has no weights."""
     sample_place: Callable[[int], str] | None = None
-    """Gives the place in the data of a sample, by its number in the run; None: not known."""
+    """Function from a sample's number in the run to its place in the data, or None if that is not known."""
     records: list[SetRecord] = field(default_factory=list)
-    """Records of the training sets of rows (see `DataSets`)."""
-    upcoming: StepWork | None = None
-    """The data of the next step, read while the last step ended; None: not read yet."""
+    """Records of the training sets (see `DataSets`)."""
+    upcoming: StepBatches | None = None
+    """The data of the next step, or None if it is not read yet."""
     clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
-    """Counts how long steps wait for their data."""
+    """Measures the time that steps wait for their data."""
 
 
 @dataclass
 class Run:
-    """One rank's parts of a run: the model with its optimizer, the data, and how far they are."""
+    """One rank's parts of a run: model, optimizer, data and progress."""
 
     config: RunConfig
-    """With the steps that the training set decided, if the length was given in epochs."""
+    """The configuration; a length in epochs is already converted to steps."""
     device: torch.device
     groups: ProcessGroupCollection
     stages: list[LlamaModel]
-    """This rank's pipeline stages, in the order in which a batch passes them."""
+    """This rank's pipeline stages, in forward order."""
     optimizer: OverlappedDistributedOptimizer
     data: RunData
     start_iteration: int = 0
-    """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
+    """Optimizer steps of the resumed checkpoint, or 0."""
     samples_ahead: int = 0
-    """Samples consumed beyond one global batch a step; not 0 once the global batch size was changed."""
+    """Consumed samples minus global batch size * steps; not 0 if a resume changed the global batch size."""
     num_skips: int = 0
-    """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
+    """Number of consecutive steps, up to the last one, that were skipped because of non-finite gradients."""
     tokenizer: Any = None
-    """Exported with the model."""
+    """The tokenizer to export with the model."""
     phases: PhaseClock = field(default_factory=PhaseClock)
-    """Notes of what this rank does now."""
+    """The current phase of this rank."""
 
     @property
     def activation_offload(self) -> SavedTensors | None:
-        """The activations that are in host memory until backward, with AC=offload."""
+        """The activations offloaded to host memory until backward, or None without AC=offload."""
         return self.stages[0].activation_offload
 
     def consumed_samples(self, iteration: int) -> int:
-        """The samples of the first `iteration` steps."""
+        """Return the number of samples of the first `iteration` steps."""
         return iteration * self.config.training.global_batch_size + self.samples_ahead
 
 
@@ -111,11 +111,6 @@ def build_run(
 ) -> Run:
     """Build the run on this rank and load its weights or its checkpoint.
 
-    Args:
-        config: the run.
-        context: the device of this rank.
-        groups: the process groups of this rank.
-        phases: gets the notes of what this rank does.
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
@@ -153,32 +148,22 @@ def build_run(
 def build_model(
     config: RunConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> tuple[list[LlamaModel], OverlappedDistributedOptimizer]:
-    """The stages of this rank with uninitialized weights, and their optimizer, whose buffer contains them.
-
-    Args:
-        config: the run.
-        groups: the process groups of this rank.
-        device: the device of this rank.
-    """
-    is_sharded, least = config.frees_weights, config.optimizer.param_persistence_threshold
-    with forgetting_weights(least) if is_sharded else nullcontext():  # a rank may have no memory for all
-        stages = build_llama_model(config.model, groups, device, config.execution)
-    forget_weights(stages)  # otherwise they exist twice while the buffer is allocated
+    """Build this rank's stages with uninitialized weights, and the optimizer whose buffer contains them."""
+    is_sharded, least = config.gathers_weights_per_pass, config.optimizer.param_persistence_threshold
+    with forgetting_weights(least) if is_sharded else nullcontext():  # one rank may lack memory for all
+        stages = build_llama_model(config, groups, device)
+    forget_weights(stages)  # otherwise the weights exist twice while the buffer is allocated
     optimizer = build_run_optimizer(stages, config, groups)
     if is_sharded:
-        optimizer.give_frozen_memory()
+        optimizer.materialize_frozen()
     return stages, optimizer
 
 
 def build_run_optimizer(
     stages: list[LlamaModel], config: RunConfig, groups: ProcessGroupCollection
 ) -> OverlappedDistributedOptimizer:
-    """The optimizer of a run, connected to megatron-core's schedules.
+    """Build the optimizer of a run and connect it to megatron-core's schedules.
 
-    Args:
-        stages: this rank's pipeline stages.
-        config: the run.
-        groups: the process groups of this rank.
     Raises:
         torch.OutOfMemoryError: --simulated-device-memory is too small for the buffers.
     """
@@ -188,12 +173,12 @@ def build_run_optimizer(
         config.zero_stage,
         groups,
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
-        model_state=sharded_weights(stages) if config.optimizer.is_drawing else None,
+        model_state=sharded_weights(stages) if config.optimizer.rounds_stochastically else None,
     )
     optimizer.connect(stages[0].config)
     if (offload := stages[0].activation_offload) is None:
         _let_engine_add_gradients(stages)
-    else:  # backward gets weights without their attributes: the engine's layers return their gradients
+    else:  # backward gets weights without attributes, so Transformer Engine's layers return gradients
         offload.clock = WaitClock(optimizer.device)
         if isinstance(optimizer.placement.device, SimulatedDevice):
             offload.device = optimizer.placement.device  # one device with one budget
@@ -202,25 +187,21 @@ def build_run_optimizer(
 
 
 def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
-    """Tell Transformer Engine's layers to add their gradients where the optimizer's weights say.
-
-    Not by upstream's configuration: with it upstream's own layers, of which the output layer is one, ask for
-    APEX (megatron/core/tensor_parallel/layers.py).
-    """
+    """Let Transformer Engine's layers accumulate gradients into the optimizer's main gradients."""
+    # Upstream's configuration would do this too, but then upstream's own layers (the output layer) need APEX.
+    # Source: megatron/core/tensor_parallel/layers.py.
     for module in chain.from_iterable(stage.modules() for stage in stages):
-        weight = own_parameters(module).get("weight")  # which may be in shards: it is not read
+        weight = own_parameters(module).get("weight")  # may be sharded; its values are not read
         if hasattr(module, "fuse_wgrad_accumulation") and hasattr(weight, "get_main_grad"):
             module.fuse_wgrad_accumulation = True
 
 
 def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
-    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights.
-
-    A checkpoint of adapters needs these weights too, as an objective of a resumed run may.
-    """
+    """Resume the newest checkpoint in `root`; if there is none, start from --load or random weights."""
+    # A checkpoint of adapters also needs the start weights; so may the objective of a resumed run.
     adapter, objective = run.config.adapter, run.data.objective
     is_begun = progress is not None and objective.goes_on(run)
-    if not is_begun or adapter.lora_rank:
+    if not is_begun or adapter.is_on:
         load_start(run, is_begun=is_begun)
     if not is_begun:
         objective.prepare(run)
@@ -233,10 +214,10 @@ def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
 
 
 def load_start(run: Run, *, is_begun: bool = False) -> None:
-    """The weights with which the run begins; of one that is begun without the adapters at --lora-load."""
+    """Load the start weights of a run; if it has already begun (`is_begun`), without --lora-load."""
     load, seed, adapter = run.config.checkpoint.load, run.config.training.seed, run.config.adapter
     optimizer, stages, model = run.optimizer, run.stages, run.config.model
-    with optimizer.described_weights(to_write=True) as visit:
+    with optimizer.meta_weights(to_write=True) as visit:
         initialize_weights(stages, model, seed, adapters=None if load is None else True, visit=visit)
         if load is not None and is_hf_folder(Path(load)):
             import_hf(stages, Path(load), model, run.groups, visit=visit)
@@ -245,7 +226,7 @@ def load_start(run: Run, *, is_begun: bool = False) -> None:
     elif not is_hf_folder(Path(load)):
         with all_or_none():
             folder = any_path(load)
-        with optimizer.described_weights():
+        with optimizer.meta_weights():
             load_weights(folder, stages, run.config, optimizer)
     if adapter.lora_load and not is_begun:
         place = adapter.lora_load
@@ -255,7 +236,7 @@ def load_start(run: Run, *, is_begun: bool = False) -> None:
         else:
             with all_or_none():
                 folder = any_path(place)
-            with optimizer.described_weights():
+            with optimizer.meta_weights():
                 load_weights(folder, stages, run.config, optimizer, adapters=True)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)

@@ -1,12 +1,13 @@
-"""Moves optimizer states between host and device, before steps and after an OOM error, and logs each move.
+"""Move optimizer states between host and device, before steps and after an OOM error, and log each move.
 
-A step that ran out of device memory on some ranks is done again on all, after these have moved states to the
-host. If a rank fails in forward or backward, the other ranks still wait for it in their collectives. If each
-rank has the whole model (TP = PP = CP = 1), these are the reductions and gathers of our own optimizer. The
-failed rank takes part in them with whatever values its buffers contain (`abandon_backward`), and a small
-all-reduce then tells all ranks that the step does not count. With TP, PP or CP the other ranks wait for
-values that the failed rank cannot compute, and a collective that failed cannot be completed: then the error
-ends the run.
+If some ranks run out of device memory in a step, they move states to the host, and all ranks repeat the step.
+If a rank fails in forward or backward, the other ranks still wait for it in their collectives. If each rank
+has the whole model (TP = PP = CP = 1), these are the reductions and gathers of our own optimizer. The failed
+rank takes part in them with whatever values its buffers contain (`abandon_backward`). A small all-reduce then
+tells all ranks that the step does not count.
+
+With TP, PP or CP, the other ranks wait for values that the failed rank cannot compute. A failed collective
+cannot be completed either. In both cases the error ends the run.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
+from patch.distributed.async_collectives import CommHandle, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import on_all_ranks
 from patch.logger import get_logger
-from patch.numbers import counted, size_text
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.placement import Move
-from patch.training.error_translation import LostRankError, is_device_error, is_out_of_memory
+from patch.optimizer.states.placement import Move
+from patch.text import counted, size_text
+from patch.training.guards.error_translation import LostRankError, is_device_error, is_out_of_memory
 from patch.training.run_state import random_state, set_random_state
 
 _logger = get_logger(__name__)
@@ -37,7 +38,7 @@ _EVICTIONS = 4
 
 
 def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
-    """Log the first placement of optimizer states, in a run with offload."""
+    """Log the initial placement of optimizer states if the run has offload."""
     if not optimizer.placement.is_offloading:
         return
     report = optimizer.report()
@@ -52,7 +53,7 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
 
 
 def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
-    """Let the policy move states before a step, and log what it moved and why."""
+    """Let the policy move states before a step, and log the moves and their reasons."""
     before = optimizer.report().offload_fraction
     moves = optimizer.placement.apply()
     if moves:
@@ -60,14 +61,8 @@ def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
 
 
 def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) -> None:
-    """Move a part of all states to the host after an OOM error, and log it.
-
-    Args:
-        optimizer: the optimizer whose states move.
-        what: the work that ran out of memory and is repeated, for the log.
-        reason: the first line of the error, for the log.
-    """
-    from patch.plan.savings import more_offload  # with it the planner, which a step does not need
+    """Move 1 / _EVICTIONS of all states to the host after an OOM error, and log the move."""
+    from patch.plan.savings import more_offload  # imports the planner, which a step does not need
 
     report = optimizer.report()
     num_bytes = report.host_bytes + report.device_bytes + report.disk_bytes
@@ -79,7 +74,7 @@ def _evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) ->
 
 
 def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:
-    """Such as: 3 chunks (1.20 GiB) to the host (REASON); offload fraction 0.250 -> 0.500."""
+    """Return e.g. "optimizer offload: 3 chunks (1.2 GiB) to the host (WHY); offload fraction 0.2 -> 0.4"."""
     parts = []
     for (to_host, reason), group in groupby(moves, key=lambda move: (move.to_host, move.reason)):
         chunks = [move.chunk for move in group]
@@ -93,13 +88,13 @@ def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributed
 class OomRetry:
     """The attempts of one step or one evaluation batch.
 
-    The body of a loop over `attempts` is done again until no rank ran out of memory in it. It does its work
-    in `computing`, and calls `start_agreement` afterwards.
+    The body of a loop over `attempts` is repeated until no rank runs out of memory in it. The body computes
+    inside `computing`, and then calls `start_agreement`.
 
     Args:
-        optimizer: its states are moved to the host if memory runs out.
+        optimizer: the optimizer whose states move to the host if memory runs out.
         what: the name of the work in the log.
-        has_backward: whether `abandon_backward` sends what a rank that ran out of memory leaves unsent.
+        has_backward: whether `abandon_backward` can send the messages that a failed rank has left unsent.
     """
 
     def __init__(
@@ -113,14 +108,14 @@ class OomRetry:
         self._can_agree = optimizer.placement.is_offloading and is_whole
         self._random = random_state() if self._can_agree else {}
         self._error: Exception | None = None
-        self._flags, self._pending = torch.zeros(2), Pending([])
+        self._flags, self._pending = torch.zeros(2), CommHandle([])
 
     def attempts(self) -> Iterator[None]:
-        """Give one attempt after the other, until one succeeded on all ranks.
+        """Yield once per attempt, until an attempt succeeds on all ranks.
 
         Raises:
-            RuntimeError: this rank's out-of-memory error, if a rank has no states left to evict.
-            LostRankError: the same on ranks that did not run out of memory themselves.
+            RuntimeError: this rank's out-of-memory error, if any rank has no states left to evict.
+            LostRankError: the same on ranks that did not run out of memory.
         """
         yield
         while not self._is_done():
@@ -128,9 +123,9 @@ class OomRetry:
 
     @contextmanager
     def computing(self) -> Iterator[list[Any]]:
-        """A context that ends if device memory runs out and the work can be repeated; see `ran_out`.
+        """Context that swallows an out-of-memory error if the work can be repeated; see `ran_out`.
 
-        It gives a list for the work's results. The work changes neither weights nor optimizer states.
+        The context yields a list for the results. The work must change neither weights nor optimizer states.
         """
         try:
             with self._optimizer.placement.count_activations():
@@ -141,7 +136,7 @@ class OomRetry:
             self._error = error.with_traceback(None)
 
     def ran_out(self) -> bool:
-        """Whether this rank ran out of memory in this attempt; then free what the attempt has left."""
+        """Return whether this rank ran out of memory in this attempt; if so, empty the CUDA cache."""
         if self._error is not None:
             # Not in `computing`, where the exception still refers to the stack and the tensors in it.
             torch.cuda.empty_cache()
@@ -153,7 +148,7 @@ class OomRetry:
         return self._can_agree and not isinstance(error, dist.DistError)
 
     def start_agreement(self) -> None:
-        """Start the all-reduce of this rank's outcome. All ranks of a job must call it."""
+        """Start the all-reduce of this rank's outcome; all ranks of the job must call this."""
         if not self._can_agree:
             return
         device = torch.device("cpu") if self._group.size() == 1 else self._optimizer.device
@@ -164,7 +159,7 @@ class OomRetry:
         self._pending = start_all_reduce(self._flags, self._group)
 
     def _is_done(self) -> bool:
-        """Whether the attempt succeeded on all ranks; if not, ranks that ran out of memory evict states."""
+        """Return whether the attempt succeeded on all ranks; if not, evict states on ranks out of memory."""
         if not self._can_agree:
             return True
         num_short, num_hopeless = read_values(self._flags, self._pending, WaitClock(self._flags.device))

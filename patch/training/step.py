@@ -1,8 +1,8 @@
 """One optimizer step on megatron-core's schedules.
 
-The loss of a step is divided by what its objective counts in the global batch (the learned tokens, and with
-them the loss is their mean), summed over data- and context-parallel ranks before the first forward. So
-micro-batch size, DP, CP, PP and padding change loss and gradient only by the order of summation; a reduced
+The loss of a step is divided by the objective's count over the global batch: by default the trained tokens,
+so the loss is their mean. The count is summed over data- and context-parallel ranks before the first forward.
+So micro-batch size, DP, CP, PP and padding change only the order of summation of loss and gradient. A reduced
 gradient needs no rescaling.
 """
 
@@ -20,22 +20,30 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from patch.checks.run_length import place_in_schedule
 from patch.compat.corrections import last_sends_arrive
 from patch.data import Batch
-from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
+from patch.distributed.async_collectives import WaitClock, read_values, start_all_reduce
 from patch.distributed.context_group import Zigzag
 from patch.model import LlamaModel, PackedSequences, unchanged_weights
-from patch.model.experts import routers_of
+from patch.model.experts.layer import routers_of
 from patch.optimizer import ParamGroup, learning_rate
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
 from patch.training.run_state import random_state, set_random_state
 from patch.training.state_placement import OomRetry, apply_placement
-from patch.training.step_data import Reading, StepWork, counted_work, counts, read_step, take_work
+from patch.training.step_data import (
+    BatchCounts,
+    ReadOutcome,
+    StepBatches,
+    counts,
+    next_step_batches,
+    read_step,
+    with_counts,
+)
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
 
 Report = Mapping[str, torch.Tensor]
-"""The report of an objective on a micro-batch, without a graph."""
+"""The report of an objective on a micro-batch, detached from autograd."""
 
 
 class StepResult(NamedTuple):
@@ -45,32 +53,31 @@ class StepResult(NamedTuple):
     """The loss of the global batch; -inf on stages before the last."""
     grad_norm: float
     lr: float
-    """The run's; a parameter group with a decoupled rate has another."""
+    """The learning rate of the run; parameter groups with a decoupled rate differ."""
     skipped: int
-    """1 when nothing was updated: fp16 gradients overflowed, or --on-non-finite skips the step."""
+    """1 if nothing was updated, because fp16 gradients overflowed or --on-non-finite skips the step."""
     comm_exposed_ms: float
     """Time that this rank waited for gradients and for the updated weights of the previous step."""
     attended_pairs: float
-    """See `StepWork`."""
+    """The sum over the global batch, see `StepBatches`."""
     data_wait_ms: float
-    """Time that this rank waited for the data of the next step; in the first step for its own data too."""
-    further: Mapping[str, float]
+    """Time that this rank waited for the data of the next step; the first step includes its own data."""
+    extra_metrics: Mapping[str, float]
     """Further metrics that the objective reports like the loss."""
 
 
 def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lambda: None) -> StepResult:
-    """Forward, backward, reduction and update of one global batch.
+    """Run forward, backward, reduction and update of one global batch.
 
     Args:
-        run: this rank's parts of the run.
         iteration: counted from 0; selects the samples.
-        before_change: called before weights or states change, which a checkpoint may still be copying.
+        before_change: called before weights or states change, because a checkpoint may still be copying them.
     Raises:
         TrainingError: the gradient norm is not finite, and --on-non-finite is stop; nothing has been updated.
-        DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
+        DataError: on all ranks, if any rank cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
-    work, lr = take_work(run, iteration), _rate_of(run, iteration)
+    work, lr = next_step_batches(run, iteration), _rate_of(run, iteration)
     group_lrs = [_rate_of(run, iteration, group) for group in optimizer.param_groups]
     if optimizer.placement.is_offloading:  # states move, and updates on the host may begin in backward
         before_change()
@@ -81,33 +88,32 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
         with retry.computing() as reports:
             optimizer.zero_grad(group_lrs)
             reports += run_schedule(run, work.batches, work.divisor, loss_scale=optimizer.loss_scale.value)
-        if retry.ran_out():  # the other ranks wait for its part in their collectives
+        if retry.ran_out():  # the other ranks wait for this rank in their collectives
             optimizer.abandon_backward(len(work.batches))
         run.phases.enter(Phase.REDUCTION)
         optimizer.start_grad_sync()
-        # The next batch is read while gradients are reduced. The small sums follow the gradients; after the
-        # parameters they would wait for the last all-gather.
+        # The next batch is read while gradients are reduced. The small sums follow the gradients:
+        # queued after the all-gathers of parameters, they would wait for the last one.
         following = read_step(run, iteration + 1)
-        sums, pending = _start_sums(run, reports, following)
+        read_sums = _start_sums(run, reports, following)
         run.phases.enter(Phase.REDUCTION)
         retry.start_agreement()
         optimizer.finish_grad_sync()
     before_change()
     run.phases.enter(Phase.UPDATE)
     outcome = optimizer.step(skip_non_finite=True)
-    *means, divisor, pairs = read_values(sums, pending, WaitClock(run.device))
+    means, following_counts = read_sums()
     if outcome.is_skipped and not outcome.is_overflow:
         losses = [report["loss"] for report in reports]
         repeat = partial(_has_finite_gradients, run, work, group_lrs)
         handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
     else:
         run.num_skips = 0
-    run.data.upcoming = counted_work(run, iteration + 1, following, [divisor, pairs])
+    run.data.upcoming = with_counts(run, iteration + 1, following, following_counts)
     optimizer.placement.record_memory("train")
-    further = dict(zip(run.data.objective.reported, means, strict=True))
     return StepResult(
-        further.pop("loss"), outcome.grad_norm, lr, int(outcome.is_skipped),
-        optimizer.exposed_communication_ms(), work.attended_pairs, run.data.clock.read_ms(), further,
+        means.pop("loss"), outcome.grad_norm, lr, int(outcome.is_skipped),
+        optimizer.exposed_communication_ms(), work.attended_pairs, run.data.clock.read_ms(), means,
     )  # fmt: skip
 
 
@@ -116,8 +122,13 @@ def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float
     return learning_rate(*place, run.config.optimizer, group)
 
 
-def _start_sums(run: Run, reports: list[Report], following: Reading) -> tuple[torch.Tensor, Pending]:
-    """Start the sum over data-parallel ranks of what is reported and of the next batch's counts."""
+def _start_sums(
+    run: Run, reports: list[Report], following: ReadOutcome
+) -> Callable[[], tuple[dict[str, float], BatchCounts]]:
+    """Start the sum over data-parallel ranks of the reported values and of the next batch's counts.
+
+    Return the function that waits for the sums and returns them.
+    """
     names = run.data.objective.reported
     # On a GPU torch.tensor([...]) would wait for backward, and so would the assignment of a number.
     sums = torch.full((len(names) + 2,), -math.inf, dtype=torch.float64, device=run.device)
@@ -125,11 +136,17 @@ def _start_sums(run: Run, reports: list[Report], following: Reading) -> tuple[to
         sums[index] = torch.stack([report[name] for report in reports]).double().sum()
     for place, count in zip(sums[-2:], counts(run, following), strict=True):
         place.fill_(count)
-    return sums, start_all_reduce(sums, run.groups.dp_cp)
+    pending = start_all_reduce(sums, run.groups.dp_cp)
+
+    def read() -> tuple[dict[str, float], BatchCounts]:
+        *means, divisor, pairs = read_values(sums, pending, WaitClock(run.device))
+        return dict(zip(names, means, strict=True)), BatchCounts(divisor, pairs)
+
+    return read
 
 
-def _has_finite_gradients(run: Run, work: StepWork, group_lrs: list[float]) -> bool:
-    """Whether this rank's own gradients are finite when the step is computed again, without an update."""
+def _has_finite_gradients(run: Run, work: StepBatches, group_lrs: list[float]) -> bool:
+    """Compute the step again without an update; return whether this rank's own gradients are finite."""
     before, optimizer = random_state(), run.optimizer
     run.phases.enter(Phase.FORWARD)
     with optimizer.checking_local_gradients() as check:
@@ -141,13 +158,12 @@ def _has_finite_gradients(run: Run, work: StepWork, group_lrs: list[float]) -> b
 
 
 def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: float | None) -> list[Report]:
-    """Run all micro-batches; the last stage returns what the objective reports of each, the others [].
+    """Run all micro-batches; return the objective's report of each on the last stage, [] on other stages.
 
     Args:
-        run: this rank's parts of the run.
-        batches: its micro-batches, of one shape.
-        divisor: see `StepWork`.
-        loss_scale: the factor of the loss before backward; None: forward only.
+        batches: this rank's micro-batches, all of the same shape.
+        divisor: see `StepBatches`.
+        loss_scale: the factor of the loss before backward, or None for forward only.
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     divisor, scale = max(divisor, 1.0), loss_scale or 1.0
@@ -175,19 +191,12 @@ def run_schedule(run: Run, batches: list[Batch], divisor: float, *, loss_scale: 
 def _forward_step(
     batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float, scale: float
 ) -> tuple[torch.Tensor, Any]:
-    """Upstream's forward_step_func: the stage's output and the function that computes the loss from it.
-
-    Args:
-        batches: this rank's micro-batches. model: the stage. run: this rank's parts of the run.
-        divisor: see `StepWork`.
-        scale: the factor of the loss before backward.
-    """
+    """Upstream's forward_step_func: return the stage's output and the function that computes the loss."""
     run.phases.go_on(Phase.FORWARD)
     objective, batch = run.data.objective, next(batches).to(run.device)
     packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device, Zigzag.of(run.groups.cp))
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Report]:
-        """Upstream's (loss, tokens, report)."""
         report = objective.report(output, batch, divisor)
         detached = {name: each.detach() for name, each in report.items()}
         return report["loss"], batch.loss_mask.sum().int(), detached

@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save; asked to stop, it saves a checkpoint before it ends."""
+"""The training loop: step, log, evaluate, save. On a stop request it saves a checkpoint and ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from patch.training.evaluation import evaluate, evaluating
 from patch.training.guards.non_finite import named_samples, samples_of_step
 from patch.training.guards.phases import Phase
 from patch.training.guards.stop import StopRequests
-from patch.training.hooks import Record, TrainerHook
-from patch.training.metrics import loads_of_experts, make_record, measured
+from patch.training.hooks.hook import Record, TrainerHook
+from patch.training.hooks.metrics import loads_of_experts, make_record, measured
 from patch.training.saving import CheckpointSaver
 from patch.training.setup import Run
 from patch.training.step import StepResult, train_step
@@ -26,12 +26,7 @@ _logger = get_logger(__name__)
 
 
 class Trainer:
-    """Runs the remaining steps of a run.
-
-    Args:
-        run: this rank's parts of the run.
-        hooks: this rank's hooks, called in this order; closed at the end.
-    """
+    """The training loop of a run; it calls the hooks in the given order and closes them at the end."""
 
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
@@ -39,19 +34,18 @@ class Trainer:
         self._saving = CheckpointSaver(run, self._on_save)
         run.phases.writing = self._saving.progress
         self._exit_code = 0
-        """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
+        """The exit code with which all ranks agreed to stop, or 0; one rank's request may be a step older."""
         self._is_writing = False
-        """Whether any rank was writing a checkpoint in the background when the ranks last agreed."""
+        """Whether any rank was writing a checkpoint in the background at the last agreement (`_share`)."""
         self._is_evaluating = False
-        """Whether a hook of any rank evaluates after the step on which the ranks last agreed."""
+        """Whether a hook of any rank evaluates after the step of the last agreement."""
         self._step_begin = 0.0
-        """Start time of the current step."""
 
     def train(self) -> int:
-        """Train until the last step, or until a rank is asked to stop.
+        """Train until the last step, or until any rank receives a stop request.
 
         Returns:
-            the exit code: 0 after the last step, else that of what stopped the run (see `stop`).
+            the exit code: 0 after the last step, otherwise that of the stop request (see `stop`).
         Raises:
             TrainingError: the loss or the gradients are not finite.
             CheckpointError: a checkpoint cannot be written.
@@ -121,7 +115,7 @@ class Trainer:
             tasks.append(partial(self._evaluate, due=due, has_sets=has_sets))
         if is_saving_step or self._exit_code:
             tasks.append(self._save)
-        if self._exit_code:  # who asked may kill the run before a long evaluation has ended
+        if self._exit_code:  # save first: the scheduler may kill the run during a long evaluation
             tasks.reverse()
         for task in tasks:
             task(done)
@@ -129,20 +123,19 @@ class Trainer:
         self.run.phases.end_step(seconds)
 
     def _share(self, measured: dict[str, float], *, is_last: bool, is_due: bool) -> dict[str, float]:
-        """The largest value of each metric over ranks; the same collective agrees on what follows."""
-        asked = self._requests.exit_code(is_last=is_last)
-        values = [*measured.values(), asked, self._saving.is_busy, is_due]
-        *worst, agreed, is_writing, is_evaluating = max_over_world([*map(float, values)], self.run.device)
-        self._exit_code, self._is_writing = int(agreed), bool(is_writing)
-        self._is_evaluating = bool(is_evaluating)
-        return dict(zip(measured, worst, strict=True))
+        """Return each metric's maximum over ranks; the same all-reduce agrees on stop, writes, evaluation."""
+        own = {
+            **measured, "exit code": self._requests.exit_code(is_last=is_last),
+            "writing": self._saving.is_busy, "evaluating": is_due,
+        }  # fmt: skip
+        found = max_over_world([*map(float, own.values())], self.run.device)
+        worst = dict(zip(own, found, strict=True))
+        self._exit_code = int(worst.pop("exit code"))
+        self._is_writing, self._is_evaluating = bool(worst.pop("writing")), bool(worst.pop("evaluating"))
+        return worst
 
     def _check(self, iteration: int, result: StepResult, loss: float) -> None:
-        """Look at the loss of a step.
-
-        Raises:
-            TrainingError: it is not finite although the gradients are, so the step was taken.
-        """
+        """Raise a TrainingError if the loss is not finite although finite gradients let the update happen."""
         if not math.isfinite(loss) and not result.skipped:
             samples = named_samples(self.run, samples_of_step(self.run, iteration))
             message = (
@@ -163,7 +156,7 @@ class Trainer:
             hook.on_evaluate(record)
 
     def _go_on(self, done: int) -> None:
-        if self._saving.is_pending:  # a signal has the next one saved first
+        if self._saving.is_pending:  # after a stop request, `_save` ran first and completed it
             self.run.phases.enter(Phase.SAVE)
             self._saving.go_on()
 
@@ -175,4 +168,4 @@ class Trainer:
     def _on_save(self, iteration: int) -> None:
         for hook in self._hooks:
             hook.on_save(iteration)
-        barrier(self.run.device)  # otherwise the next step of the others would include the time of rank 0's
+        barrier(self.run.device)  # otherwise the next step of other ranks would include rank 0's hooks

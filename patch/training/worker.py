@@ -25,41 +25,41 @@ from patch.distributed.collectives import (
     on_all_ranks,
 )
 from patch.distributed.groups import initialize, shutdown
-from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError, ConfigError
+from patch.launch.worker_process import WorkerExit, announce_end, failure
 from patch.logger import configure_logging, get_logger
 from patch.optimizer.kernels import try_kernel
 from patch.preflight.checkpoint_places import checkpoint_root
+from patch.preflight.model_of_folder import has_hf_config
 from patch.preflight.resume_guard import check_tokens, remember_data
-from patch.preflight.stored_shape import has_hf_config
 from patch.storage.atomic import write_record
 from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER, METRICS_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 from patch.training import HOOKS
-from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
-from patch.training.error_translation import translate_errors
+from patch.training.guards.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
-from patch.training.hooks import LastSaved, ProgressDisplay, RateWarning, StepProfile, TrainerHook
-from patch.training.metrics import LossPlot, MetricsLog
-from patch.training.reporting import Reporter
+from patch.training.hooks.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
+from patch.training.hooks.hook import LastSaved, ProgressDisplay, RateWarning, StepProfile, TrainerHook
+from patch.training.hooks.metrics import LossPlot, MetricsLog
+from patch.training.hooks.reporting import Reporter
+from patch.training.hooks.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.saving import write_adapters
 from patch.training.setup import Run, build_run
-from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.tasks.suite import TaskScores
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
 
-_OF_A_MACHINE = frozenset(
+_PER_MACHINE_FIELDS = frozenset(
     "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
     "lora_load output_path save stop_file log_dir eval_tasks_path optimizer_offload_policy "
     "optimizer_offload_fraction optimizer_offload_auto_threshold optimizer_offload_chunk_size "
     "offload_folder optimizer_offload_host_share simulated_device_memory".split()
 )
-"""Fields that may differ between machines: places, and where optimizer states lie."""
+"""Fields that may differ between machines: paths, and the placement of optimizer states."""
 
 
 def run(config: RunConfig) -> None:
@@ -69,8 +69,8 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved;
-            with 0 under our launcher, which reads that code in the reply (see `announce_end`).
+        SystemExit: a stop request ended the run, with a checkpoint (see `stop`); the code is that of the
+            request. Under our launcher, `run` returns instead: the launcher reads the code in the error file.
     """
     configure_logging()
     try:
@@ -84,14 +84,13 @@ def run(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> int:
-    """Run from joining the job to leaving it; the exit code of this process."""
     local_rank = int(os.environ["LOCAL_RANK"])
     context = DeviceContext.select(local_rank)
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
     _compare_runs(config)
     if context.is_cuda:
-        for is_turn in (local_rank == 0, local_rank != 0):  # the others find what the first has compiled
+        for is_turn in (local_rank == 0, local_rank != 0):  # local rank 0 compiles for all local ranks
             with all_or_none():
                 if is_turn:
                     try_kernel(context.device)
@@ -100,11 +99,11 @@ def _train(config: RunConfig) -> int:
         this_run = build_run(config, context, groups, phases)
         from_rank_0(lambda: _compare_data(this_run))
         if this_run.start_iteration < this_run.config.training.train_iters:
-            # The steps of epochs are known only now; other lengths are written as they were given.
+            # A length in epochs becomes steps only now; other lengths are written as the user gave them.
             written = config if config.training.train_epochs is None else this_run.config
             from_rank_0(lambda: _write_records(written))
         config = this_run.config
-        if this_run.start_iteration and config.adapter.lora_rank:
+        if this_run.start_iteration and config.adapter.is_on:
             write_adapters(this_run, this_run.start_iteration)
         scores = [TaskScores(this_run)] if config.data.eval_tasks is not None else []
         with fail_together("the run's records cannot be opened", CheckpointError):
@@ -112,16 +111,16 @@ def _train(config: RunConfig) -> int:
         exit_code = Trainer(this_run, [*hooks, *scores]).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
-    exit_code = announce_end(Reply(exit_code))
+    exit_code = announce_end(WorkerExit(exit_code))
     try:
         shutdown()
-    except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
+    except RuntimeError as error:  # the run is done, so a rank that has already left does no harm
         _logger.warning("leaving the job: %s", error)
     return exit_code
 
 
 def build_hooks(run: Run, measure: Measure = LOWEST_LOSS) -> list[TrainerHook]:
-    """The hooks of this rank, in the order in which they are called; `measure` says which save is best."""
+    """Return the hooks of this rank in call order; `measure` decides which checkpoint is the best."""
     hooks: list[TrainerHook] = []
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
@@ -152,7 +151,7 @@ def build_hooks(run: Run, measure: Measure = LOWEST_LOSS) -> list[TrainerHook]:
 
 
 def _retention(run: Run, root: AnyPath, measure: Measure) -> CheckpointRetention:
-    """The hook that removes checkpoints; with --save-retain-every alone, the newest one stays besides."""
+    """Return the hook that removes checkpoints; with --save-retain-every alone, it also keeps the newest."""
     config = run.config.checkpoint
     last, every = config.save_retain_last, config.save_retain_every
     retention = Retention(last or (1 if every else None), every)
@@ -162,14 +161,9 @@ def _retention(run: Run, root: AnyPath, measure: Measure) -> CheckpointRetention
 
 
 def _compare_runs(config: RunConfig) -> None:
-    """Refuse machines with other values than the first, given or chosen for `auto` by memory and libraries.
-
-    They would train another run than the one asked for, or wait for each other's messages for ever.
-
-    Raises:
-        ConfigError: two ranks have different values; on all ranks.
-    """
-    shared = {name: scalar_of(config, name) for name in FIELDS if name not in _OF_A_MACHINE}
+    """Refuse, on all ranks, values that differ between ranks, given by the user or chosen by `auto`."""
+    # Otherwise ranks would train different runs or deadlock.
+    shared = {name: scalar_of(config, name) for name in FIELDS if name not in _PER_MACHINE_FIELDS}
     per_rank = all_gather_object(shared)
     for rank, values in enumerate(per_rank):
         for name, value in values.items():
@@ -181,7 +175,7 @@ def _compare_runs(config: RunConfig) -> None:
 
 @contextmanager
 def _locked_folder(config: RunConfig) -> Iterator[None]:
-    """Rank 0 locks the run's folder, and its store; a failure is raised on all ranks."""
+    """Lock the run's folder and its store on rank 0; raise a failure on all ranks."""
     with ExitStack() as stack:
         with all_or_none():
             if os.environ["RANK"] == "0":
@@ -194,14 +188,13 @@ def _locked_folder(config: RunConfig) -> Iterator[None]:
 
 
 def _compare_data(this_run: Run) -> None:
-    """Record the data of a run that begins, and compare it with the record when it is resumed."""
+    """Record the data of a new run; compare the data of a resumed run with the record."""
     remember_data(this_run.config, this_run.data.records)
     for warning in check_tokens(this_run.config, this_run.data.records):
         _logger.warning("%s", warning)
 
 
 def _write_records(config: RunConfig) -> None:
-    """Write config.yaml into the run's folder, and send the records to its store."""
     write_record(Path(config.checkpoint.output_path) / CONFIG_FILE, to_yaml(config))
     send_records(config)
 
@@ -210,7 +203,7 @@ def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / HF_FOLDER
     load = config.checkpoint.load
-    with this_run.optimizer.described_weights() as visit:
+    with this_run.optimizer.meta_weights() as visit:
         export_hf(
             this_run.stages,
             target,
@@ -218,7 +211,7 @@ def _export(this_run: Run) -> None:
             this_run.groups,
             hf_source=Path(load) if load is not None and has_hf_config(load) else None,
             tokenizer=this_run.tokenizer,
-            adapter=config.adapter if config.adapter.lora_rank else None,
+            adapter=config.adapter if config.adapter.is_on else None,
             visit=visit,
             step=max(this_run.start_iteration, config.training.train_iters),
         )

@@ -1,4 +1,4 @@
-"""The source files that the laws of the house apply to, and golden files."""
+"""Source files that the architecture rules apply to, and golden files."""
 
 import ast
 import os
@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).parent
 
 
 class Source(NamedTuple):
-    """One Python file: its path below the root, its text, and its syntax tree."""
+    """A Python file: path below the root, text, syntax tree."""
 
     path: Path
     text: str
@@ -20,7 +20,6 @@ class Source(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Its dotted name."""
         return ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -35,25 +34,24 @@ def sources(*folders: str) -> list[Source]:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository's root."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def house() -> list[Source]:
-    """What users run: patch, examples, toolkits."""
+    """Return the sources of the product: patch, examples, toolkits."""
     return sources("patch", "examples", "toolkits")
 
 
 @pytest.fixture(scope="session")
 def all_sources(house) -> list[Source]:
-    """The house and its tests."""
+    """Return the sources of the product and of the tests."""
     return [*house, *sources("tests")]
 
 
 @pytest.fixture
 def golden():
-    """Compare a text with the file of that name here; RENEW_GOLDEN=1 writes it instead."""
+    """Compare a text with the golden file of this name, or write it if RENEW_GOLDEN is set."""
 
     def check(name: str, text: str) -> None:
         file = GOLDEN / name

@@ -1,4 +1,4 @@
-"""Frozen: the positions' order, the list of flags, and what 25 positions resolve to."""
+"""Frozen contracts: order of the positions, list of flags, and the resolved values of 25 positions."""
 
 from patch.config import to_yaml
 from patch.config.fields import FIELDS

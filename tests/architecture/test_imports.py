@@ -1,4 +1,4 @@
-"""Who may import whom: the rows of the house, its light half, and the one door to private names."""
+"""Rules of imports: the order of packages, packages without torch, and one module for private names."""
 
 import ast
 import re
@@ -13,44 +13,46 @@ from architecture.conftest import Source
 ROWS = {
     "patch.errors": -1,
     "patch.logger": 0,
-    "patch.numbers": 0,
+    "patch.text": 0,
     "patch.flag_field": 0,
     "patch.device": 0,
-    "patch.eight_bits": 0,
+    "patch.fp8": 0,
     "patch.progress": 1,
     "patch.storage": 1,
     "patch.families": 1,
     "patch.layout": 1,
     "patch.config": 2,
+    "patch.features": 3,
     "patch.compat": 3,
-    "patch.checks": 3,
-    "patch.preflight": 4,
-    "patch.plan": 5,
-    "patch.distributed": 6,
-    "patch.memory": 6,
-    "patch.model": 7,
-    "patch.optimizer": 7,
-    "patch.data": 7,
-    "patch.checkpoint": 8,
-    "patch.convert": 9,
-    "patch.alignment": 10,
-    "patch.training": 10,
-    "examples": 12,
-    "toolkits": 11,
+    "patch.checks": 4,
+    "patch.preflight": 5,
+    "patch.plan": 6,
+    "patch.launch": 7,
+    "patch.distributed": 8,
+    "patch.memory": 8,
+    "patch.model": 9,
+    "patch.optimizer": 9,
+    "patch.data": 9,
+    "patch.checkpoint": 10,
+    "patch.convert": 11,
+    "patch.alignment": 12,
+    "patch.training": 12,
+    "examples": 14,
+    "toolkits": 13,
 }
 
 
-LIGHT = ("patch.families", "patch.layout", "patch.config", "patch.checks", "patch.preflight", "patch.plan")
-"""Packages that work where neither torch nor megatron-core is installed."""
+LIGHT = tuple(f"patch.{name}" for name in "families layout config features checks preflight plan".split())
+"""Packages that work without torch and megatron-core."""
 
 
 def _package(module: str) -> str | None:
-    """The package of the house that a dotted name belongs to; None for the world outside."""
+    """Return the product's package of a dotted name, or None for other packages."""
     return next((name for name in ROWS if f"{module}.".startswith(f"{name}.")), None)
 
 
 def _imports(source) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import, those inside functions included; relative ones made absolute."""
+    """Return (line, absolute dotted name) of every import, including those within functions."""
     found = []
     here = source.path.with_suffix("").parts
     for node in ast.walk(source.tree):
@@ -99,7 +101,7 @@ def test_light_rows_name_neither_torch_nor_megatron(house):
 
 def test_light_packages_load_no_torch(house, root):
     light = [source.module for source in house if _package(source.module) in LIGHT]
-    light += ["patch.distributed.launch", "toolkits._start"]
+    light += ["patch.launch.launcher", "patch.training.hooks.forwarder", "toolkits._start"]
     heavy = "{'torch', 'megatron', 'transformers'}"
     command = [sys.executable, "-c", f"import sys, {', '.join(light)}; print({heavy} & {{*sys.modules}})"]
     loaded = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
@@ -107,13 +109,13 @@ def test_light_packages_load_no_torch(house, root):
 
 
 def _without_types(tree: ast.Module) -> ast.Module:
-    """A module without what stands under `if TYPE_CHECKING`."""
+    """Return a module without its `if TYPE_CHECKING` blocks."""
     kept = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test))]
     return ast.Module(kept, [])
 
 
 def test_no_module_imports_itself_by_way_of_others(house):
-    """Also within functions, but for types; a package's face is not for its own modules."""
+    """Also within functions, except for types. Modules of a package must not import its __init__."""
     modules = {source.module: source for source in house}
     graph = {
         name: {
@@ -127,8 +129,11 @@ def test_no_module_imports_itself_by_way_of_others(house):
 
 
 def test_packages_that_other_programs_use_take_sections_of_a_run(house):
-    """A program without a run uses them, and need not invent the rest of one."""
-    open_packages = ("model", "optimizer", "data", "memory", "checkpoint")
+    """A program without a run uses these packages, and must not need a whole run's configuration.
+
+    Not `model`: it needs five sections and what RunConfig derives from them; `RunConfig.of_model` makes one.
+    """
+    open_packages = ("optimizer", "data", "memory", "checkpoint")
     wrong = [
         f"{source.path}:{line}"
         for source in house
@@ -140,7 +145,7 @@ def test_packages_that_other_programs_use_take_sections_of_a_run(house):
 
 
 def test_packages_for_a_gpu_are_imported(house, root):
-    """A user may build them for an hour: what is listed is used."""
+    """A user may build them for an hour, so each listed package must be used."""
     imported = {name.split(".")[0] for source in house for _, name in _imports(source)}
     lines = (line.split("#")[0] for line in (root / "requirements-gpu.txt").read_text().splitlines())
     listed = [re.match(r"[\w.-]+", line)[0].replace("-", "_") for line in lines if line.strip()]
@@ -148,7 +153,7 @@ def test_packages_for_a_gpu_are_imported(house, root):
 
 
 def test_every_thread_is_on_the_device_of_the_one_that_starts_it(house):
-    """A thread that names no device makes a context on GPU 0, of half a GB, for whatever it does or frees."""
+    """A thread without a device creates a context of half a GB on GPU 0 for its first operation or free."""
     wrong = []
     for source in house:
         for node in ast.walk(source.tree):
@@ -162,7 +167,7 @@ def test_every_thread_is_on_the_device_of_the_one_that_starts_it(house):
 
 
 def test_streams_are_taken_for_a_purpose(house):
-    """A new one for each call would soon be that of a communicator."""
+    """A new stream for each call would soon be the stream of a communicator."""
     calls = [
         f"{source.path}:{node.lineno}"
         for source in house
@@ -213,7 +218,7 @@ def test_private_upstream_names_come_through_compat_only(house):
 
 
 def _private_uses(source) -> list[tuple[int, str]]:
-    """Private parts of imported megatron and torch names, and private attributes reached through them."""
+    """Return private names imported from megatron and torch, and private attributes reached through them."""
     bound, found = set(), []
     for node in ast.walk(source.tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -1,4 +1,4 @@
-"""What another program gets that installs the package: its dependencies, its types, and nothing else."""
+"""Contents of an installation: dependencies, types, and nothing else."""
 
 import ast
 import os
@@ -35,15 +35,13 @@ def _pins(root: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def declared(root: Path) -> set[str]:
-    """The packages that an installation of this one brings."""
+    """Return the packages that an installation requires."""
     return {_name(requirement) for requirement in _project(root)["dependencies"]}
 
 
 def test_what_is_imported_is_declared(house, declared):
-    """Triton comes with torch's CUDA build; DeepSpeed, PEFT and TRL are rivals where they are installed.
-    lm-eval is the extra `tasks`.
-
-    Transformer Engine is in requirements-gpu.txt, and imported only where a user asks for its layers.
+    """Triton comes with torch's CUDA build. DeepSpeed, PEFT and TRL are optional rivals in benchmarks.
+    lm-eval is the extra `tasks`. Transformer Engine is in requirements-gpu.txt, and imported only on demand.
     """
     distributions = packages_distributions()
     known = sys.stdlib_module_names | {"patch", "toolkits", "examples", "triton", "deepspeed", "datasets"}
@@ -60,7 +58,7 @@ def test_what_is_imported_is_declared(house, declared):
 
 
 def test_what_a_run_needs_is_installed_without_what_only_tests_need(root, declared):
-    """`make quickstart` installs requirements.txt; each version that is tested is said once."""
+    """`make quickstart` installs requirements.txt. Each tested version is listed only once."""
     run, tests = _pins(root), _project(root)["optional-dependencies"]["test"]
     assert all("==" in pin for pin in (*run, *tests))
     needed = {_name(pin) for pin in run}
@@ -95,17 +93,18 @@ def test_a_wheel_holds_one_package_with_all_that_programs_need(wheel):
     needed = "patch/py.typed patch/optimizer/kernels/adam.cpp patch/config/foreign_flags.txt"
     needed += " toolkits/command.py patch/families/config_keys.yaml examples/llama3_1/run_mcore_llama.sh"
     assert {f"{INSIDE}/{name}" for name in needed.split()} <= set(names)
-    assert not [name for name in names if name.startswith(f"{INSIDE}/toolkits/benchmarks")]  # of a clone
+    assert not [name for name in names if name.startswith(f"{INSIDE}/toolkits/benchmarks")]  # only in a clone
 
 
+@pytest.mark.long
 def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
-    """Elsewhere than in the repository, from a folder with files that are named as modules are."""
+    """In a folder outside the repository, with files that have the names of modules."""
     installed = tmp_path / "installed"
     subprocess.run([*PIP, "install", *QUIET, "--target", installed, wheel], check=True, timeout=120)
-    kernels = Path("patch/optimizer/kernels/build")  # compiling them again would take seconds
+    kernels = Path("patch/optimizer/kernels/build")  # compiling them would take seconds
     if (root / kernels).is_dir():
         shutil.copytree(root / kernels, installed / INSIDE / kernels)
-    (installed / "patch.py").write_text("fromstring = 'of another program'")  # as PyPI's have it
+    (installed / "patch.py").write_text("fromstring = 'of another program'")  # as on PyPI
     (installed / "toolkits").mkdir()
     (installed / "toolkits" / "__init__.py").write_text("own = 'of another program'")
     (tmp_path / "random.py").write_text("raise RuntimeError('not the standard library')")
@@ -118,7 +117,7 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
         return subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     commands = [line.split()[0] for line in call("--help").stdout.splitlines()[1:]]
-    tools = "train convert merge plan prove doctor preview preprocess inspect evaluate align"
+    tools = "train migrate chat convert merge plan prove doctor preview preprocess inspect evaluate align"
     assert commands == ["quickstart", *tools.split()]
     assert call("--version").stdout.startswith(f"llama-patch {patch.__version__} (megatron-core ")
     wrong = call("plna")
@@ -131,7 +130,7 @@ def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
     for program, expected in (
         ("import patch, toolkits; print(patch.fromstring, toolkits.own)", "of another program " * 2),
         ("import llama_megatron_patch, patch; print(patch.__file__)", str(installed / INSIDE / "patch")),
-        (MESSAGES, "reduce-scatter all-gather latency"),
+        (MESSAGES, "reduce-scatter latency"),
     ):
         command = [sys.executable, "-c", program]
         said = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""A small model with its tokenizer, and a few rows of the quickstart's data."""
+"""Small model with its tokenizer, and a few rows of the quickstart's data."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,16 +10,13 @@ from toolkits.quickstart.workspace import prepare
 
 
 class Office(NamedTuple):
-    """What a run starts from."""
-
     model: Path
     train: Path
     valid: Path
     held_out: list[Example]
-    """The rows of `valid`."""
+    """Rows of `valid`."""
 
     def positions(self, output: Path) -> dict[str, Path]:
-        """The four positions that name paths."""
         return {
             "DATASET_PATH": self.train,
             "VALID_DATASET_PATH": self.valid,

@@ -1,7 +1,7 @@
-"""Call the shell script as a user does, with 25 positions by name; or only what its launcher would start.
+"""Call the shell script as a user does, with 25 positions by name, or only the workers of its launcher.
 
-A worker that the launcher starts imports torch and megatron-core: four CPU seconds. So `call` is for what
-launcher and workers do together, and `call_workers` for what a run does by itself.
+A worker that the launcher starts imports torch and megatron-core, which takes four CPU seconds. So `call` is
+for the interplay of launcher and workers, and `call_workers` for the run itself.
 """
 
 import json
@@ -23,7 +23,7 @@ from started_programs import start_program
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from patch.device import MachineFacts
-from patch.distributed.launch import worker_environment
+from patch.launch.launcher import worker_environment
 from toolkits.quickstart.tasks import Example
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,13 +62,13 @@ POSITIONS = {
 
 
 def command(**changes: object) -> list[str]:
-    """The script and its positions, those named in `changes` replaced."""
+    """Return the script and its positions, with replacements."""
     assert changes.keys() <= POSITIONS.keys(), f"no such position in {sorted(changes)}"
     return ["sh", str(SCRIPT), *(str(value) for value in {**POSITIONS, **changes}.values())]
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """This process's environment without what tests themselves run under; raw data, two CPU processes."""
+    """Return the environment of a run: raw data, two CPU processes, none of the tests' own variables."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}
     own |= {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": 2}
@@ -76,7 +76,7 @@ def environment(**variables: object) -> dict[str, str]:
 
 
 def call(arguments: list[str], **variables: object) -> subprocess.CompletedProcess[str]:
-    """Run to the end; output and exit code."""
+    """Run a command to its end; return its output and exit code."""
     return subprocess.run(
         arguments,
         env=environment(**variables),
@@ -88,16 +88,15 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
 
 
 def start(arguments: list[str], variables: dict[str, str]) -> subprocess.Popen:
-    """Start a program with these variables as its environment."""
     return start_program(arguments, variables, stderr=subprocess.PIPE, text=True)
 
 
 def call_workers(
     world_size: int, arguments: list[str], limit: tuple[int, int] | None = None, **variables: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the workers alone, in processes of the tests' runner; their common exit code, and stderr of all.
+    """Run only the workers, in processes of the tests' runner; return their common exit code, and all stderr.
 
-    `limit` is one of their resources, a RLIMIT_* of the module `resource`, and how much of it they have.
+    `limit` is a resource limit of each worker: a RLIMIT_* of the module `resource`, and its value.
     """
     own = {"MP_DATASET_TYPE": "raw", **variables}
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -125,7 +124,7 @@ def _work(
     messages: str,
     limit: tuple[int, int] | None,
 ) -> int:
-    """The exit code of this rank's worker, whose stderr is appended to a file."""
+    """Run a worker as this rank; return its exit code, and append its stderr to a file."""
     leave()
     os.environ.update(environments[rank])
     stderr = os.dup(2)
@@ -141,14 +140,14 @@ def _work(
     if limit is not None:
         resource.setrlimit(limit[0], (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     os.dup2(stderr, 2)
-    if torch.distributed.is_initialized():  # a worker that fails ends without leaving its job
+    if torch.distributed.is_initialized():  # a failed worker ends without leaving its job
         torch.distributed.destroy_process_group()
     rejoin()
     return code
 
 
 def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
-    """Wait until so many steps are in the log."""
+    """Wait until this number of steps is in the log."""
     metrics = output / "log" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= count):
@@ -157,7 +156,6 @@ def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
 
 
 def await_file(file: Path, launcher: subprocess.Popen) -> None:
-    """Wait until it is there, as the first checkpoint's, which is written in the background."""
     deadline = time.monotonic() + 120
     while not file.is_file():
         assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
@@ -165,7 +163,6 @@ def await_file(file: Path, launcher: subprocess.Popen) -> None:
 
 
 def worker_of(launcher: int, local_rank: str) -> int:
-    """The process id of a launcher's worker."""
     variable = f"LOCAL_RANK={local_rank}".encode()
     for task in Path("/proc").glob(f"{launcher}/task/*/children"):
         for child in task.read_text().split():
@@ -175,7 +172,7 @@ def worker_of(launcher: int, local_rank: str) -> int:
 
 
 def cut_back(output: Path, iteration: int) -> None:
-    """Leave a run's folder as it was right after the checkpoint of `iteration`, but for its log."""
+    """Restore a run's folder to its state right after the checkpoint of `iteration`, except its log."""
     root = output / "checkpoint"
     for link in ("last", "best"):
         (root / link).unlink(missing_ok=True)
@@ -186,25 +183,23 @@ def cut_back(output: Path, iteration: int) -> None:
 
 
 def training_records(output: Path) -> list[dict[str, Any]]:
-    """The lines of log/metrics.jsonl that tell of a training step."""
     lines = (output / "log" / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
 def losses(output: Path) -> list[float]:
-    """The training losses, exactly as written."""
     return [record["loss"] for record in training_records(output)]
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:
-    """Two Hugging Face folders hold the same bits."""
+    """Compare the bits of two Hugging Face folders."""
     first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (ours, theirs))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def loss_in_transformers(folder: Path, examples: list[Example]) -> float:
-    """The mean loss of the answers' tokens, by transformers' model of a Hugging Face folder."""
+    """Return the mean loss over the answers' tokens, computed by transformers from a Hugging Face folder."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     total, count = 0.0, 0
     for example in examples:

@@ -78,7 +78,7 @@ def test_run_goes_on_with_the_same_bits_and_is_refused_with_other_adapters_or_we
     assert result.returncode == 2 and "has a run with other adapters" in result.stderr
     other = arguments(office, unbroken, TRAIN_TOKENS_OR_ITERS=9, PRETRAIN_CHECKPOINT_PATH=unbroken / "hf")
     result = call(other)
-    assert result.returncode == 4 and "adapters of weights with checksum" in result.stderr, result.stderr
+    assert result.returncode == 4 and "belong to base weights with checksum" in result.stderr, result.stderr
     result = call(arguments(office, unbroken.with_name("x"), PRETRAIN_CHECKPOINT_PATH=unbroken))
     assert result.returncode == 2 and "checkpoints of adapters of" in result.stderr, result.stderr
 

@@ -1,6 +1,7 @@
-"""BLOOM's run in small, as its document has it: three dimensions, ZeRO-1, bf16 with fp32 gradients, a mixture
-of sets, a checkpoint every few steps, from which it goes on when a process was killed; its loss is that of
-transformers on the exported folder."""
+"""BLOOM's run in small: 3D parallelism, ZeRO-1, bf16 with fp32 gradients, blended sets, many checkpoints.
+
+It resumes after a process was killed. Its loss is that of transformers on the exported folder.
+"""
 
 import json
 import os
@@ -33,12 +34,12 @@ pytestmark = pytest.mark.long
 PROCESSES, LENGTH, STEPS, SAVED = 8, 64, 6, 2
 TOKENS_OF_STEP = 8 * LENGTH
 BOUND = 5e-3
-"""Of a loss near 5: ours is computed in bf16, transformers' in fp32."""
+"""Bound for a loss near 5: ours is computed in bf16, transformers' in fp32."""
 
 
 @pytest.fixture(scope="module")
 def model(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of six heads, no power of 2, with the office's tokenizer."""
+    """Random weights with six heads, which is not a power of 2, and the office's tokenizer."""
     folder = tmp_path_factory.mktemp("bloom")
     vocabulary = len(AutoTokenizer.from_pretrained(office.model))
     family_model("bloom", folder, vocab_size=vocabulary, n_layer=4, initializer_range=0.02)
@@ -49,7 +50,7 @@ def model(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sets(office: Office, model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two sets to train on, and one of a single document to evaluate."""
+    """Two sets to train on, and one with a single document to evaluate."""
     folder = tmp_path_factory.mktemp("sets")
     texts = [office.train.read_text().splitlines()[part] for part in (slice(250), slice(250, 400))]
     texts.append([office.valid.read_text()])
@@ -75,7 +76,7 @@ def bloom_command(model: Path, sets: list[Path], output: Path) -> list[str]:
 
 
 def loss_of_transformers(folder: Path, prefix: Path) -> float:
-    """Over the windows of a set that is one document."""
+    """Return the loss over the windows of a set with a single document."""
     (tokens,) = (torch.tensor(document).long() for document in IndexedDataset(str(prefix)))
     windows = tokens.unfold(0, LENGTH + 1, LENGTH)
     logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(windows[:, :-1]).logits

@@ -1,4 +1,4 @@
-"""A machine that runs out of memory under a run: exit code, one message with a cure, no traceback."""
+"""A run on a machine without enough memory: exit code, one message with a cure, no traceback."""
 
 import resource
 from pathlib import Path
@@ -8,9 +8,9 @@ from end_to_end.conftest import Office
 from end_to_end.shell import call, call_workers, command
 
 ADDRESS_SPACE_BYTES = 32 * 2**30
-"""Room for torch and megatron-core, a build for CUDA included, and not for the embedding below."""
+"""Room for torch and megatron-core, also built for CUDA, but not for the embedding below."""
 VOCABULARY = 4_000_000
-"""At the 405B model's width 131 GB in bf16, asked for at once and before any page is touched."""
+"""At the 405B model's width this takes 131 GB in bf16, allocated at once before any page is touched."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A small Qwen 2 MoE through the shell: experts distributed, killed, gone on with, exported, moved."""
+"""Small Qwen 2 MoE through the shell: expert parallelism, kill, resume, export, another layout."""
 
 import json
 import os
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.long
 
 STEPS = 12
 LOSS_TOLERANCE = 1e-4
-"""Sums of float32 in another order, of two layouts or of two frameworks."""
+"""Float32 sums in different orders, between two layouts or two frameworks."""
 
 
 @pytest.fixture(scope="module")
 def mixture(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Office:
-    """The tokenizer of the small model with random experts; its first layer has none."""
+    """The small model's tokenizer with random experts. The first layer has none."""
     folder = shutil.copytree(office.model, tmp_path_factory.mktemp("mixture") / "model")
     torch.manual_seed(7)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -1,6 +1,6 @@
-"""The documents that users read: links lead somewhere, commands of four pages work, both languages agree.
+"""The users' documents: links resolve, commands of four pages work, both languages agree.
 
-tests/support/guides.py reads a page, lets bash call what it says, and checks each call.
+tests/support/guides.py reads a page, lets bash call its commands, and checks each call.
 examples/llama3_1/README.md says which blocks a guide may have.
 """
 
@@ -32,6 +32,7 @@ from small_runs import hf_llama, small_run
 
 EXAMPLES = REPOSITORY / "examples/llama3_1"
 LIBRARY = EXAMPLES / "library"
+LONG = ("CONTRIBUTING.md", "README.md")
 PAGES = sorted(
     [
         *(REPOSITORY / "docs").glob("*.md"),
@@ -40,7 +41,7 @@ PAGES = sorted(
     ]
 )
 RUN_PAGES = ("README.md", "fine_tuning.md", "launcher.md", "converting.md")
-"""Whose commands are tried."""
+"""Pages whose commands are checked."""
 RUN = (
     "bash examples/llama3_1/run_mcore_llama.sh dsw auto 1 16 1e-5 1e-6 512 512 bf16 1 1 1 false false true "
     "true none false 200 $DATA none $MODEL 10 0 $OUT"
@@ -52,15 +53,13 @@ CHATS = [
 
 
 class Fixtures(NamedTuple):
-    """What the variables of the guides stand for."""
-
     folder: Path
     variables: dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Fixtures:
-    """A model in LLaMA-3.2-1B's layers and heads but narrow, small data, and a run that has ended."""
+    """A narrow model with the layers and heads of LLaMA-3.2-1B, small data, and a run that has ended."""
     folder = tmp_path_factory.mktemp("guides")
     names = {name: folder / name.lower() for name in ("MODEL", "RUN", "OUT", "TRAINED")}
     names |= {"DATA": folder / "chats.json", "VALID": folder / "valid.json"}
@@ -95,7 +94,7 @@ def _library() -> set[str]:
 
 
 def faults_of_commands(page: Page, fixtures: Fixtures, folder: Path) -> list[str]:
-    """What does not work of a page's blocks of bash and Python, by line."""
+    """Return the faults of a page's bash and Python blocks, by line."""
     name, blocks = page.path.name, page.blocks
     calls, complaint = calls_of(page, folder, fixtures.variables)
     found = [f"{name}: {complaint}"] if complaint else []
@@ -115,7 +114,7 @@ def faults_of_commands(page: Page, fixtures: Fixtures, folder: Path) -> list[str
 
 
 def _python_fault(block: Block) -> str:
-    """Why lines of Python do not work, if they are not one of the library's programs."""
+    """Return the fault of a Python block, unless it is a program of the library."""
     if block.text in _library():
         return ""
     try:
@@ -132,7 +131,11 @@ def test_links_of_the_other_documents_lead_somewhere() -> None:
     assert not [fault for page in pages if page not in PAGES for fault in faults_of_links(read_page(page))]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] if path.name in LONG else []) for path in PAGES],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
+)
 def test_page_is_right(path: Path, fixtures: Fixtures, tmp_path: Path) -> None:
     page = read_page(path)
     faults = faults_of_links(page) + faults_of_flags(page)

@@ -1,4 +1,4 @@
-"""A run whose model, tokenizer and data are names of the hub, from a cache without a network."""
+"""A run whose model, tokenizer and data are hub names, from a cache without a network."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def cache(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and a data set with two splits, the training set in two files."""
+    """A model, and a data set with two splits, whose training split has two files."""
     cache = tmp_path_factory.mktemp("cache")
     add_to_cache(cache, "acme/office-1B", files_in(office.model))
     rows = office.train.read_bytes().splitlines(keepends=True)
@@ -49,7 +49,7 @@ def test_a_name_is_converted(
 
 
 def test_names_give_the_run_of_the_same_files(office: Office, cache: Path, tmp_path: Path) -> None:
-    """Bitwise; and the run is resumed at its revision, although the cache has a newer one by then."""
+    """Bit for bit. The run resumes at its revision, although the cache has a newer one by then."""
     variables = {"HF_HUB_CACHE": cache, "HF_HUB_OFFLINE": 1, "NPROC_PER_NODE": 1}
     steps = {"TRAIN_TOKENS_OR_ITERS": 4, "SAVE_INTERVAL": 4, "BATCH_SIZE": 4}
     named = {
@@ -80,7 +80,7 @@ def test_names_give_the_run_of_the_same_files(office: Office, cache: Path, tmp_p
 
 
 def test_a_run_is_pushed_and_reported_and_its_losses_stay(office: Office, tmp_path: Path) -> None:
-    """One service takes all; the other ends its process with the first record."""
+    """One service accepts all records; the other ends its process at the first record."""
     taken = f"print(metrics.get('loss'), file=open({str(tmp_path / 'taken')!r}, 'a'))"
     for name, body in (("trackio", taken), ("wandb", "import os; os._exit(3)")):
         lines = ["import sys", "init = lambda *_, **__: sys.modules[__name__]", "finish = lambda: None"]

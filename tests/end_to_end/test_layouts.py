@@ -1,7 +1,7 @@
-"""bf16 over tensor, interleaved pipeline and data parallelism: what a run leaves is taken at other layouts.
+"""bf16 with TP, interleaved PP and DP: other layouts take the run's checkpoints.
 
-That each layout trains as one process does, and goes on from each other to the bit, is shown by
-unit/training/test_covered_layouts.py and test_any_layout.py.
+unit/training/test_covered_layouts.py and test_any_layout.py show that each layout trains as one process does,
+and resumes from each other one bit for bit.
 """
 
 import shutil
@@ -26,13 +26,13 @@ from toolkits.convert import main as convert
 pytestmark = pytest.mark.long
 
 GLOBAL_BATCH, STEPS = 8, 5
-# The same bf16 weights in two layouts: sums are rounded in another order.
+# The same bf16 weights in two layouts, whose sums are rounded in different orders.
 LAYOUT_TOLERANCE = 0.02
 
 
 @pytest.fixture(scope="module")
 def few_rows(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Office:
-    """As many rows as one step takes: every step learns from the same ones. Four layers, to interleave."""
+    """One step's rows, so that every step learns the same ones. Four layers, for interleaving."""
     folder = tmp_path_factory.mktemp("few")
     rows = office.train.read_text().splitlines(keepends=True)[:GLOBAL_BATCH]
     (folder / "few.jsonl").write_text("".join(rows))
@@ -51,7 +51,7 @@ def command_of(few_rows: Office, output: Path, **changes: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def four_ranks(few_rows: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interleaved stages of two ranks each; activations are offloaded."""
+    """Interleaved stages of two ranks each, with activation offload."""
     output = tmp_path_factory.mktemp("four") / "out"
     arguments = [*command_of(few_rows, output, TP=2, PP=2, AC="offload"), "--export-hf"]
     result = call_workers(4, arguments, MP_VP=1)
@@ -73,11 +73,11 @@ def test_one_checkpoint_of_stages_converts_to_what_they_exported(four_ranks: Pat
 def test_run_goes_on_at_another_layout_where_the_user_says_so(
     few_rows: Office, four_ranks: Path, tmp_path: Path
 ) -> None:
-    """And with its checkpoints damaged it does not begin anew."""
+    """It does not begin anew even if its checkpoints are damaged."""
     output = shutil.copytree(four_ranks, tmp_path / "out", symlinks=True)
     cut_back(output, 2)
     arguments = [*command_of(few_rows, output, DO="true"), "--overlapped-distributed-optimizer"]
-    result = call(arguments, NPROC_PER_NODE=2)  # by the launcher
+    result = call(arguments, NPROC_PER_NODE=2)  # through the launcher
     assert result.returncode == 0, result.stderr
     assert "(position 10 TP): 2 before, 1 from here on" in result.stderr
     assert "saved at TP 2, PP 2" in result.stderr and "seeded anew" in result.stderr
@@ -94,7 +94,7 @@ def test_run_goes_on_at_another_layout_where_the_user_says_so(
 def test_checkpoint_at_position_22_gives_its_weights_to_another_layout(
     few_rows: Office, four_ranks: Path, tmp_path: Path
 ) -> None:
-    """No config.json lies there: the export's is written anew, with the tokenizer of TOKENIZER_PATH."""
+    """The checkpoint has no config.json. The export writes one, with the tokenizer of TOKENIZER_PATH."""
     source = shutil.copytree(four_ranks, tmp_path / "source", symlinks=True)
     output = tmp_path / "out"
     cut_back(source, STEPS - 1)

@@ -1,4 +1,4 @@
-"""The programs in examples/llama3_1/library, as another program uses the packages: what they give is right.
+"""The programs in examples/llama3_1/library give right results.
 
 They run in processes of the test's runner, as torchrun would start them.
 """
@@ -32,19 +32,19 @@ import patch.optimizer
 from patch.config import to_yaml
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.families import FAMILIES
-from patch.preflight.stored_shape import read_hf_config
+from patch.preflight.model_of_folder import read_hf_config
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "examples/llama3_1/library"
 EXAMPLES = sorted(LIBRARY.glob("*.py"))
-# Ten steps move a weight by up to 0.1; another order of sums shows most where Adam's moments are small.
+# Ten steps move a weight by up to 0.1. The order of sums matters most where Adam's moments are small.
 BOUND = 1e-5
 
 
 def _signatures(package: ModuleType) -> Iterator[tuple[str, inspect.Signature]]:
-    """What other programs call: public functions, and methods of public classes of ours."""
+    """Yield the public functions, and the methods of public classes that are ours."""
     for name in package.__all__:
         public = getattr(package, name)
         methods = vars(public).items() if inspect.isclass(public) else [(name, public)]
@@ -54,7 +54,7 @@ def _signatures(package: ModuleType) -> Iterator[tuple[str, inspect.Signature]]:
 
 
 def test_paths_may_be_strings() -> None:
-    """Not only in the programs here: wherever a public function takes a path."""
+    """Wherever a public function takes a path, not only in these programs."""
     found = {
         f"{name}({parameter.name})": str(parameter.annotation)
         for package in (patch.alignment, patch.convert, patch.data, patch.optimizer)
@@ -73,7 +73,7 @@ def test_they_have_at_most_30_lines_or_40_if_they_extend_a_run() -> None:
 
 
 def _run_example(name: str, port: int, *arguments: object) -> list[tuple]:
-    """Run a program as a rank of torchrun does; the arguments of its calls of `print`."""
+    """Run a program as a rank of torchrun; return the arguments of its calls of `print`."""
     leave()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     printed: list[tuple] = []
@@ -84,7 +84,7 @@ def _run_example(name: str, port: int, *arguments: object) -> list[tuple]:
 
 
 def _train_both(rank: int, world_size: int, folder: Path, port: int) -> dict[str, float]:
-    """The largest difference of each parameter between the program's and torch's training."""
+    """Return the largest difference of each parameter between the program's and torch's training."""
     os.chdir(folder)
     _run_example("overlapped_optimizer.py", port)
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_optimizer_trains_any_module_as_ddp_and_adamw_do(tmp_path: Path) -> None
 
 
 def _receive(rank: int, world_size: int, folder: Path, port: int) -> dict[str, bool]:
-    """The tensors that this rank received, and whether they are those of the folder to the bit."""
+    """Return the tensors that this rank received, and whether they equal the folder's bit for bit."""
     stored = load_file(folder / "model.safetensors")
     received = _run_example("stream_weights.py", port, folder)
     return {
@@ -145,7 +145,7 @@ def test_layouts_of_a_plan_fit_and_the_fastest_is_first(
 
 
 def _answers(model: torch.nn.Module, folder: Path) -> list[torch.Tensor]:
-    """Rows of four answers, in `folder`, with a tokenizer; transformers' losses of the tokens of each."""
+    """Write rows of four answers and a tokenizer to `folder`; return transformers' token losses of each."""
     tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
     tokenizer.save_pretrained(folder)
     losses, rows = [], []
@@ -181,7 +181,7 @@ def _train(
 
 
 def test_run_with_an_objective_and_a_hook_of_its_own(tmp_path: Path) -> None:
-    """A process that a scheduler has started, and two of our launcher; the first loss is transformers'."""
+    """With one process of a scheduler and with two of our launcher. The first loss is transformers'."""
     of_rows = _answers(hf_llama(small_run(vocab_size=400), tmp_path), tmp_path)
     expected = torch.stack([losses.mean() for losses in of_rows]).mean().item()
     assert abs(torch.cat(of_rows).mean().item() - expected) > 10 * BOUND, "not the mean over tokens"
@@ -202,14 +202,14 @@ def test_run_with_an_objective_and_a_hook_of_its_own(tmp_path: Path) -> None:
 
 @pytest.fixture
 def arcee() -> Iterator[None]:
-    """The family of arcee.py is known to this process."""
+    """Let this process know the family of arcee.py."""
     runpy.run_path(str(LIBRARY / "arcee.py"))
     yield
     del FAMILIES["arcee"]
 
 
 def test_run_of_a_family_of_its_own(tmp_path: Path, arcee: None) -> None:
-    """From transformers' folder over two tensor-parallel ranks and back; the first loss is transformers'."""
+    """From transformers' folder over two TP ranks and back. The first loss is transformers'."""
     model = family_model("arcee", tmp_path, vocab_size=400)
     expected = torch.cat(_answers(model, tmp_path)).mean().item()
     output = tmp_path / "output"
@@ -279,7 +279,7 @@ runpy.run_path(str(library / "check_alignment.py"), run_name="__main__")
 
 
 def test_programs_work_alone_and_change_nothing_of_torch_and_megatron(tmp_path: Path) -> None:
-    """One after the other in one process, and what they made."""
+    """All programs in one process, one after the other; their results are checked too."""
     hf_llama(small_run(), tmp_path / "hf")
     tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE).save_pretrained(tmp_path / "hf")
     turns = [{"role": role, "content": "yes and no"} for role in ("user", "assistant")]

@@ -1,8 +1,9 @@
-"""Pre-training: preprocess, train on documents kept apart, resume to the bit."""
+"""Pre-training: preprocess, train with document masking, resume bit for bit."""
 
 import json
 from pathlib import Path
 
+import pytest
 from end_to_end.conftest import Office
 from end_to_end.shell import call_workers, command, cut_back, losses
 
@@ -11,6 +12,7 @@ from toolkits.preprocess_pretrain import main as preprocess_pretrain
 TOKENS_PER_STEP = 8 * 64
 
 
+@pytest.mark.long
 def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Office, tmp_path: Path) -> None:
     rows = office.train.read_text().splitlines()
     documents, prefix = tmp_path / "documents.jsonl", tmp_path / "set_text_document"

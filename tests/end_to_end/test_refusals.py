@@ -1,4 +1,4 @@
-"""What cannot run is refused through the shell: exit code, one clear message, nothing written."""
+"""Refusals through the shell: exit code, one clear message, nothing written."""
 
 import os
 import shutil

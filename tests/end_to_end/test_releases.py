@@ -1,6 +1,6 @@
-"""A run goes on under another release of megatron-core, with the bits of one that was never stopped.
+"""A run resumes under another release of megatron-core, with the bits of an uninterrupted run.
 
-OTHER_PYTHON names a Python with that release (as .ci/run makes one); the test runs under either.
+OTHER_PYTHON names a Python with that release, such as .ci/run makes. The test runs under both releases.
 """
 
 import os

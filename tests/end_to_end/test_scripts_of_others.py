@@ -1,4 +1,4 @@
-"""Scripts with other programs' names and positions, called by sh: what they come to with a tiny model."""
+"""Scripts with the names and positions of other projects, called by sh with a tiny model."""
 
 import json
 import os
@@ -16,12 +16,13 @@ from toolkits.preprocess_pretrain import main as preprocess_pretrain
 pytestmark = pytest.mark.long
 
 LLAMA = REPOSITORY / "examples" / "LLaMA"
+LLAMA3 = REPOSITORY / "examples" / "llama3_1"
 PAIS = REPOSITORY / "toolkits/pretrain_data_preprocessing/run_make_pretraining_dataset_megatron.sh"
 
 
 @pytest.fixture(scope="module")
 def documents(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of two keys, and the sets that our own tool makes of them."""
+    """Rows with two keys, and the sets that our own tool makes of them."""
     folder = tmp_path_factory.mktemp("documents")
     rows = [{"text": text, "title": text[:20]} for text in office.train.read_text().splitlines()]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,6 +44,24 @@ def test_pais_data_preparation_with_its_positions_makes_the_same_bytes(
             assert theirs.read_bytes() == (documents / f"ours_{key}_document{ending}").read_bytes()
     few = call(["sh", str(PAIS), "a", "LLama3Tokenizer"])
     assert few.returncode == 2 and "INPUT TOKENIZER JSON_KEYS OUTPUT_FOLDER" in few.stderr
+
+
+ARTICLE = """dsw 8B 1 8 1e-5 1e-6 128 128 bf16 4 2 1 true true true {sft} false false 100000 {data} {valid}
+    none 10000 100 {run}"""
+"""Both lines of the article on Pai-Megatron-Patch. Here position 22 names no model."""
+
+
+@pytest.mark.parametrize(("kind", "sft", "steps"), [("idxmap", "false", 9), ("raw", "true", 10000)])
+def test_lines_of_pais_article(
+    office: Office, documents: Path, tmp_path: Path, kind: str, sft: str, steps: int
+) -> None:
+    sets = (documents / "ours_text_document",) * 2 if kind == "idxmap" else (office.train, office.valid)
+    line = ARTICLE.format(sft=sft, data=sets[0], valid=sets[1], run=tmp_path / "run").split()
+    variables = {"MP_DATASET_TYPE": kind, "NPROC_PER_NODE": 8, "TOKENIZER_PATH": office.model}
+    result = call(["sh", str(LLAMA3 / "run_mcore_llama3_1.sh"), *line, "--dry-run", "--force"], **variables)
+    assert result.returncode == 0, result.stderr
+    run = yaml.safe_load(result.stdout)
+    assert (run["training"]["train_iters"], run["model"]["num_layers"]) == (steps, 32)
 
 
 def _variables(office: Office, documents: Path, output: Path) -> dict[str, object]:

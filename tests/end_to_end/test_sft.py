@@ -31,7 +31,7 @@ from toolkits.convert import main as convert
 
 NUM_STEPS = 40
 SAVE_STEPS = 25
-# The two frameworks add up float32 products in different orders.
+# The two frameworks sum float32 products in different orders.
 LOSS_TOLERANCE = 1e-4
 STEP_KEYS = (
     "iteration consumed_samples consumed_tokens loss grad_norm lr step_time_ms tokens_per_s_per_gpu "
@@ -41,7 +41,7 @@ STEP_KEYS = (
 
 
 def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
-    """Four micro-batches a step, so that a signal can find the run on its way."""
+    """Return a command with four micro-batches per step, so that a signal can arrive within a step."""
     lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": SAVE_STEPS}
     flags = ["--eval-interval", str(NUM_STEPS // 2), "--export-hf"]
     return [*command(**office.positions(output), **{**lengths, **changes}), *flags]
@@ -81,7 +81,7 @@ def test_run_leaves_its_files(unbroken: Path) -> None:
 
 
 def test_no_library_warns_the_user(unbroken: Path) -> None:
-    """Also not while a worker imports them."""
+    """Neither does a library warn while a worker imports it."""
     messages = unbroken.with_name("messages").read_text()
     assert "INFO Hugging Face folder written" in messages and "Warning" not in messages, messages
 
@@ -104,7 +104,7 @@ def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, u
 
 
 def test_checkpoint_converts_to_the_export_byte_for_byte(unbroken: Path, tmp_path: Path) -> None:
-    """Without --hf-config: the run says which model and tokenizer it has."""
+    """Without --hf-config: the run's configuration names model and tokenizer."""
     assert convert(["mcore2hf", "--load", str(unbroken), "--save", str(tmp_path / "hf")]) == 0
     converted, exported = (
         {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -129,21 +129,20 @@ def test_checkpoint_whose_tokenizer_is_gone_asks_for_hf_config(
 
 
 def start_machine(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
-    """The launcher of one of two machines, with one process."""
+    """Start the launcher of one of two machines, with one process."""
     place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     arguments = sft_command(office, output, ENV="dlc")
     return start(arguments, environment(**place, NPROC_PER_NODE=1))
 
 
 def start_task(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
-    """One of two tasks that srun starts on one machine."""
     job = {"SLURM_NNODES": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_NODEID": 0, "SLURM_LOCALID": rank}
     arguments = sft_command(office, output, ENV="slurm")
     return start(arguments, environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
 
 
 def stop_one_of_two(processes: list[subprocess.Popen], output: Path) -> None:
-    """After a few steps send SIGTERM to the second; both end with a checkpoint and the code of the signal."""
+    """Send SIGTERM to the second after a few steps. Both must end with a checkpoint and the signal's code."""
     await_steps(output, 3, processes[0])
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
@@ -186,7 +185,7 @@ def test_resume_after_sigterm_to_one_of_two_machines_repeats_the_run_with_states
 def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:
-    """At a random step, before the first checkpoint or after it; nobody starts it again."""
+    """Killed at a random step, before or after the first checkpoint. Only the launcher restarts it."""
     victim, step = random.choice("01"), random.randrange(1, NUM_STEPS // 2)
     output = tmp_path / "out"
     arguments = [*sft_command(office, output, SAVE_INTERVAL=10), "--max-restarts=1"]
@@ -202,6 +201,7 @@ def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undistur
     assert_same_weights(output / "hf", unbroken / "hf")
 
 
+@pytest.mark.long
 def test_length_that_was_trained_already_leaves_the_run_as_it_was(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -215,7 +215,7 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
 
 @pytest.mark.long
 def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Office, tmp_path: Path) -> None:
-    """In packs of 96 tokens: two to four of the office's questions each."""
+    """With packs of 96 tokens, each with two to four of the office's questions."""
     output = tmp_path / "out"
     sizes = {"SEQ_LEN": 96, "PAD_LEN": 96, "SAVE_INTERVAL": 5, "TRAIN_TOKENS_OR_ITERS": 10}
     arguments = [*sft_command(office, output, GLOBAL_BATCH_SIZE=8, **sizes)]

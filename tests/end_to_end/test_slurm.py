@@ -31,12 +31,12 @@ QUICK_MEETING = f"""#!{sys.executable}
 import os, runpy, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 if "LOCAL_RANK" not in os.environ:
-    from patch.distributed import rendezvous
+    from patch.launch import rendezvous
     rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
 sys.argv[:] = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""The launcher's Python: it waits for lost machines for seconds."""
+"""Python of the launcher, which waits for lost machines only for seconds."""
 
 
 LAUNCHER_WITHOUT_A_RUN = """#!/bin/bash
@@ -61,21 +61,20 @@ def submit(
     script: Path = SLURM_SCRIPT,
     **variables: object,
 ) -> str:
-    """Submit slurm.sh for all or the rest of two nodes; the job's number."""
-    # A requeued job would never start if it needed a node that is lost.
+    """Submit slurm.sh for both or the remaining one of two nodes; return the job's number."""
+    # A requeued job that requires a lost node would never start.
     options = ["--nodes=1-2", "--gpus-per-node=0", "--time=60", "--signal=USR1@120"]
     options += [f"--output={output}.log", f"--exclude={','.join(sorted({*NODES} - {*nodes.split(',')}))}"]
     return cluster.call("sbatch", "--parsable", *options, script, *arguments, **variables).strip()
 
 
 class Job:
-    """A job of slurm.sh that never ends by itself, on two nodes.
+    """A job of slurm.sh on two nodes that does not end by itself.
 
     Args:
-        cluster: where it runs.
         office: what it trains.
         output: the run's folder.
-        nodes: on which of the cluster's nodes it may run.
+        nodes: nodes of the cluster on which it may run.
     """
 
     def __init__(self, cluster: Cluster, office: Office, output: Path, nodes: str) -> None:
@@ -95,12 +94,10 @@ class Job:
         return self.cluster.job(self.number)["JobState"]
 
     def messages(self) -> str:
-        """What the batch script and all launchers and workers have said."""
         files = [Path(f"{self.output}.log"), *sorted(self.output.glob("log/slurm/*/attempt_*/*.log"))]
         return "\n".join(f"{file}:\n{file.read_text()}" for file in files if file.exists())
 
     def checkpoint(self) -> int:
-        """The step of the newest checkpoint."""
         file = self.output / "checkpoint" / TRACKER
         return int(file.read_text()) if file.exists() else 0
 
@@ -108,7 +105,6 @@ class Job:
         self.cluster.await_true(condition, lambda: f"{what}: {self.messages()}")
 
     def await_checkpoint(self) -> int:
-        """Wait until a new checkpoint is there; its step."""
         before = self.checkpoint()
         self.await_true(lambda: self.checkpoint() > before, "a checkpoint")
         return self.checkpoint()
@@ -120,7 +116,7 @@ class Job:
         self.cluster.call("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
 
     def reach_time_limit(self) -> None:
-        """SLURM announces the limit some seconds later; until then the workers sleep, to use no CPU."""
+        """Wait for SLURM's signal before the time limit. Meanwhile the workers sleep, to save CPU time."""
         hours, minutes, _ = map(int, self.cluster.job(self.number)["RunTime"].split("-")[-1].split(":"))
         self.cluster.call(
             "scontrol", "update", f"JobId={self.number}", f"TimeLimit={hours * 60 + minutes + 3}"
@@ -140,7 +136,7 @@ def losses_are_continued(output: Path) -> bool:
 
 
 def losing_the_second_node(cluster: Cluster, office: Office, output: Path) -> Job:
-    """A worker is killed, the limit comes, the second node is drained, then lost; a person ends it."""
+    """A worker is killed, the limit comes, the second node is drained, then lost; the user ends the job."""
     job = Job(cluster, office, output, "n1,n2")
     job.await_checkpoint()
     (worker,) = cluster.processes("n2", workers=True)
@@ -162,7 +158,7 @@ def losing_the_second_node(cluster: Cluster, office: Office, output: Path) -> Jo
 
 
 def losing_the_first_node(cluster: Cluster, office: Office, output: Path) -> tuple[Job, int]:
-    """With it the batch script and the meeting point are lost; the other node asks for the requeue."""
+    """The batch script and the rendezvous are lost with it. The other node requests the requeue."""
     job = Job(cluster, office, output, "n3,n4")
     job.await_checkpoint()
     cluster.lose("n3")
@@ -191,7 +187,7 @@ def stories(
                 threads.submit(losing_the_first_node, cluster, office, folder / "second"),
             )
         finally:
-            cluster.end()  # a story that still waits ends too
+            cluster.end()  # ends stories that still wait
 
 
 TASK = """
@@ -208,7 +204,7 @@ except ConfigError as error:
 
 
 def test_tasks_of_one_process_each_have_a_gpu_or_are_refused(cluster: Cluster, stories: tuple) -> None:
-    """With --gpus-per-task SLURM shows each task its own GPU alone."""
+    """With --gpus-per-task SLURM shows each task only its own GPU."""
     srun = ["srun", "--nodes=1", "--ntasks-per-node=2", "--nodelist=n5"]
     program = [sys.executable, "-c", TASK]
     variables = {"PYTHONPATH": REPOSITORY, "MASTER_ADDR": "127.0.0.1"}
@@ -231,7 +227,7 @@ def test_tasks_of_one_process_each_have_a_gpu_or_are_refused(cluster: Cluster, s
 def test_job_is_requeued_by_the_first_nodes_exit_code_until_it_does_not_help(
     cluster: Cluster, stories: tuple, tmp_path: Path, codes: tuple[int, ...], progress: str, end: tuple
 ) -> None:
-    """The other node is lost (137): nobody asks why."""
+    """The other node is lost (137), which does not matter."""
     launcher, output, folder = tmp_path / "launcher", tmp_path / "out", tmp_path / "with a space"
     folder.mkdir()
     for script in (SCRIPT, SLURM_SCRIPT):

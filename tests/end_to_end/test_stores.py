@@ -1,6 +1,6 @@
-"""Runs whose checkpoints go to an S3 that fails, dies, and works again; against one on the disk.
+"""Runs with checkpoints on an S3 that fails, dies, and works again, compared with a run on the disk.
 
-The S3 is moto's server, asked by s3fs over HTTP. The tests build on one another.
+The S3 is moto's server, used by s3fs over HTTP. Each test builds on the tests before it.
 """
 
 import gc
@@ -62,7 +62,6 @@ def undisturbed(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def assert_same_state(store: fsspec.AbstractFileSystem, url: str, undisturbed: Path) -> None:
-    """The last checkpoints hold the same tensors, byte for byte."""
     folder = undisturbed / "checkpoint" / f"iter_{STEPS:07d}"
     names = [path.name for path in folder.glob("*.distcp")]
     assert len(names) == 4
@@ -102,7 +101,7 @@ def test_store_that_fails_every_tenth_request_loses_nothing(
 def test_run_goes_on_on_another_machine_with_nothing_but_the_url(
     office, undisturbed, store, tmp_path
 ) -> None:
-    """And without its newest checkpoint, of which a file is damaged."""
+    """Its newest checkpoint is not used, because a file of it is damaged."""
     url = "s3://bucket/flaky"
     store.pipe_file(f"{url}/iter_0000006/__1_0.distcp", b"damaged")
     assert inspect([url]) == 4
@@ -126,7 +125,7 @@ def test_run_goes_on_from_the_checkpoint_before_a_save_in_which_the_store_died(
     office, undisturbed, server, store, tmp_path
 ) -> None:
     url, output = "s3://bucket/dies", tmp_path / "out"
-    server.fail("after/5/distcp")  # the save of step 2 writes 4
+    server.fail("after/5/distcp")  # the save of step 2 writes 4 such files
     died = run(office, output, "--save", url)
     server.fail("none")
     assert died.returncode == 4, died.stderr

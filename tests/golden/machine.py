@@ -1,8 +1,8 @@
-"""What the bits of a result depend on besides our code: torch's version, its vector width, and its libraries.
+"""Dependencies of a result's bits besides our code: torch's version, its vector width, and its libraries.
 
-torch picks its own loops by `get_cpu_capability`. MKL (float32 products) and oneDNN (bf16 and fp16) pick
-theirs by the CPU's maker and instructions, and do not say which. So plain torch operations of the shapes that
-the golden runs have are computed here, and what they give is part of the key.
+torch selects its own loops by `get_cpu_capability`. MKL (float32 products) and oneDNN (bf16 and fp16) select
+theirs by the CPU's vendor and instructions, and do not report them. So the key contains the results of plain
+torch operations with the shapes of the golden runs.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 LINEARS = [
     (64, 128), (64, 64), (64, 320), (160, 64), (64, 256), (64, 400), (32, 64), (64, 160), (80, 64),
 ]  # fmt: skip
-"""Inputs and outputs of `small_run`'s layers: QKV, projection, MLP, vocabularies; and their TP=2 parts."""
+"""Inputs and outputs of `small_run`'s layers: QKV, projection, MLP, vocabularies, and their TP=2 shards."""
 SEQUENCE, BATCH, HEADS, CHANNELS = 32, 2, 4, 16
 
 
 def machine_key() -> str:
-    """The key of this process; its number of threads counts too."""
+    """Return the key of this process, which includes its number of threads."""
     found = hashlib.sha256()
     for result in _plain_results():
         found.update(result.reshape(-1).view(torch.uint8).numpy())
@@ -35,7 +35,7 @@ def _plain_results() -> Iterator[torch.Tensor]:
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers in [-1, 1) that every machine makes alike, of so many digits that their sums are rounded."""
+    """Return numbers in [-1, 1), equal on every machine, with enough digits that their sums are rounded."""
     generator = torch.Generator().manual_seed(sum(shape))
     return (torch.randint(-(2**23), 2**23, shape, generator=generator) / 2**23).to(dtype)
 
@@ -64,7 +64,7 @@ def _attention(dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 def _elementwise() -> Iterator[torch.Tensor]:
-    """Norms, activation, loss, RoPE's angles, random weights."""
+    """Yield norms, activation, loss, RoPE's angles, random weights."""
     hidden, weight = _numbers(64, 64).requires_grad_(), _numbers(64).requires_grad_()
     yield from _with_gradients(F.rms_norm(hidden, [64], weight), hidden, weight)
     for function in (F.silu, torch.exp, torch.sin, torch.cos, lambda x: x.log_softmax(-1)):

@@ -1,4 +1,4 @@
-"""The golden runs: what is trained, read and converted in 1 and in 2 processes, and what is kept of it."""
+"""Golden runs: training, reading and converting in 1 and in 2 processes, and the recorded results."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ ALONE: dict[str, dict[str, Any]] = {
     | {"optimizer_offload_policy": "auto", "optimizer_offload_auto_threshold": 4096}
     | {"simulated_device_memory": 4_000_000},
 }
-"""In one process. fp16's scale overflows in the third step; auto's device holds about half of the states."""
+"""Runs in one process. fp16's scale overflows in step 3; auto's device holds about half of the states."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "dp=2 none": FOUR_ROWS_EACH | {"data_parallel_sharding": "none"},
     "dp=2 optimizer": FOUR_ROWS_EACH | {"data_parallel_sharding": "optimizer"} | BF16,
@@ -56,7 +56,7 @@ DATA: dict[str, dict[str, Any]] = {
     f"dp=2 {kind}": {"dp": 2, "vocab_size": 400, "dataset_type": kind, "sft": kind == "raw"}
     for kind in ("raw", "idxmap")
 }
-"""Through `build_run`, from files of data and a tokenizer."""
+"""Runs through `build_run`, from data files and a tokenizer."""
 ROWS = [
     {"instruction": "what is two plus two?", "output": "four"},
     {"instruction": "hello", "input": "the lazy dog", "output": "the quick brown fox \u4f60\u597d\n\n1234"},
@@ -68,7 +68,7 @@ ROWS = [
     {"instruction": "count", "output": "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"},
     {"instruction": "question", "output": "answer world"},
 ]  # fmt: skip
-"""Of five lengths: padded, cut, with several turns."""
+"""Rows of five lengths: padded, cut, with several turns."""
 DOCUMENTS = [
     "the quick brown fox jumps over the lazy dog",
     "what is two plus two?\n\nfour.",
@@ -84,13 +84,12 @@ def sha256(parts: Iterable[bytes]) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of its values, after its type and shape."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)}".encode() + values
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Train it. The last loss is that of the validation set."""
+    """Train a run; return its results. The last loss is that of the validation set."""
     results = train_run(run)
     weights, states = digests(run)
     new_job()
@@ -108,12 +107,12 @@ def of_seeds(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_alone(rank: int, world_size: int) -> dict[str, Any]:
-    """The key of this machine, and the runs in one process."""
+    """Return this machine's key, and the results of the runs in one process."""
     return {"key": machine_key(), "runs": {name: of_seeds(changes) for name, changes in ALONE.items()}}
 
 
 def measure_together(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """This rank's results of the runs in two processes, and hashes that are the same on every machine."""
+    """Return this rank's results in two processes, and hashes that are equal on every machine."""
     runs = {name: of_seeds(changes) for name, changes in TOGETHER.items()}
     found = {}
     for name, changes in DATA.items():
@@ -144,7 +143,7 @@ def _of_batches(reader: BatchReader, num_steps: int) -> str:
 
 
 def _export(source: Path, target: Path) -> str:
-    """A Hugging Face folder through a running model cut in two."""
+    """Export a Hugging Face folder from a running model at TP=2; return its digest."""
     run = build_seeded_run(family_run(source, tp=2), source)
     export_hf(run.stages, target, run.config.model, run.groups, hf_source=source, tokenizer=tiny_tokenizer())
     torch.distributed.barrier()
@@ -154,7 +153,7 @@ def _export(source: Path, target: Path) -> str:
 
 
 def write_sources(folder: Path) -> None:
-    """Data, tokenizer and weights whose bytes are the same on every machine."""
+    """Write data, tokenizer and weights with the same bytes on every machine."""
     build_tiny_tokenizer(folder / "tokenizer")
     (folder / "rows.json").write_text(json.dumps(ROWS))
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
@@ -169,7 +168,7 @@ def write_sources(folder: Path) -> None:
 
 
 def convert(folder: Path) -> dict[str, str]:
-    """What the converter makes of the weights in `folder`, there and back, and the pre-training set."""
+    """Convert the weights in `folder` both ways, and build the pre-training set; return digests."""
     hf_to_mcore(folder / "hf", folder / "mcore", torch.bfloat16)
     mcore_to_hf(folder / "mcore", folder / "back")
     stored = stored_tensors(folder / "mcore" / "release")
@@ -181,5 +180,4 @@ def convert(folder: Path) -> dict[str, str]:
 
 
 def of_files(folder: Path, pattern: str) -> str:
-    """Of names and bytes."""
     return sha256(path.name.encode() + path.read_bytes() for path in sorted(folder.glob(pattern)))

@@ -1,11 +1,11 @@
 """Golden values: losses, norms, weights and states of small runs, batches and converted files, to the bit.
 
-values.json holds them by what bits depend on besides our code (machine.py). On a machine that it does not
-know, losses and norms are compared within a bound, and the test says that bits were not.
+values.json stores them by machine key (machine.py): what bits depend on besides our code. On an unknown
+machine, losses and norms are compared within a bound, and the test says that bits were not compared.
 
     RENEW_GOLDEN=1 .venv/bin/python -m pytest tests/golden
 
-writes what this machine finds, and `git diff` shows what has changed; CONTRIBUTING.md says when.
+writes this machine's values, and `git diff` shows the changes. CONTRIBUTING.md says when to do this.
 """
 
 import json
@@ -17,11 +17,11 @@ import pytest
 from distributed_runner import run_distributed
 from golden.runs import ALONE, DATA, TOGETHER, convert, measure_alone, measure_together, write_sources
 
-pytestmark = pytest.mark.timeout(600)  # the first test measures for all: minutes on a busy machine
+pytestmark = pytest.mark.timeout(600)  # the first test measures all runs: minutes on a busy machine
 FILE = Path(__file__).with_name("values.json")
 EVERYWHERE = "everywhere"
 Values = dict[str, dict[str, dict[str, Any]]]
-"""By a machine's key, or EVERYWHERE; by name of a run or of bytes; by what was measured."""
+"""Key of a machine, or EVERYWHERE -> name of a run or of bytes -> measured values."""
 RUNS = ALONE | TOGETHER | DATA
 BYTES = [
     "raw training batches", "raw validation batches", "idxmap training batches", "idxmap validation batches",
@@ -30,22 +30,20 @@ BYTES = [
 
 
 class Bound(NamedTuple):
-    """How far machines may be apart after five steps."""
+    """Largest difference between machines after five steps."""
 
     loss: float
-    """On losses near 5.6."""
+    """Absolute, for losses near 5.6."""
     norm: float
     """Relative."""
 
 
-# Seen between torch's three vector widths, MKL's portable products and oneDNN's for AVX2: fp32 1.4e-6 and
-# 4.5e-6; bf16 and fp16, where a weight may be rounded to the next one, 1.0e-3 and 2.8e-3.
+# Measured between torch's three vector widths, MKL's portable products and oneDNN's for AVX2: fp32 1.4e-6 and
+# 4.5e-6; bf16 and fp16, where a weight may be rounded to the next value, 1.0e-3 and 2.8e-3.
 BOUNDS = {"fp32": Bound(1e-5, 5e-5), "bf16": Bound(5e-3, 1.5e-2), "fp16": Bound(5e-3, 1.5e-2)}
 
 
 class Golden(NamedTuple):
-    """What this machine finds, and what was recorded."""
-
     key: str
     found: Values
     stored: Values
@@ -53,7 +51,7 @@ class Golden(NamedTuple):
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    """Everything measured once; recorded first when RENEW_GOLDEN is set."""
+    """Measure everything once; record it first if RENEW_GOLDEN is set."""
     key, found = _measure(tmp_path_factory.mktemp("golden"))
     stored = json.loads(FILE.read_text())
     if os.environ.get("RENEW_GOLDEN"):
@@ -63,10 +61,8 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
 
 def _renewed(stored: Values, found: Values) -> Values:
-    """`stored` with what this machine found.
-
-    Runs whose bits are others than before lose the values of other machines, which nobody has measured anew.
-    """
+    """Return `stored` with this machine's values. A run whose bits changed loses the values of other
+    machines, which must be measured anew there."""
     same = {
         name
         for key, named in found.items()
@@ -82,7 +78,6 @@ def _renewed(stored: Values, found: Values) -> Values:
 
 
 def _write(values: Values) -> None:
-    """A line for each name."""
     parts = []
     for key, named in values.items():
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in named.items())
@@ -96,7 +91,7 @@ def _measure(folder: Path) -> tuple[str, Values]:
     ranks = run_distributed(measure_together, 2, folder, timeout_s=240)
     runs = {name: _of_ranks([run]) for name, run in alone["runs"].items()}
     runs |= {name: _of_ranks([rank["runs"][name] for rank in ranks]) for name in ranks[0]["runs"]}
-    # Batches differ from rank to rank; the exported folder is one.
+    # Batches differ between ranks; there is only one exported folder.
     everywhere = {name: [rank["bytes"][name] for rank in ranks] for name in ranks[0]["bytes"]}
     everywhere |= {name: [digest] for name, digest in convert(folder).items()}
     return alone["key"], {
@@ -106,7 +101,7 @@ def _measure(folder: Path) -> tuple[str, Values]:
 
 
 def _of_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Losses and norms, which are those of all ranks; weights and states rank by rank."""
+    """Join the ranks' results: losses and norms are equal, weights and states are listed by rank."""
     shared = [{name: rank[name] for name in ("losses", "norms", "skipped")} for rank in ranks]
     assert shared == shared[:1] * len(ranks)
     return shared[0] | {name: [rank[name] for rank in ranks] for name in ("weights", "states")}

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu import runs
+from gpu.run import nccl_version
 from gpu.runs import digest_of
 from megatron.core import parallel_state
 from packed_runs import PACKED, talk_batches
@@ -31,7 +32,7 @@ from training_runs import SeededReader, save
 
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
-from patch.device import DeviceContext, nccl_version
+from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, max_over_world
 from patch.distributed.context_group import Zigzag
 from patch.storage.atomic import write_atomically
@@ -77,7 +78,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, activations offloaded and recomputed": {
         "cpu_offloading": True, "recompute_granularity": "selective",
     },
-    "replicas, gradients travel as bf16 in padded buckets": {
+    "replicas, gradients reduced as bf16 in padded buckets": {
         "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
         "ddp_pad_buckets_for_high_nccl_busbw": True,
     },

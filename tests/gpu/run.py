@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import json
 import os
 import re
@@ -38,7 +39,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from patch.distributed.agent import Guardian
+from patch.launch.agent import orphan_reaper
 from patch.storage.atomic import write_atomically
 from toolkits._program import run_program
 from toolkits.benchmarks._report import versions
@@ -159,12 +160,12 @@ def check(
         write_atomically(logs / REPORT, report(found.values(), under))
 
     record()
-    with Guardian() as guardian, ThreadPoolExecutor(WORKERS) as pool:
+    with orphan_reaper() as watch, ThreadPoolExecutor(WORKERS) as pool:
 
         def started(session: int) -> None:
             with turn:
                 sessions.append(session)
-                guardian.watch(sessions)
+                watch(sessions)
 
         for file in (file for file in left if file in ALONE):
             record(run(folder / file, end, logs, started))
@@ -259,7 +260,7 @@ def probe() -> tuple[str, list[str]]:
     """Why nothing can run here, "" if it can; and lines about code and machine."""
     import torch
 
-    from patch.device import MachineFacts, nccl_version
+    from patch.device import MachineFacts
 
     facts = MachineFacts.probe()
     if not facts.cuda_devices:
@@ -274,6 +275,18 @@ def probe() -> tuple[str, list[str]]:
         f"- CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl_version()))}",
         f"- {', '.join(installed)}",
     ]
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the loaded NCCL; `torch.cuda.nccl.version()` is that of torch's build."""
+    import torch
+
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # NCCL is linked into torch
+        return tuple(torch.cuda.nccl.version())
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def code_line() -> str:

@@ -1,6 +1,5 @@
 """Attention on a GPU: each backend, packed rows, and pieces of keys against all scores."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +11,15 @@ from small_runs import small_run
 from torch.nn import attention as torch_attention
 
 from patch.compat.attention_kernels import attend_backward, attend_with_lse
-from patch.config.backends import choose_backends
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
+from patch.features.backends import choose_backends
 from patch.model import PackedSequences
-from patch.model.alibi import AlibiAttention, slopes
-from patch.model.attention import CausalAttention
+from patch.model.attention.alibi import AlibiAttention, slopes
+from patch.model.attention.core_attention import CausalAttention
+from patch.model.attention.varlen import takes_varlen
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
-from patch.model.varlen import takes_varlen
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 """Outputs and gradients are near 1; two kernels round in other places."""
@@ -62,16 +61,17 @@ def test_every_backend_attends_as_all_scores_do(
     job: DeviceContext, wish: str, is_deterministic: bool, size: int, window: int | None
 ) -> None:
     groups = initialize(small_run(), job)
-    execution = small_run(precision="bf16", deterministic_mode=is_deterministic).execution
     inputs = heads(200, 2, size, dtype=torch.bfloat16, counts=(8, 2))
     direction = torch.randn(200, 2, 8 * size, device="cuda", dtype=torch.bfloat16)
     found = []
     torch.use_deterministic_algorithms(is_deterministic)
     try:
         for backend in (wish, "unfused"):
-            model = dataclasses.replace(small_run().model, attention_backend=backend)
-            upstream = transformer_config(model, groups, execution, cuda=True)
-            backends = backends_on(job.device, model, execution, groups, upstream)
+            run = small_run(
+                precision="bf16", deterministic_mode=is_deterministic, attention_backend=backend
+            )
+            upstream = transformer_config(run, groups, cuda=True)
+            backends = backends_on(job.device, run, groups, upstream)
             is_active = torch_attention.current_flash_attention_impl() == "FA3"
             assert is_active == backends.has_flash_attention_3
             context = causal(size, window, kernels=backends.sdpa)(*inputs, None)
@@ -85,7 +85,7 @@ def test_every_backend_attends_as_all_scores_do(
 
 def test_fp32_with_grouped_heads_has_no_scores_in_memory() -> None:
     run = small_run(precision="fp32")
-    attention = causal(64, kernels=choose_backends(run.model, run.execution, MachineFacts.probe()).sdpa)
+    attention = causal(64, kernels=choose_backends(run, MachineFacts.probe()).sdpa)
     inputs = [tensor.detach() for tensor in heads(4096, 1, 64, dtype=torch.float32, counts=(8, 2))]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

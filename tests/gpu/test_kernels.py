@@ -1,6 +1,5 @@
 """The kernels of a layer on a GPU: Triton against torch, products in 8 bits and with an epilogue."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial, reduce
 
@@ -10,18 +9,18 @@ from gpu.runs import gigabytes_a_second, needs_8_bits
 from small_runs import small_run
 
 from patch.compat import cublaslt
-from patch.config.execution import Fp8
+from patch.config.choices import Fp8Format
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.families import Traits
-from patch.model import fp8_matrix
-from patch.model.eight_bit_product import EightBits, StepWeights
-from patch.model.experts import _Experts
-from patch.model.four_bit_product import FOUR_BITS, dequantize, quantize
-from patch.model.grouped_experts import GroupedExperts
+from patch.model.experts.grouped import GroupedExperts
+from patch.model.experts.layer import _Experts
+from patch.model.fp8 import matrix as fp8_matrix
+from patch.model.fp8.product import Fp8Product, StepWeights
 from patch.model.kernels import layer_kernels
-from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
+from patch.model.loss import LossMask, VocabularyShard, linear_cross_entropy
 from patch.model.mlp import activation_of, swiglu
+from patch.model.nf4_product import NF4_PRODUCT, dequantize, quantize
 from patch.model.weight_gradient import add_product, has_epilogue
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,8 +88,8 @@ def test_fused_loss_is_torchs(job: DeviceContext, dtype: torch.dtype, words: int
     weight = torch.randn(words, 64, device="cuda").mul_(0.1).to(dtype).requires_grad_()
     labels = torch.randint(0, rows, (1, 33), device="cuda")
     labels[0, 3] = -100
-    learned = LearnedTokens((labels >= 0).float(), 0.5)
-    part = VocabularyPart(0, rows, group)
+    learned = LossMask((labels >= 0).float(), 0.5)
+    part = VocabularyShard(0, rows, group)
     loss = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=True, chunk=10)
     found = torch.autograd.grad(loss * 0.5, (hidden, weight))
     logits = (hidden.double() @ weight.double().t())[:, 0, :rows]
@@ -181,26 +180,25 @@ def test_parts_of_ranks_have_the_bits_of_additions(
     figure(f"by torch, {dtype}", gigabytes_a_second(lambda: reduce(torch.add, parts), size))
 
 
-def eight_bit_results(fp8: Fp8, device: str) -> list[torch.Tensor]:
+def eight_bit_results(form: Fp8Format, device: str) -> list[torch.Tensor]:
     """Output and both gradients of a layer; the tokens are no multiple of 16."""
     torch.manual_seed(0)
     x, w, g = (
         torch.randn(*shape).bfloat16().to(device) for shape in ((75, 3, 256), (512, 256), (75, 3, 512))
     )
     x.requires_grad_(), w.requires_grad_()
-    step = StepWeights(dataclasses.replace(fp8, keeps_weights=True))
+    step = StepWeights(form, keeps_weights=True)
     with step.unchanged():
-        output = EightBits(step, keeps_input=False).of(None)(x, w)
+        output = Fp8Product(step, keeps_input=False).of(None)(x, w)
         output.backward(g)
     return [tensor.detach().float().cpu() for tensor in (output, x.grad, w.grad)]
 
 
 @needs_8_bits
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
-def test_8_bit_products_are_those_of_the_cpu(form: str) -> None:
+def test_8_bit_products_are_those_of_the_cpu(form: Fp8Format) -> None:
     """Relative to the largest number: Hopper's forward sums with fewer bits, and results are bfloat16."""
-    fp8 = Fp8(format=form)
-    for ours, theirs in zip(eight_bit_results(fp8, "cuda"), eight_bit_results(fp8, "cpu"), strict=True):
+    for ours, theirs in zip(eight_bit_results(form, "cuda"), eight_bit_results(form, "cpu"), strict=True):
         assert (ours - theirs).abs().max() <= 0.01 * theirs.abs().max()
 
 
@@ -222,7 +220,7 @@ def test_8_bit_products_add_up_in_fp32(
     for index in range(2):
         both = [(outputs, kind), (inputs, torch.float8_e4m3fn)]
         a, b = (
-            fp8_matrix.factors(torch.randn(tokens, n, device=device).bfloat16(), dtype).columns
+            fp8_matrix.quantize_operands(torch.randn(tokens, n, device=device).bfloat16(), dtype).columns
             for n, dtype in both
         )
         fp8_matrix.add_product(total, a, b, torch.bfloat16, overwrite=index == 0)
@@ -262,7 +260,7 @@ def test_4_bit_product_is_that_of_the_dense_weight(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(96, 320, device="cuda").to(dtype))
     packed = quantize(weight.detach())
-    product = FOUR_BITS.of(weight)
+    product = NF4_PRODUCT.of(weight)
     weight.copy_(packed)
     input, found = torch.randn(33, 2, 320, device="cuda").to(dtype).requires_grad_(), []
     for output in (product(input, weight), input @ dequantize(packed, dtype).t()):

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from training_runs import build_seeded_run
 
 from patch.device import DeviceContext, MachineFacts
-from patch.model.attention import CausalAttention
+from patch.model.attention.core_attention import CausalAttention
 from patch.model.backends import _use_flash_attention_3, is_skipped
 from patch.plan.fits import heaviest_rank
 from patch.training.setup import Run
@@ -28,7 +28,7 @@ SHAPE = {
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4, "num_query_groups": 2,
          "kv_channels": 16, "long": 64, "short": 32}  # fmt: skip
-"""For a machine without a GPU, where nobody asks for more than that the code runs."""
+"""Sizes for a machine without a GPU, where the code only has to run."""
 SHORT = 2048
 """Tokens at which all scores fit."""
 KERNELS = {

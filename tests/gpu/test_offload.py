@@ -8,11 +8,11 @@ import torch
 
 from patch.config.schema import OptimizerConfig
 from patch.memory import CudaDevice, DiskMemory, offload_device
-from patch.optimizer.chunk import BucketShard, ShardRange
-from patch.optimizer.hybrid_adam import HybridAdam
-from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.placement import StaticPlacementPolicy
+from patch.optimizer.states.chunk import BucketShard, ShardRange
+from patch.optimizer.states.hybrid_adam import HybridAdam
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.states.placement import StaticPlacementPolicy
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.device import DeviceContext
-from patch.training.hooks import StepProfile
+from patch.training.hooks.hook import StepProfile
 from patch.training.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from small_runs import ON_HOST, hf_llama, small_run
 from training_runs import CPU, build_seeded_run, transformers_steps
 
 from patch.device import DeviceContext
-from patch.eight_bits import noted_amax
+from patch.fp8 import noted_amax
 from patch.model import initialize_weights
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run
@@ -211,7 +211,7 @@ def test_numbers_that_swiglu_noted_change_no_bit(job: DeviceContext, determinist
     for noted in (noted_amax, lambda matrix: None):
         run = build(job, **IN_8_BITS, recompute_granularity="selective")
         with pytest.MonkeyPatch.context() as patch, torch.profiler.profile() as profile:
-            patch.setattr("patch.model.fp8_kernels.noted_amax", noted)
+            patch.setattr("patch.model.fp8.kernels.noted_amax", noted)
             found.append([*runs.losses_of(run, last=2), digest_of(run)])
         searches.append(sum(each.count for each in profile.key_averages() if "_amax_tile" in each.key))
         close(run)
@@ -239,7 +239,7 @@ def test_offloaded_activations_change_no_bit_and_free_memory(job: DeviceContext)
     assert peaks[0] - peaks[1] > 0.7 * sent
 
 
-WAITS = ["async_collectives.py", "own_shards.py"]
+WAITS = ["async_collectives.py", "grad_norm.py"]
 """Where the host reads the losses, and before them the norm."""
 
 
@@ -266,7 +266,7 @@ def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(
         close(run)
     waits = [Path(found.filename).name for found in caught if "synchronizing" in str(found.message)]
     is_on_host = "cpu_offloading_weights" in changes  # the host computes their norm: it waits for the last
-    assert sorted(waits) == WAITS + ["own_shards.py"] * is_on_host
+    assert sorted(waits) == WAITS + ["grad_norm.py"] * is_on_host
 
 
 def test_a_norm_is_exact_and_copies_no_gradients(job: DeviceContext) -> None:

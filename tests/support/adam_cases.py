@@ -1,4 +1,4 @@
-"""Items for the Adam kernels: every form of states, filled with values that rounding may stumble over."""
+"""Update items for the Adam kernels: all kinds of states, with values that are hard to round."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from patch.config.choices import MomentType
 from patch.optimizer.kernels import AdamKernel, AdamScalars, AdamStates, UpdateItem
-from patch.optimizer.kernels.narrow import DTYPES, Draw, scale_name
+from patch.optimizer.kernels.low_bit_moments import DTYPES, RngCoords, scale_name
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
 MOMENTS: list[tuple[MomentType, MomentType]] = [
@@ -21,13 +21,12 @@ SPECIAL = np.array(
 )
 SIZES = (1, 2, 3, 31, 4099)
 BLOCKS = (64, 128, 192, 64, 4160)
-"""Sizes that 8-bit moments may have."""
-# A part of a matrix that begins in a row, and whose numbers need more than 32 bits on the way.
-DRAW = Draw("layer.weight", first=2**32 - 999, row=37, stride=111, skip=5)
+"""Block sizes with 8-bit moments."""
+# Part of a matrix that begins within a row. Its random counters need more than 32 bits.
+DRAW = RngCoords("layer.weight", first=2**32 - 999, row=37, stride=111, skip=5)
 
 
 def scalars(**changes: Any) -> AdamScalars:
-    """Those of a usual step, or changed."""
     usual = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
     return AdamScalars(**usual | {"grad_scale": 0.37} | changes)
 
@@ -44,10 +43,10 @@ def make_items(
     device: str = "cpu",
     moments: tuple[MomentType, MomentType] = ("fp32", "fp32"),
 ) -> list[UpdateItem]:
-    """Items of two groups, the first at an aligned address, others not; the same for the same seed.
+    """Return items of two groups, the same for the same seed. Only the first group's addresses are aligned.
 
-    `step` is the first group's; the second has half its rate and no weight decay. Values are finite if
-    `moments` have 8 bits.
+    `step` is the first group's; the second has half its learning rate and no weight decay. With 8-bit moments
+    all values are finite.
     """
     first = step or scalars()
     groups = first, replace(first, lr=first.lr / 2, weight_decay=0.0)
@@ -73,7 +72,7 @@ def make_items(
 
 
 def _values(generator: np.random.Generator, scale: float, numel: int) -> np.ndarray:
-    """Normal numbers, a tenth of them replaced by special ones, another by halves between two bf16."""
+    """Return normal numbers. A tenth is special values, a tenth is midpoints between two bf16 numbers."""
     values = (generator.normal(0, 1, numel) * scale).astype(np.float32)
     kind = generator.integers(0, 10, numel)
     values = np.where(kind == 0, generator.choice(SPECIAL, numel), values)
@@ -92,7 +91,7 @@ def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.n
 
 
 def _narrowed(states: AdamStates, moments: tuple[MomentType, MomentType]) -> AdamStates:
-    """The same with moments of other types: all codes of 8 bits, and scales that are zero here and there."""
+    """Return the states with moments of other dtypes: all 8-bit codes, and some scales of zero."""
     changed: dict[str, torch.Tensor] = {}
     for name, kind in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
         values = getattr(states, name)
@@ -105,9 +104,9 @@ def _narrowed(states: AdamStates, moments: tuple[MomentType, MomentType]) -> Ada
 
 
 def bits_after(kernel: AdamKernel, items: Sequence[UpdateItem]) -> list[np.ndarray]:
-    """The bits of all inputs and results after an update, every NaN of a float as one.
+    """Return the bits of all inputs and results after an update, every float NaN as the same NaN.
 
-    Which NaN a cast to float16 gives differs between processors.
+    Processors differ in the NaN of a cast to float16.
     """
     kernel.update(items)
     tensors = [t.cpu() for s in items for t in (s.grad, *s.states, *(s.out or ())) if t is not None]
@@ -124,6 +123,5 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def assert_equal(ours: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    """The same bits everywhere."""
     for index, (mine, other) in enumerate(zip(ours, expected, strict=True)):
         assert np.array_equal(mine, other), f"tensor {index}: {np.flatnonzero(mine != other)[:9]}"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def check_answers(file: Path, answer: Callable[[str], str]) -> str:
-    """Compare the answer to each question with the one on file, or write the file if RENEW_GOLDEN is set.
+    """Compare the answer to each question with the file, or write the file if RENEW_GOLDEN is set.
 
     Returns:
-        the text on file.
+        the text of the file.
     """
     text = file.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("$ ")]

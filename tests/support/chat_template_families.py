@@ -1,4 +1,4 @@
-"""Chat templates that behave like the published ones of five families, written for these tests."""
+"""Chat templates that behave like the published templates of five families, written for these tests."""
 
 LLAMA2 = (
     "{% if messages[0].role == 'system' %}"
@@ -10,9 +10,9 @@ LLAMA2 = (
     "{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-"""The system message in the first question, a bos token in each turn, no prompt for generation."""
+"""System message in the first question, a bos token in each turn, no generation prompt."""
 
-# The system message in the last question, and the tools before it: what was written changes with each turn.
+# System message in the last question, tools before it: each new turn changes the text of earlier turns.
 MISTRAL = (
     "{{ bos_token }}"
     "{% set ns = namespace(last=0) %}"
@@ -59,7 +59,7 @@ LLAMA31 = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ " + _HEADER.format(role="'assistant'") + " }}{% endif %}"
 )
-"""A system message of its own, tools in the first question, one call of a tool at once."""
+"""Own system message, tools in the first question, at most one tool call per turn."""
 
 _QWEN_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' }}"
@@ -94,7 +94,7 @@ QWEN25 = (
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}" + _QWEN_PROMPT
 )  # fmt: skip
-"""A system message of its own, tools in the system message."""
+"""Own system message, tools in the system message."""
 
 QWEN3 = (
     "{% set DEFAULT = '' %}" + _QWEN_TOOLS + "{% endif %}"
@@ -114,4 +114,4 @@ QWEN3 = (
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}" + _QWEN_PROMPT.replace("{% endif %}", _QWEN_NO_THOUGHTS + "{% endif %}")
 )  # fmt: skip
-"""Thoughts only after the last question, and a pair of empty ones in the last answer."""
+"""Thoughts only after the last question, and an empty thought block in the last answer."""

@@ -1,4 +1,4 @@
-"""Conversations for tests, as the formats make them of rows."""
+"""Conversations for tests, as the readers of the formats build them."""
 
 from typing import Any
 
@@ -12,12 +12,11 @@ def chat(
     learned: tuple[bool, ...] | None = None,
     where: str = "row",
 ) -> Conversation:
-    """A conversation, of which every message is learned unless `learned` says otherwise."""
+    """Return a conversation. All messages are learned unless `learned` says otherwise."""
     return Conversation(messages, tools, learned or (True,) * len(messages), where)
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """User and assistant by turns."""
     messages = [{"role": "system", "content": system}] if system else []
     for index, content in enumerate(contents):
         messages.append({"role": ("user", "assistant")[index % 2], "content": content})

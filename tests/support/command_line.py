@@ -1,4 +1,4 @@
-"""A complete command line over real (tiny) files, that tests change in one place at a time."""
+"""A complete command line over real (tiny) files. Tests change one place of it at a time."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ VALUES = (
 
 
 class Command:
-    """Builds argv from the good command line; files lie in `folder`."""
+    """Builds argv from a valid command line; its files are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,17 +56,15 @@ class Command:
         self.machine = CPU
 
     def argv(self, *flags: str, **positions: str) -> list[str]:
-        """The good positions with some replaced, then flags."""
         values = dict(zip((p.name for p in POSITIONS), VALUES, strict=True))
         values.update(DATASET_PATH=str(self.data), OUTPUT_BASEPATH=str(self.folder / "out"))
         return [*{**values, **positions}.values(), *flags]
 
     def parse(self, *flags: str, **positions: str) -> Invocation:
-        """`argv`, parsed in this environment on this machine."""
         return parse_args(self.argv(*flags, **positions), self.environ, self.machine)
 
     def hf_folder(self, **changes: object) -> str:
-        """A Hugging Face folder with this config.json and a tokenizer; no weights."""
+        """Return a Hugging Face folder with this config.json and a tokenizer, without weights."""
         folder = self.folder / "hf"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
@@ -75,7 +73,7 @@ class Command:
 
 
 def make_run(folder: Path, config_yaml: str) -> Path:
-    """The folder of a run whose first checkpoint is complete, by the names of its files."""
+    """Create the folder of a run whose first checkpoint is complete, judged by file names."""
     iteration = folder / "checkpoint" / "iter_0000010"
     iteration.mkdir(parents=True)
     for name in (".metadata", "common.pt", "metadata.json"):
@@ -86,7 +84,7 @@ def make_run(folder: Path, config_yaml: str) -> Path:
 
 
 def begin(config: RunConfig, sets: Sequence[SetRecord] = ()) -> RunConfig:
-    """Put a run with a checkpoint at its OUTPUT_BASEPATH."""
+    """Create a run with a checkpoint at its OUTPUT_BASEPATH."""
     remember_data(config, sets)
     make_run(Path(config.checkpoint.output_path), to_yaml(config))
     return config

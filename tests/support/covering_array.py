@@ -1,11 +1,11 @@
-"""A covering array: rows of values in which every legal pair of two columns' values occurs at least once.
+"""Covering array: rows of values in which every legal pair of two columns' values occurs at least once.
 
     columns = {"TP": ["1", "2"], "SP": ["no", "yes"], ...}
     rules = [Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"), ...]
     missing = legal_pairs(columns, rules) - pairs_of(rows)
     more = further_rows(columns, rules, missing)
 
-A pair is legal if some row that no rule forbids contains it.
+A pair is legal if a row that no rule forbids contains it.
 """
 
 import itertools
@@ -14,24 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 Columns = dict[str, Sequence[str]]
-"""The values of each column."""
+"""Column -> its values."""
 Row = dict[str, str]
-"""A value for each column."""
+"""Column -> its value in this row."""
 Pair = frozenset[tuple[str, str]]
-"""Two columns with a value each."""
+"""Two columns with one value each."""
 ATTEMPTS = 40
 
 
 class Rule(NamedTuple):
-    """Which values of some columns go together."""
+    """Legal combinations of some columns' values."""
 
     columns: tuple[str, ...]
     allows: Callable[..., bool]
-    """Of one value for each of the columns."""
+    """Called with one value for each of the columns."""
 
 
 def is_legal(row: Row, rules: Iterable[Rule]) -> bool:
-    """Whether all rules allow it; it has at least the columns that they name."""
+    """Return whether all rules allow the row, which must have all columns that the rules name."""
     return all(rule.allows(*(row[column] for column in rule.columns)) for rule in rules)
 
 
@@ -49,8 +49,10 @@ def legal_pairs(columns: Columns, rules: Sequence[Rule]) -> set[Pair]:
 
 
 def further_rows(columns: Columns, rules: Sequence[Rule], missing: set[Pair]) -> list[Row]:
-    """Legal rows with all the missing pairs: one after the other, each with as many as are found. No chance
-    in it: the same columns give the same rows."""
+    """Return legal rows that contain all missing pairs, each with as many of them as are found.
+
+    Deterministic: the same columns give the same rows.
+    """
     chance, rows, left = random.Random(0), list[Row](), set(missing)
     while left:
         first = min(left, key=sorted)
@@ -61,7 +63,7 @@ def further_rows(columns: Columns, rules: Sequence[Rule], missing: set[Pair]) ->
 
 
 def _is_possible(cells: Row, columns: Columns, rules: Sequence[Rule]) -> bool:
-    """Whether a legal row contains these cells: what has the fewest values left is tried first."""
+    """Return whether a legal row contains these cells. Columns with few values left are tried first."""
     unknown = [[column for column in rule.columns if column not in cells] for rule in rules]
     if not is_legal(cells, [rule for rule, left in zip(rules, unknown, strict=True) if not left]):
         return False
@@ -73,7 +75,7 @@ def _is_possible(cells: Row, columns: Columns, rules: Sequence[Rule]) -> bool:
 
 
 def _further_cells(cells: Row, column: str, values: Sequence[str], rules: Sequence[Rule]) -> list[Row]:
-    """The cells with one more, which no rule forbids of which all columns are known then."""
+    """Return the cells with one more column, without those that a complete rule forbids."""
     known = {*cells, column}
     of_column = [rule for rule in rules if column in rule.columns and known >= {*rule.columns}]
     rows = [cells | {column: value} for value in values]
@@ -83,7 +85,7 @@ def _further_cells(cells: Row, column: str, values: Sequence[str], rules: Sequen
 def _row_with(
     pair: Pair, columns: Columns, rules: Sequence[Rule], left: set[Pair], chance: random.Random
 ) -> Row:
-    """A legal row with this pair; the others, in random order, take the value with the most missing pairs."""
+    """Return a legal row with this pair. Other columns take the values with most missing pairs."""
     row = dict(pair)
     for column in chance.sample(list(columns), len(columns)):
         if column not in row:

@@ -1,4 +1,4 @@
-"""What multi-process tests import, loaded once by the server that their processes are forked from."""
+"""Imports of multi-process tests, loaded once by the server that forks their processes."""
 
 from patch.compat import quick_start
 
@@ -8,5 +8,5 @@ with quick_start():
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    import patch.training.preference  # noqa: F401
+    import patch.training.objectives.preference  # noqa: F401
     import patch.training.worker  # noqa: F401

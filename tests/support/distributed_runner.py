@@ -1,13 +1,13 @@
-"""Run a test's body on N processes: gloo, file store, one thread each, hard time-out.
+"""Run a test's body on N processes: gloo, file store, one thread each, hard time limit.
 
     def run_sum(rank, world_size, value): ...          # module level, so that a child can import it
     def test_sum(): run_distributed(run_sum, 2, 3.0)
 
-The first child's traceback is raised in the parent; when one child fails or the time is up all are killed.
+The parent raises the first child's traceback. If a child fails or the time is up, all children are killed.
 
-Every body gets processes of its own. They are forked, not from pytest but from a server that is spawned
-once: it has imported what bodies need (`distributed_imports`), has one thread and never does anything else.
-So a child is as new as a spawned one, for the price of a fork instead of 5 CPU seconds of imports.
+Every body gets new processes. They are forked, not from pytest but from a server that is spawned once. The
+server has imported what bodies need (`distributed_imports`), has one thread and does nothing else. So a child
+is as clean as a spawned one, but costs a fork instead of 5 CPU seconds of imports.
 """
 
 import functools
@@ -27,15 +27,15 @@ from unittest import mock
 TIMEOUT_S = 240
 _FOLDER = "DISTRIBUTED_RUNNER_FOLDER"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""One thread; and no GPU, which a forked process could not use once its server has looked for one."""
+"""One thread, and no GPU: a forked process could not use a GPU that its server has looked for."""
 _jobs = itertools.count()
 
 
 @functools.cache
 def _forking() -> Any:
-    """The context whose processes come from the server, which starts here with one thread."""
+    """Return the multiprocessing context of the fork server, which starts here with one thread."""
     context = multiprocessing.get_context("forkserver")
-    # The compiler of one function of megatron-core's experts takes a second, in each process anew.
+    # torch compiles a function of megatron-core's experts; importing its compiler takes a second per process.
     context.set_forkserver_preload(["distributed_imports", "torch._inductor.compile_fx"])
     own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     with mock.patch.dict(os.environ, own):
@@ -55,7 +55,7 @@ def _child(
     import torch
     import torch.distributed
 
-    os.environ.clear()  # the server's, which is the one of its start
+    os.environ.clear()  # of the server, whose environment is that of its start
     os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(_ENVIRONMENT)
     os.environ[_FOLDER] = folder
@@ -65,12 +65,12 @@ def _child(
         results.put((rank, None, body(rank, world_size, *args)))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - the parent re-raises whatever happened, SystemExit included
+    except BaseException:  # noqa: BLE001 - the parent re-raises it, including SystemExit
         results.put((rank, traceback.format_exc(), None))
 
 
 def rejoin() -> None:
-    """Join the body's next job; for a body that has left its job by itself."""
+    """Join the body's next job, after the body has left its job itself."""
     import torch.distributed
 
     torch.distributed.init_process_group(
@@ -82,9 +82,9 @@ def rejoin() -> None:
 
 
 def leave() -> None:
-    """In all ranks of a body: leave its job; `rejoin` follows.
+    """Leave the job on all ranks of a body; `rejoin` follows.
 
-    Not before all have joined: a rank that leaves at once breaks the connections that another still makes.
+    All ranks must have joined: a rank that leaves at once breaks connections that another rank still makes.
     """
     import torch.distributed
 
@@ -93,15 +93,14 @@ def leave() -> None:
 
 
 def new_job() -> None:
-    """In all ranks of a body: leave every process group, and go on in a new job without any.
+    """Leave every process group on all ranks of a body, and go on in a new job without groups.
 
-    For bodies that build one layout after the other, whose groups keep 100 threads of gloo until they are
-    destroyed.
+    For bodies that build several layouts: their groups keep 100 gloo threads until they are destroyed.
     """
     import torch.distributed
     from megatron.core import parallel_state
 
-    torch.distributed.barrier()  # nobody leaves while another still expects its data
+    torch.distributed.barrier()  # no rank leaves while another one expects its data
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     rejoin()
@@ -110,7 +109,7 @@ def new_job() -> None:
 def run_distributed(
     body: Callable[..., Any], world_size: int, *args: Any, timeout_s: int = TIMEOUT_S
 ) -> list:
-    """Call `body(rank, world_size, *args)` in `world_size` processes; their return values by rank.
+    """Call `body(rank, world_size, *args)` in `world_size` processes; return their results by rank.
 
     Raises:
         AssertionError: with a child's traceback, or naming the ranks that did not finish in time.

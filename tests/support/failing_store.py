@@ -1,4 +1,4 @@
-"""A driver of fsspec whose requests fail as a test asks: failing://folder, in memory."""
+"""fsspec driver whose requests fail on demand: failing://folder, in memory."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ class FailingFileSystem(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     answers: ClassVar[Iterator[Exception | None]] = itertools.repeat(None)
-    """Of each next request: the error that it raises, or None."""
+    """Result of each further request: an error to raise, or None."""
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -30,18 +30,18 @@ class FailingFileSystem(MemoryFileSystem):
 
 
 def answer(answers: Iterable[Exception | None]) -> None:
-    """What the next requests meet; those after them work."""
+    """Set the results of the next requests. Requests after them work."""
     FailingFileSystem.answers = iter(answers)
 
 
 def die(working: int) -> None:
-    """The store stops to answer after so many requests."""
+    """Let the store stop answering after this number of requests."""
     answer(itertools.chain([None] * working, itertools.repeat(OSError(5, "no answer"))))
 
 
 @contextmanager
 def failing_store(*answers: Exception | None) -> Iterator[None]:
-    """A new store at failing://, and what its first requests meet."""
+    """Create a new store at failing://, and set the results of its first requests."""
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     answer(answers)
     try:

@@ -1,25 +1,25 @@
-"""A device on the CPU that keeps CUDA's order: streams are queues, and the host runs ahead of them.
+"""Device on the CPU that keeps CUDA's order: streams are queues, and the host runs ahead of them.
 
-Inside `with device:` every torch operation on the device's tensors is only queued, on the current stream, and
-reads and writes its tensors when it *executes*; until then a result is NaN. What executes when is up to an
-adversary that keeps to the two promises that CUDA gives: a stream is strictly in order, and waits for events.
+Inside `with device:` a torch operation on the device's tensors is only queued on the current stream. It reads
+and writes its tensors when it *executes*; until then its result is NaN. An adversary decides what executes
+when. It keeps CUDA's two promises: a stream executes in order, and it waits for events.
 
-    LATE             nothing before somebody waits for it, and then no more than that
-    COPIES_FIRST     every stream but the compute stream as soon as it may
-    COMPUTE_FIRST    the compute stream as soon as it may, everything else late
+    LATE             nothing before the host waits for it, and then no more than necessary
+    COPIES_FIRST     every stream but the compute stream as early as possible
+    COMPUTE_FIRST    the compute stream as early as possible, everything else late
     a seed           a random interleaving
     AT_ONCE          everything at the call: no adversary, the reference
 
-All of it happens in one thread, so that a run repeats itself. What another thread would do is done
-`in_thread`, which has no device before it calls `set_device`.
+All of this happens in one thread, so that a test is reproducible. The work of another thread is done inside
+`in_thread`; that thread has no device before it calls `set_device`.
 
-Streams come from a pool, in turn, and each group's messages have one of it, as with torch and NCCL. The pool
-is small: code that takes a stream for each call soon has that of something else.
+Streams come from a pool in turn. Each process group's messages have a stream of it, as with torch and NCCL.
+The pool is small, so code that takes a stream for each call soon shares one with other work.
 
-With `reuses_memory` the compute stream overwrites memory as soon as the host has freed it: like torch's
-allocator, which gives it to what is queued there next.
+With `reuses_memory` the compute stream overwrites memory as soon as the host has freed it, as torch's
+allocator gives it to the next operation queued there.
 
-A device has the face of `torch.cuda` as far as the project needs it, and within `with device:` its place.
+The device has the interface of `torch.cuda` that the project needs, and replaces it within `with device:`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from patch.device import stream_of
-from patch.distributed.async_collectives import Pending
+from patch.distributed.async_collectives import CommHandle
 
 POOL = 12
-"""Streams, of which the project needs fewer: one for each purpose, and one for each group."""
+"""Number of streams. The project needs fewer: one per purpose, and one per process group."""
 LATE, COPIES_FIRST, COMPUTE_FIRST, AT_ONCE = "late", "copies first", "compute first", "at once"
 Order = str | int
 
 
 class Event:
-    """A point in a stream."""
-
     def __init__(self, blocking: bool = False) -> None:
         self.stream: Stream | None = None
         self.position = 0
@@ -70,8 +68,6 @@ class Event:
 
 
 class Stream:
-    """What was queued and has not run, in order."""
-
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.tasks: deque[Callable[[], Any] | Event] = deque()
@@ -96,14 +92,14 @@ class Stream:
         self.run_to(self.num_done + len(self.tasks))
 
     def run_to(self, position: int) -> None:
-        """Execute no more than is needed to come to a position."""
+        """Execute only what is needed to reach a position."""
         while self.num_done < position:
             if isinstance(self.tasks[0], Event):
                 self.tasks[0].synchronize()
             self.step()
 
     def step(self) -> bool:
-        """Execute what comes next; False where that must wait, or there is nothing."""
+        """Execute the next task; return False if it must wait, or if there is none."""
         if not self.tasks or (isinstance(self.tasks[0], Event) and not self.tasks[0].query()):
             return False
         task = self.tasks.popleft()
@@ -115,10 +111,10 @@ class Stream:
 
 
 class FakeDevice(TorchDispatchMode):
-    """See above.
+    """The device; see the module's docstring.
 
     Args:
-        order: what executes when.
+        order: when tasks execute.
         reuses_memory: whether freed memory is overwritten.
     """
 
@@ -129,14 +125,14 @@ class FakeDevice(TorchDispatchMode):
         self._random = random.Random(order)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        """Both are held, so that no address comes twice."""
+        """Both dicts hold their storages, so that no address is used twice."""
         self._is_executing = self._is_ticking = False
         self.compute = self._current = Stream(self)
         self._others: list[Stream] = []
         self._num_taken = 0
         self._comms: dict[Any, Stream] = {}
         self._thread: object = None
-        """Whose work is being done; None: that of the thread that runs."""
+        """Thread whose work is being done, or None for the running thread."""
         self._with_device: set[object] = {threading.current_thread()}
         self._entered = ExitStack()
 
@@ -151,7 +147,7 @@ class FakeDevice(TorchDispatchMode):
         super().__exit__(*error)
         self._entered.close()
 
-    # The face of torch.cuda.
+    # Interface of torch.cuda.
 
     Event = Event
 
@@ -184,7 +180,7 @@ class FakeDevice(TorchDispatchMode):
 
     @property
     def _numbers(self) -> Callable[[torch.Tensor], Any]:
-        """`Tensor.tolist`, which torch reads memory for without an operation: the host waits."""
+        """Return `Tensor.tolist` after a wait of the host: torch reads the memory without an operation."""
         read = torch.Tensor.tolist
 
         def numbers(tensor: torch.Tensor) -> Any:
@@ -198,7 +194,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def in_thread(self, thread: object) -> Iterator[None]:
-        """What happens inside is the work of another thread, which stands for itself."""
+        """Within the context, all work counts as the work of another thread, which `thread` identifies."""
         before = self._thread, self._current
         self._thread, self._current = thread, self.compute
         try:
@@ -209,10 +205,10 @@ class FakeDevice(TorchDispatchMode):
     def has_device(self) -> bool:
         return (self._thread or threading.current_thread()) in self._with_device
 
-    # What executes when.
+    # When tasks execute.
 
     def tick(self) -> None:
-        """Something was queued: execute what the adversary likes."""
+        """Execute what the adversary chooses, after a task was queued."""
         if self._is_ticking:
             return
         self._is_ticking = True
@@ -229,17 +225,17 @@ class FakeDevice(TorchDispatchMode):
         self._is_ticking = False
 
     def chance(self) -> bool:
-        """Whether a worker that may go on does so now."""
+        """Return whether a worker that may go on does so now."""
         return isinstance(self.order, int) and self._random.random() < 0.3
 
     def run_others(self) -> None:
-        """Execute what may be executed without the compute stream's going on."""
+        """Execute all that can execute while the compute stream does not proceed."""
         while any([stream.step() for stream in self._others]):
             pass
 
     @contextmanager
     def executing(self) -> Iterator[None]:
-        """Inside, operations take place at once."""
+        """Within the context, operations execute at once."""
         before, self._is_executing = self._is_executing, True
         try:
             with torch.no_grad():
@@ -250,7 +246,6 @@ class FakeDevice(TorchDispatchMode):
     # Memory.
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take tensors for the device's."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._storages[storage.data_ptr()] = storage
@@ -259,7 +254,6 @@ class FakeDevice(TorchDispatchMode):
         return tensor.untyped_storage().data_ptr() in self._storages
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory full of NaN."""
         buffer = torch.frombuffer(
             bytearray(b"\xff" * max(1, numel * dtype.itemsize)), dtype=dtype, count=numel
         )
@@ -286,7 +280,7 @@ class FakeDevice(TorchDispatchMode):
             assert all(map(self.holds, written)), f"{func} writes to the host"
             self._queue(func, args, kwargs)
             return written[0] if len(func._schema.returns) == 1 else written
-        # Views; and results, of which only the shape is known.
+        # Views, and results of which only the shape is known.
         results = func(*args, **kwargs)
         own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         fresh = [r for r in _tensors(results) if r.untyped_storage().data_ptr() not in own]
@@ -310,11 +304,11 @@ class FakeDevice(TorchDispatchMode):
         self._current.queue(execute)
 
     def _place_of(self, value: Any) -> Any:
-        """A tensor without a reference to the device's memory, which the host may free before it executes."""
+        """Return the tensor without a reference to device memory, which the host may free earlier."""
         if not isinstance(value, torch.Tensor):
             return value
         if not self._reuses_memory or not self.holds(value):
-            # `.data` has a version of its own: autograd is not to take an execution for a change in place.
+            # `.data` has its own version counter: autograd must not see the execution as an in-place change.
             return value.data
         storage = self._storages[value.untyped_storage().data_ptr()]
         return _Place(storage, value.dtype, value.size(), value.stride(), value.storage_offset())
@@ -327,7 +321,7 @@ class FakeDevice(TorchDispatchMode):
                 self.compute.queue(partial(memory.fill_, 255))  # NaN in every type
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Between pinned memory and the device as it comes; pageable memory holds the host up."""
+        """Queue a copy between pinned memory and the device. A copy of pageable memory blocks the host."""
         copy = torch.ops.aten.copy_.default
         if not self.holds(source) and not (non_blocking and self._is_pinned(source)):
             source = source.clone()
@@ -337,29 +331,28 @@ class FakeDevice(TorchDispatchMode):
         self._current.synchronize()
         return copy(target, source)
 
-    # Ranks that hold the same, at least two, of which this is one: the others' messages equal its own.
+    # Simulated ranks: at least two with equal values, of which this process is one.
 
     def comm_of(self, group: Any) -> Stream:
-        """The stream of a group's messages."""
         if group not in self._comms:
             self._comms[group] = self.Stream()
         return self._comms[group]
 
-    def _collective(self, group: Any, run: Callable[[], Any]) -> Pending:
+    def _collective(self, group: Any, run: Callable[[], Any]) -> CommHandle:
         comm = self.comm_of(group)
         comm.wait_stream(self._current)
         comm.queue(run)
-        return Pending([_Work(comm.record_event())])  # type: ignore[list-item]
+        return CommHandle([_Work(comm.record_event())])  # type: ignore[list-item]
 
     def start_all_reduce(
         self, buffer: torch.Tensor, group: Any, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Pending:
+    ) -> CommHandle:
         if op == dist.ReduceOp.MAX:
             return self._start_maximum(buffer.data, group)
         return self._collective(group, lambda: buffer.data.mul_(_num_ranks(group)))
 
-    def _start_maximum(self, buffer: torch.Tensor, group: Any) -> Pending:
-        """What all ranks have comes back; meanwhile it is not there."""
+    def _start_maximum(self, buffer: torch.Tensor, group: Any) -> CommHandle:
+        """Start a maximum: the result equals the input, which is NaN while the message is in flight."""
         sent: list[torch.Tensor] = []
 
         def send() -> None:
@@ -370,28 +363,28 @@ class FakeDevice(TorchDispatchMode):
         return self._collective(group, lambda: buffer.copy_(sent[0]))
 
     def start_reduce_scatter(
-        self, buffer: torch.Tensor, out: torch.Tensor, group: Any, travels_as: None
-    ) -> Pending:
+        self, buffer: torch.Tensor, out: torch.Tensor, group: Any, reduce_dtype: None
+    ) -> CommHandle:
         own = buffer[group.rank() * out.numel() :][: out.numel()]
         return self._collective(group, lambda: out.data.copy_(_num_ranks(group) * own.data))
 
-    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any) -> Pending:
+    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any) -> CommHandle:
         own = sent.chunk(group.size())[group.rank()]
         parts = received.data.chunk(group.size())
         return self._collective(group, lambda: [part.copy_(own.data) for part in parts])
 
-    def start_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, group: Any) -> Pending:
+    def start_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, group: Any) -> CommHandle:
         parts = buffer.data.chunk(group.size())
         return self._collective(group, lambda: [part.copy_(shard.data) for part in parts])
 
     def start_swap(
         self, sent: torch.Tensor, received: torch.Tensor, group: Any, *, target: int, source: int
-    ) -> Pending:
+    ) -> CommHandle:
         return self._collective(group, lambda: received.data.copy_(sent.data))
 
 
 class _Place:
-    """Where a tensor is. No tuple: the trees of arguments end here."""
+    """Position of a tensor in memory. It is not a tuple, because `tree_map` would descend into it."""
 
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> None:
         self.storage, self.dtype, self.place = storage, dtype, place
@@ -413,11 +406,10 @@ _FOR_THE_HOST = (
     _aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default,
     _aten.masked_select.default, _aten.nonzero.default,
 )  # fmt: skip
-"""Their results, or the sizes of these, are numbers that the host must have."""
+"""Operations whose result, or its size, is a number that the host needs."""
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What an operation writes in place."""
     found: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -431,8 +423,6 @@ def _num_ranks(group: Any) -> int:
 
 
 class _Work:
-    """A collective on the device."""
-
     def __init__(self, end: Event) -> None:
         self._end = end
 

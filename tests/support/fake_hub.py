@@ -1,6 +1,6 @@
-"""A server that answers as the Hugging Face hub does, as far as huggingface_hub needs it to load and push.
+"""Server that answers like the Hugging Face hub, as far as huggingface_hub needs it to load and push.
 
-It takes every token.
+It accepts every token.
 """
 
 import base64
@@ -14,22 +14,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from hub_cache import REVISION
 
 Repositories = Mapping[str, Mapping[str, bytes]]
-"""Files by name, of each repository by its address: "models/org/name"."""
+"""Address of a repository such as "models/org/name" -> file name -> content."""
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves repositories, each with one revision; `sent` lists the files whose content was sent."""
+    """Serves repositories with one revision each; `sent` lists the files whose content was sent."""
 
     def __init__(self, repositories: Repositories) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = {name: dict(files) for name, files in repositories.items()}
         self.sent: list[str] = []
         self.visible: dict[str, str] = {}
-        """Of the repositories that were created, private or public."""
+        """Address of a created repository -> "private" or "public"."""
 
     @property
     def url(self) -> str:
-        """For HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -105,16 +104,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the tests ask `sent`."""
+        """Log nothing: the tests read `sent`."""
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()  # git's, for small files
+    return hashlib.sha1(content).hexdigest()  # git's hash, used for small files
 
 
 @contextmanager
 def serving(repositories: Repositories) -> Iterator[FakeHub]:
-    """A hub that serves until the context ends."""
     hub = FakeHub(repositories)
     thread = threading.Thread(target=hub.serve_forever)
     thread.start()

@@ -1,9 +1,9 @@
-"""The optimizer on a fake device: the product's streams and copies, host threads that run late, both kernels.
+"""The optimizer on a fake device: its own streams and copies, host threads that run late, both kernels.
 
-    with on(FakeDevice(order)) as kernel:      what is built and used inside works on that device
+    with on(FakeDevice(order)) as kernel:      all that is built and used inside works on that device
         offload = Offload(FakeOffloadDevice(fake), ...)
 
-The host's worker threads are adversaries too: a job is run when somebody waits for its result, or at random.
+The host's worker threads are adversaries too: a job runs when its result is awaited, or at a random time.
 """
 
 from __future__ import annotations
@@ -22,27 +22,20 @@ from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
 from patch.distributed import async_collectives
-from patch.distributed.async_collectives import Pending
+from patch.distributed.async_collectives import CommHandle
 from patch.memory import CudaDevice, staged_copy
-from patch.optimizer import (
-    domain,
-    eight_bit_flat,
-    host_update,
-    hybrid_adam,
-    micro_batch,
-    own_shards,
-    param_buffer,
-    param_flat,
-    sharded_flat,
-)
+from patch.optimizer import grad_norm
+from patch.optimizer.buckets import buffer_group, flat_params, fp8_params, micro_batch, param_buffer
 from patch.optimizer.kernels import UpdateItem, sums_by_norms
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.states import host_update, hybrid_adam
+from patch.optimizer.zero3 import sharded_params
 
 
 @contextmanager
 def on(fake: FakeDevice) -> Iterator[HostKernel]:
-    """The optimizer built and used inside works on the fake device."""
+    """Let the optimizer that is built and used inside work on the fake device."""
     kernel = HostKernel(fake)
     with ExitStack() as stack:
         for module in (host_update, staged_copy):
@@ -57,26 +50,28 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 
 @contextmanager
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
-    """Messages on the fake device's streams, and the norm by torch's operators, which it sees."""
+    """Put messages on the fake device's streams, and compute the norm with torch operators, which it sees."""
     with (
-        mock.patch.object(own_shards, "sums_of_squares", sums_by_norms),
+        mock.patch.object(grad_norm, "sums_of_squares", sums_by_norms),
         mock.patch.object(async_collectives, "follows_on_device", lambda group: True),
         mock.patch.object(micro_batch, "start_all_reduce", partial(_start_count, fake)),
-        mock.patch.object(domain, "start_all_reduce", fake.start_all_reduce),
-        mock.patch.object(domain, "start_reduce_scatter", fake.start_reduce_scatter),
-        mock.patch.object(param_flat, "start_all_gather", fake.start_all_gather),
-        mock.patch.object(sharded_flat, "start_all_gather", fake.start_all_gather),
-        mock.patch.object(sharded_flat, "resize_memory", _resize_memory),
-        mock.patch.object(domain, "host_zeros", partial(_host_zeros, fake)),
+        mock.patch.object(buffer_group, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(buffer_group, "start_reduce_scatter", fake.start_reduce_scatter),
+        mock.patch.object(flat_params, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(sharded_params, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(sharded_params, "resize_memory", _resize_memory),
+        mock.patch.object(buffer_group, "host_zeros", partial(_host_zeros, fake)),
         mock.patch.object(param_buffer, "all_or_none", nullcontext),
-        mock.patch.object(domain, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())),
-        mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(
+            buffer_group, "same_ranks", lambda group: dist.ProcessGroup(group.rank(), group.size())
+        ),
+        mock.patch.object(fp8_params, "start_all_reduce", fake.start_all_reduce),
     ):
         yield
 
 
-def _start_count(fake: FakeDevice, buffer: torch.Tensor, group: Any) -> Pending:
-    """A process that is really alone counts itself once."""
+def _start_count(fake: FakeDevice, buffer: torch.Tensor, group: Any) -> CommHandle:
+    """Start the count of ranks. A process that is really alone counts itself once."""
     op = dist.ReduceOp.MAX if group.size() == 1 else dist.ReduceOp.SUM
     return fake.start_all_reduce(buffer, group, op)
 
@@ -86,12 +81,12 @@ def _host_zeros(fake: FakeDevice, numel: int, dtype: torch.dtype, device: torch.
 
 
 def _resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:
-    """As CUDA's allocator in the order of a stream: what is there before or after is worth nothing."""
+    """Resize in stream order like CUDA's allocator: the content is undefined before and after."""
     tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 class FakeOffloadDevice(CudaDevice):
-    """The product's own streams and copies, on a fake device."""
+    """The product's streams and copies on a fake device."""
 
     def __init__(self, fake: FakeDevice) -> None:
         super().__init__(torch.device("cpu"))
@@ -118,7 +113,7 @@ class _DeviceKernel:
 
 
 class HostKernel:
-    """Adam on the host, which must not touch the device's memory; `numels` of its updates."""
+    """Adam on the host, which must not touch device memory. `numels` lists the sizes of its updates."""
 
     def __init__(self, fake: FakeDevice) -> None:
         self._fake, self._kernel = fake, CppAdam()
@@ -137,7 +132,7 @@ class HostKernel:
 
 
 class Workers:
-    """`ThreadPoolExecutor`s whose jobs run, in order, when somebody waits for them, or at random."""
+    """`ThreadPoolExecutor`s whose jobs run in order, when their result is awaited, or at a random time."""
 
     def __init__(self, fake: FakeDevice) -> None:
         self._fake = fake
@@ -187,7 +182,7 @@ class _Job(Future):
         return super().exception()
 
     def cancel(self) -> bool:
-        """Too late by chance: the worker has just begun it, and got no further."""
+        """Fail at random: the worker has just begun the job, and got no further."""
         worker = self._worker
         if worker.jobs and worker.jobs[0][0] is self and not self.running() and worker.fake.chance():
             self.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""Disks that fill up while a test writes."""
+"""Disks that fill up while a test writes to them."""
 
 import os
 import resource
@@ -22,30 +22,25 @@ def disk_full_after(limit: int) -> Iterator[None]:
 
 
 class SmallDisk:
-    """A file system of its own, with files that take its room.
-
-    Args:
-        mount_point: where it is mounted.
-    """
+    """A file system in memory, with files that fill it."""
 
     def __init__(self, mount_point: Path) -> None:
         self._mount_point, self._ballast = mount_point, mount_point / "ballast"
         self.folder = mount_point / "data"
-        """What a test writes; not created."""
+        """Folder for the test's files; the test creates it."""
 
     def leave(self, *, pages: int | None = None, files: int | None = None) -> None:
-        """Take all room but so many pages, and all names but so many."""
+        """Fill the file system except this number of pages, or of file names."""
         self._ballast.mkdir()
         if files is not None:
             for number in range(os.statvfs(self._mount_point).f_ffree - files):
                 (self._ballast / str(number)).touch()
         if pages is not None:
             room = os.statvfs(self._mount_point)
-            with suppress(OSError):  # a save in the background has taken the rest meanwhile
+            with suppress(OSError):  # a background save has meanwhile taken the rest
                 (self._ballast / "bytes").write_bytes(bytes((room.f_bavail - pages) * room.f_bsize))
 
     def free(self) -> None:
-        """Give the room back."""
         for path in self._ballast.iterdir():
             path.unlink()
         self._ballast.rmdir()
@@ -53,7 +48,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(mount_point: Path, *, num_bytes: int, num_files: int) -> Iterator[SmallDisk]:
-    """Mount a disk in memory with so much room; the test is skipped if only root may."""
+    """Mount a file system of this size in memory. Without permission to mount, the test is skipped."""
     options = f"size={num_bytes},nr_inodes={num_files}"
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount_point)]
     if subprocess.run(command, check=False, capture_output=True).returncode:

@@ -1,8 +1,8 @@
-"""The project's documents as the tests read them: what a page has, and whether its commands work.
+"""Read the project's documents, and check that their commands work.
 
-A page is read once, by the parser of markdown-it, which rich brings. Its bash blocks run in a real bash whose
-programs only note how they were called; each call is checked here: runs are read, checked and planned, tools
-are called, or read their arguments. A fault is a text that names the page and its line.
+The parser of markdown-it reads each page once. A page's bash blocks run in a real bash whose programs only
+record their calls. Each call is checked here: runs are read, checked and planned; tools are called, or parse
+their arguments. A fault is a text with the page's name and line.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from patch.config.flags import build_parser
 from patch.config.positions import unknown_variables
 from patch.device import MachineFacts
 from patch.errors import PatchError
-from patch.numbers import size_text
 from patch.plan.fits import fit_of
-from patch.plan.planned_run import Planned, plan_run
+from patch.plan.planned_run import PlannedRun, plan_run
 from patch.preflight.validate import validate_run
+from patch.text import size_text
 from toolkits.command import COMMANDS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,11 +44,11 @@ _SOURCE_FILE = re.compile(r"(?:patch|toolkits|tests)/[\w/]+\.(?:py|sh|md)")
 _FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 
 
-# What a page has.
+# Content of a page.
 
 
 class Block(NamedTuple):
-    """A fenced block: where its text begins, its info string, its text."""
+    """Fenced block: its first line of text, its info string, its text."""
 
     line: int
     info: str
@@ -61,27 +61,26 @@ class Block(NamedTuple):
 
 @dataclass
 class Page:
-    """A document; the line of what stands in a text is that of its paragraph or row."""
+    """A document. The line of a text is the first line of its paragraph or row."""
 
     path: Path
     blocks: list[Block] = field(default_factory=list)
     links: list[tuple[int, str]] = field(default_factory=list)
-    """Line and target, of images too."""
+    """Line and target of links and images."""
     codes: list[tuple[int, str]] = field(default_factory=list)
-    """Line and text of what is set as code."""
+    """Line and text of inline code."""
     headings: list[tuple[str, str]] = field(default_factory=list)
     """Level (h1, ...) and text."""
     rows: list[tuple[str, list[str]]] = field(default_factory=list)
-    """Of each table's rows but its head: the heading above it, and the cells."""
+    """Table rows without heads: the heading above the table, and the cells."""
 
     def told(self, faults: list[tuple[int, str]]) -> list[str]:
-        """Faults with the page's name."""
         return [f"{self.path.name}:{line}: {why}" for line, why in sorted(faults)]
 
 
 @cache
 def read_page(path: Path) -> Page:
-    """A document, read once."""
+    """Return a document, read only once."""
     page, opened = Page(path), None
     for token in MarkdownIt("commonmark").enable("table").parse(path.read_text(encoding="utf-8")):
         line = (token.map or [0])[0] + 1
@@ -104,7 +103,7 @@ def read_page(path: Path) -> Page:
 
 
 def faults_of_links(page: Page) -> list[str]:
-    """Links, images and files of the code within the repository that are not there."""
+    """Return links, images and file names in code that point to missing files of the repository."""
     found = [(line, _link_fault(page, target)) for line, target in page.links]
     for line, text in page.codes:
         if _SOURCE_FILE.fullmatch(text) and not (REPOSITORY / text).is_file():
@@ -125,21 +124,21 @@ def _link_fault(page: Page, target: str) -> str:
 
 
 def _anchors(page: Page) -> set[str]:
-    """The names by which GitHub links to a page's headings, if each is there once."""
+    """Return GitHub's anchors of a page's headings, for headings that occur once."""
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for _, text in page.headings}
 
 
 def faults_of_flags(page: Page) -> list[str]:
-    """Flags that the page's text mentions as code, and that neither a run nor a tool has."""
+    """Return flags in inline code that neither a run nor a tool has."""
     found = [(line, flag) for line, text in page.codes for flag in _FLAG.findall(text)]
     unknown = [(line, flag) for line, flag in found if flag not in _known_flags()]
-    # What ends with "-" stands for several flags, as --no-...
+    # A text that ends with "-" stands for several flags, such as --no-...
     return page.told([(line, f"there is no flag {flag}") for line, flag in unknown if flag[-1] != "-"])
 
 
 @cache
 def _known_flags() -> set[str]:
-    """The flags of a run and of all tools, as their sources name them, and a few of other programs."""
+    """Return the flags of runs and of all tools, found in their sources, and some flags of other programs."""
     found = {*build_parser()._option_string_actions, *_OTHERS}
     for file in (REPOSITORY / "toolkits").rglob("*.py"):
         found |= set(re.findall(r'"(--[a-z0-9-]+)"', file.read_text()))
@@ -152,7 +151,7 @@ _OTHERS = ("--signal", "--no-kill", "--no-build-isolation", "--no-deps", "--use-
 
 
 def faults_of_translation(page: Page) -> list[str]:
-    """Where a Chinese page has other commands or levels of headings than its English twin."""
+    """Return differences in commands or heading levels between a Chinese page and its English twin."""
     twin = read_page(page.path.with_name(page.path.name.replace(f"{CHINESE}.md", ".md")))
     ours, theirs = ([*_commands(each), *(level for level, _ in each.headings)] for each in (page, twin))
     pairs = (pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
@@ -160,12 +159,12 @@ def faults_of_translation(page: Page) -> list[str]:
 
 
 def _commands(page: Page) -> list[str]:
-    """All that is no output, without comments, which are translated."""
+    """Return all blocks except output, without their comments, which are translated."""
     lines = "\n".join(f"{block.info}\n{block.text}" for block in page.blocks if block.info != "text")
     return [command for line in lines.splitlines() if (command := re.sub(r"(^|\s)#.*", "", line).rstrip())]
 
 
-# What bash calls.
+# Calls of bash.
 
 _RECORDED = (
     "python", "python3", "llama-patch", "make", "pip", "torchrun", "srun", "sbatch", "salloc", "scancel",
@@ -174,7 +173,7 @@ _RECORDED = (
 )  # fmt: skip
 _TIMEOUT_S = 60
 
-# The name begins with the time, so that files sort as the calls came.
+# File names begin with the time, so that they sort in the order of the calls.
 _PROGRAM = """#!/bin/bash
 name=${0##*/}
 { printf '%s\\0' "$GUIDE_LINE" "$PWD" "$#" "$name" "$@"; env -0; } >"$GUIDE_CALLS/$EPOCHREALTIME.$$"
@@ -188,25 +187,23 @@ trap 'echo "line $GUIDE_LINE: ended with $?: $BASH_COMMAND" >&2' ERR
 
 
 class Call(NamedTuple):
-    """A program that a block calls."""
-
     line: int
     folder: Path
     argv: list[str]
-    """Its name first."""
+    """Arguments, including the program's name."""
     environ: dict[str, str]
 
 
 def calls_of(page: Page, folder: Path, variables: dict[str, str]) -> tuple[list[Call], str]:
-    """Run all bash blocks of a page in one bash; the calls in their order, and what bash complains of.
+    """Run all bash blocks of a page in one bash; return the calls in order, and bash's complaints.
 
-    Programs of `_RECORDED` are found first on PATH. The script has the page's own line numbers: everything
-    that is no command is an empty line.
+    Programs of `_RECORDED` come first on PATH. All other lines of the page are empty lines of the script, so
+    that line numbers agree.
 
     Args:
-        page: the document.
-        folder: a new one for the programs; the blocks run in its `repository`, which shows the repository's.
-        variables: the environment of the blocks.
+        folder: a new folder for the programs. The blocks run in its `repository`, which links to the
+            repository's files.
+        variables: environment of the blocks.
     """
     programs, calls, root, home = (folder / name for name in ("bin", "calls", "repository", "home"))
     for place in (programs, calls, root / ".venv/bin", home):
@@ -214,7 +211,7 @@ def calls_of(page: Page, folder: Path, variables: dict[str, str]) -> tuple[list[
     for name in _RECORDED:
         (programs / name).write_text(_PROGRAM)
         (programs / name).chmod(0o755)
-    for entry in REPOSITORY.iterdir():  # what blocks write beside them stays here
+    for entry in REPOSITORY.iterdir():  # files that blocks write beside them stay here
         if not entry.name.startswith("."):
             (root / entry.name).symlink_to(entry)
     (root / ".venv/bin/activate").touch()
@@ -246,32 +243,31 @@ def _read_call(file: Path) -> Call:
     return Call(int(texts[0]), Path(texts[1]), texts[3:count], environ)
 
 
-# Whether a call works.
+# Checks of calls.
 
 _HERE = MachineFacts(cuda_devices=0, cpu_cores=2, host_memory_bytes=64 * 2**30)
-"""Where blocks without plan= run."""
+"""Machine of blocks without plan=."""
 _LAUNCHERS = ("run_mcore_llama.sh", "pretrain_llama.py", "slurm.sh", "toolkits/train/__main__.py")
 _STARTERS = ("python", "python3", "torchrun", "srun", "sbatch", "pip")
 _FILE = re.compile(r"(?!/)[\w./-]+\.(?:py|sh|txt)")
 _RUN_HERE = ("convert", "plan", "preview_data", "inspect_checkpoint")
-"""Tools that are quick: they run where one of their arguments is of the fixtures."""
+"""Fast tools, which really run if an argument names a fixture."""
 
 
 class RefusedError(Exception):
-    """What is wrong with a command."""
+    """A fault of a command."""
 
 
 class _Read(BaseException):
-    """The arguments of a tool that is not to run are right."""
+    """Raised after a tool that must not run has parsed its arguments."""
 
 
 def check(call: Call, block: Block, fixtures: Path) -> str:
-    """What is wrong with a call of a block; empty if nothing is.
+    """Return the fault of a call, or "".
 
     Args:
-        call: the program, as bash called it.
-        block: where.
-        fixtures: the folder of what commands may read.
+        block: the block of the call.
+        fixtures: folder that commands may read.
     """
     kind = KINDS.fullmatch(block.info)
     assert kind is not None, block
@@ -285,7 +281,7 @@ def check(call: Call, block: Block, fixtures: Path) -> str:
 
 
 def _check(call: Call, kind: re.Match, fixtures: str) -> None:
-    """Files of the repository that are named exist; a run can start, a tool reads its arguments."""
+    """Check that named repository files exist, that a run can start, and that a tool parses its arguments."""
     name, *arguments = call.argv
     start = next((i for i, text in enumerate(arguments) if text.endswith(_LAUNCHERS)), None)
     named = arguments[: None if start is None else start + 1] if name in _STARTERS else ()
@@ -312,7 +308,7 @@ def _check_make(arguments: list[str]) -> None:
 
 
 def _check_run(argv: list[str], call: Call, kind: re.Match) -> None:
-    """A run that starts: read, checked as the launcher does, planned, and with room for it."""
+    """Check a run as the launcher does, plan it, and check that it fits."""
     if unknown := unknown_variables(call.environ):
         raise RefusedError(unknown[0])
     argv = [text for text in argv if text not in ("--dry-run", "--force")]
@@ -330,8 +326,8 @@ def _check_run(argv: list[str], call: Call, kind: re.Match) -> None:
         raise RefusedError(f"does not fit {planned.machine.name}: it needs {needed} of {usable}")
 
 
-def _plan_for(argv: list[str], environ: dict[str, str], kind: re.Match) -> Planned:
-    """The run on the machine that the block names, else on CPUs."""
+def _plan_for(argv: list[str], environ: dict[str, str], kind: re.Match) -> PlannedRun:
+    """Plan the run on the machine that the block names, otherwise on CPUs."""
     if kind["machine"] is None:
         nodes = environ.get("WORLD_SIZE") if argv[:1] == ["dlc"] else None
         return plan_run(argv, "here", int(nodes) if nodes else None, environ=environ, here=_HERE)
@@ -352,7 +348,7 @@ def _check_tool(module: str, argv: list[str], call: Call, kind: re.Match, fixtur
 
 
 def _call(module: str, argv: list[str], *, runs: bool) -> None:
-    """Call a tool's `main`, or only let it read its arguments."""
+    """Call a tool's `main`, or only let it parse its arguments."""
     said, code = io.StringIO(), 0
     logging.getLogger("patch").handlers.clear()
     with redirect_stdout(said), redirect_stderr(said), nullcontext() if runs else _reading_only():
@@ -368,7 +364,7 @@ def _call(module: str, argv: list[str], *, runs: bool) -> None:
 
 @contextmanager
 def _reading_only() -> Iterator[None]:
-    """Inside, a program ends after it has read its arguments."""
+    """Within the context, a program ends after it has parsed its arguments."""
     read = argparse.ArgumentParser.parse_args
 
     def read_and_end(self: argparse.ArgumentParser, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""One tiny random transformers model of each family, saved as its users' folders are."""
+"""A tiny random transformers model of each family, saved like a user's folder."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from small_runs import small_run
 
 from patch.config.schema import RunConfig
-from patch.preflight.stored_shape import read_hf_config
+from patch.preflight.model_of_folder import read_hf_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 6, "hidden_size": 48, "tie_word_embeddings": True}),
 }  # fmt: skip
-"""Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
+"""Name -> class prefix in transformers, special configuration. LLaMA 3.3 has the configuration of 3.1."""
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "rope_parameters": _plain_rope(1e6)}),
     "qwen-2-moe": (
@@ -113,13 +113,13 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-"""Those with experts; in two of them the first layer has none."""
+"""Families with experts. In two of them the first layer has none."""
 OTHERS = {"arcee": ("Arcee", {"rope_parameters": _plain_rope(1e4)})}
-"""A family that the project does not have, for the tests that register it."""
+"""A family that the project does not know, for tests that register it."""
 
 
 def spell_as_4(folder: Path) -> None:
-    """Write config.json as transformers 4 did, in whose spelling nearly all published models are."""
+    """Write config.json in the spelling of transformers 4, which nearly all published models have."""
     path = folder / "config.json"
     described = json.loads(path.read_text())
     if rope := described.pop("rope_parameters", None):
@@ -134,10 +134,11 @@ def spell_as_4(folder: Path) -> None:
 def family_model(
     name: str, folder: Path | None = None, *, dtype: Any = None, spelling: int = 4, **changes: Any
 ) -> Any:
-    """The model with random weights, norms and biases included; saved to `folder` when given.
+    """Return the model with random weights, including norms and biases; save it to `folder` if given.
 
-    `spelling` is the version of transformers whose config.json it gets; `changes` are of its configuration,
-    but `max_shard_size`.
+    Args:
+        spelling: version of transformers whose config.json is written.
+        changes: changes of the configuration, and `max_shard_size`.
     """
     import torch
     import transformers
@@ -164,5 +165,5 @@ def family_model(
 
 
 def family_run(folder: Path, tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> RunConfig:
-    """A run of the model whose config.json lies in `folder`."""
+    """Return a run of the model whose config.json is in `folder`."""
     return small_run(tp, pp, dp, **{**read_hf_config(folder), **changes})

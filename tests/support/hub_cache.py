@@ -1,4 +1,4 @@
-"""Puts files into a cache of the Hugging Face hub, in the layout that huggingface_hub reads."""
+"""Put files into a cache of the Hugging Face hub, in the layout that huggingface_hub reads."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 def add_to_cache(
     cache: Path, repo: str, files: Mapping[str, bytes], kind: str = "model", revision: str = REVISION
 ) -> Path:
-    """Store files as the main revision of a repository; returns the snapshot's folder."""
+    """Store files as the main revision of a repository; return the snapshot's folder."""
     folder = cache / f"{kind}s--{repo.replace('/', '--')}"
     for name in ("blobs", "refs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -27,5 +27,4 @@ def add_to_cache(
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """The files of a folder by name."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 
 def write_set(prefix: str | Path, documents: Iterable[Sequence[int]], dtype: type = np.int32) -> str:
-    """Write documents of one sequence each; the path of their files without the endings."""
+    """Write documents of one sequence each; return the path of the files without suffixes."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for ids in documents:
         builder.add_document(np.array(ids, np.int64).astype(dtype), [len(ids)])
@@ -18,5 +18,5 @@ def write_set(prefix: str | Path, documents: Iterable[Sequence[int]], dtype: typ
 
 
 def consecutive(sizes: Iterable[int], first: int = 1) -> list[range]:
-    """Documents of consecutive numbers, so that a sample shows where it comes from."""
+    """Return documents of consecutive numbers, so that a sample shows where it comes from."""
     return [range(start, end) for start, end in pairwise(accumulate(sizes, initial=first))]

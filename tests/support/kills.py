@@ -1,4 +1,4 @@
-"""A process that is killed after one of its file operations: all moments at which a machine may go down."""
+"""Kill a process after one of its file operations, as a machine may go down at any moment."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def killer_at(moment: int) -> Callable[[Callable], Callable]:
-    """A decorator: this process is killed when the functions it decorates have returned so many times."""
+    """Return a decorator that kills this process when decorated functions have returned `moment` times."""
     passed = 0
 
     def killed_at(function: Callable) -> Callable:

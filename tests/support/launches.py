@@ -1,6 +1,6 @@
 """Launchers with tiny scripts as workers, in this process or as programs.
 
-Run as a program this file is the launcher of a machine: `python launches.py SCRIPT MACHINE`, see `start`.
+As a program this file is the launcher of a machine: `python launches.py SCRIPT MACHINE`, see `start`.
 """
 
 import json
@@ -19,8 +19,8 @@ from started_programs import start_program
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.distributed import rendezvous
-from patch.distributed.launch import launch
+from patch.launch import rendezvous
+from patch.launch.launcher import launch
 from patch.preflight.cluster import Rendezvous
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def write_script(folder: Path, body: str) -> Path:
     script = folder / "worker.py"
     script.write_text(
         f"import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from patch.distributed import worker_process\nworker_process.begin()\n"
+        "from patch.launch import worker_process\nworker_process.begin()\n"
         f"rank = int(os.environ['RANK'])\n{body}\n"
     )
     return script

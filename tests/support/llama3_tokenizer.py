@@ -1,4 +1,4 @@
-"""LLaMA-3 tokenizers for tests: a tiny one, made in a moment, and the real one of llama-models."""
+"""LLaMA-3 tokenizers for tests: a tiny one, trained quickly, and the real one of llama-models."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkits.quickstart.seed_model import LLAMA3_PATTERN
 
-# Its last alternatives merge a header's final line break with what follows, or not, by what follows.
+# Its last alternatives may merge a header's final line break with the following text.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
@@ -30,7 +30,7 @@ CORPUS = (
 def tiny_tokenizer(
     pattern: str = LLAMA3_PATTERN, template: str | None = None, special: Iterable[str] = SPECIAL_TOKENS
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most 400 ids; special tokens first; adds begin-of-text where asked to add."""
+    """Return a byte-level BPE of at most 400 ids, special tokens first. It can add begin-of-text."""
     core = Tokenizer(models.BPE())
     _dress(core, pattern)
     core.train_from_iterator(
@@ -53,7 +53,7 @@ def build_tiny_tokenizer(folder: Path, template: str | None = None) -> None:
 def build_llama3_tokenizer(folder: Path) -> None:
     """Write the real LLaMA-3 tokenizer as a Hugging Face folder: 128,256 ids, no chat template.
 
-    Skips the test where the package llama-models, whose tokenizer.model is converted, is not installed.
+    It converts the tokenizer.model of the package llama-models. Without this package the test is skipped.
     """
     package = importlib.util.find_spec("llama_models")
     if package is None or not package.submodule_search_locations:
@@ -65,7 +65,7 @@ def build_llama3_tokenizer(folder: Path) -> None:
     reserved = [f"<|reserved_special_token_{2 + index}|>" for index in range(256 - len(named))]
     core = TikTokenConverter(str(model), extra_special_tokens=named + reserved).converted()
     _wrap(core, None).save_pretrained(folder)
-    # The name under which transformers 4 and LLaMA's own repositories know this class.
+    # Name of this class in transformers 4 and in LLaMA's own repositories.
     config = folder / "tokenizer_config.json"
     described = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(described, indent=2))

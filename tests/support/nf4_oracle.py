@@ -1,4 +1,4 @@
-"""NF4 in NumPy: the levels of the QLoRA paper, and the nearest one to each share of a largest value."""
+"""NF4 in NumPy: the levels of the QLoRA paper, and the nearest level to each value divided by its absmax."""
 
 from statistics import NormalDist
 
@@ -9,7 +9,6 @@ _OFFSET = 0.9677083
 
 
 def levels() -> np.ndarray:
-    """The 16 levels in ascending order."""
     above = [NormalDist().inv_cdf(q) for q in np.linspace(_OFFSET, 0.5, 9)[:-1]]
     below = [-NormalDist().inv_cdf(q) for q in np.linspace(_OFFSET, 0.5, 8)[:-1]]
     found = np.sort([*above, 0, *below])
@@ -17,7 +16,7 @@ def levels() -> np.ndarray:
 
 
 def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The codes of a whole float32 tensor, value by value, and the scale of each block of 64."""
+    """Return the codes of a float32 tensor, and the scale of each block of 64."""
     blocks = weight.reshape(-1, 64)
     scales = np.abs(blocks).max(axis=1)
     shares = blocks / np.maximum(scales, 1e-38)[:, None]
@@ -25,6 +24,6 @@ def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(weight: np.ndarray) -> np.ndarray:
-    """What is left of a float32 tensor in 4 bits."""
+    """Return a float32 tensor rounded to nf4."""
     codes, scales = quantized(weight)
     return (levels()[codes].reshape(-1, 64) * scales[:, None]).reshape(weight.shape)

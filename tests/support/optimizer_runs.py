@@ -1,7 +1,7 @@
-"""Train plain torch models with the optimizer, and the same by an oracle: autograd on one process and NumPy.
+"""Train plain torch models with the optimizer, and with an oracle: autograd in one process and NumPy.
 
-A batch is whatever the model's forward takes; forward returns the loss. `Step` is the data of one step:
-the micro-batches of each data-parallel rank.
+A batch is the argument of the model's forward, which returns the loss. `Step` is the data of one step: the
+micro-batches of each data-parallel rank.
 """
 
 import gc
@@ -29,11 +29,12 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
 from patch.memory import UNLIMITED, SimulatedDevice
-from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup, host_update
+from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
-from patch.optimizer.offload import Offload
-from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
+from patch.optimizer.states import host_update
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.states.placement import DeviceMemory, Move, StaticPlacementPolicy
 
 ZERO_STAGES = tuple(ZeroStage)
 LR = 3e-3
@@ -41,10 +42,10 @@ Step = Sequence[Sequence[Any]]
 
 
 class OddModel(torch.nn.Module):
-    """975 elements in matrices (decayed) and vectors of 31 and 7 (not), none a multiple of 2, 3 or 4."""
+    """975 elements: matrices (decayed), and vectors of 31 and 7 (not), none a multiple of 2, 3 or 4."""
 
     is_short = False
-    """Whether the last layer is left out: nothing in forward waits for its weights."""
+    """Whether the last layer is left out, so that forward does not wait for its weights."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -55,13 +56,13 @@ class OddModel(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of inputs [B, 23]."""
+        """Return the loss of inputs [B, 23]."""
         hidden = torch.tanh(self.first(batch))
         return (hidden if self.is_short else self.last(hidden) * self.gain).square().mean()
 
 
 class WideModel(torch.nn.Module):
-    """Matrices of 78,000 and, with the last gradient, 143,520 elements: buckets of 2**16 cut both."""
+    """Matrices of 78,000 and, with the last gradient, 143,520 elements. Buckets of 2**16 cut both."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -71,19 +72,19 @@ class WideModel(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of inputs [B, 23]."""
+        """Return the loss of inputs [B, 23]."""
         return self.last(torch.tanh(self.first(batch.repeat(1, 24)))).square().mean()
 
 
 def make_steps(num_steps: int, dp_size: int, num_micro_batches: int, seed: int = 1) -> list[Step]:
-    """Inputs of [4, 23] for every step, rank and micro-batch."""
+    """Return inputs [4, 23] for every step, rank and micro-batch."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_steps, dp_size, num_micro_batches, 4, 23, generator=generator)
     return [[list(rank) for rank in step] for step in inputs]
 
 
 def data_parallel_groups() -> ProcessGroupCollection:
-    """Groups of a job that is data-parallel only."""
+    """Return the groups of a job that is only data-parallel."""
     compat.apply(cuda=False)
     if not parallel_state.is_initialized():
         with shared_devices():
@@ -100,7 +101,7 @@ def build_optimizer(
     param_groups: Sequence[ParamGroup] | None = None,
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
-    """The optimizer of a model, or of a list of stages, over all processes of the job.
+    """Return the optimizer of a model, or of a list of stages, over all processes of the job.
 
     `changes` are fields of its configuration.
     """
@@ -113,19 +114,19 @@ def build_optimizer(
 
 
 def on_host(fraction: float, chunk_size: int = 100, host_bytes: int = UNLIMITED) -> Offload:
-    """So much of the states on the host, beside a simulated device."""
+    """Return an offload of this share of the states to the host, beside a simulated device."""
     return Offload(SimulatedDevice(UNLIMITED), StaticPlacementPolicy(fraction), chunk_size, host_bytes)
 
 
 def accumulate(
     model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence, lr: float = LR
 ) -> None:
-    """Forward and backward of this rank's micro-batches, until every gradient is final."""
+    """Run forward and backward of this rank's micro-batches, until every gradient is final."""
     optimizer.zero_grad(lr)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
-            # Later ones find all weights in place.
+            # Later micro-batches find all weights gathered.
             with nullcontext() if index else no_stale_reads(optimizer):
                 loss = model(batch)
             optimizer.scale_loss(loss).backward()
@@ -134,7 +135,7 @@ def accumulate(
 
 
 def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> float:
-    """One step; the gradient norm. The new weights are still on their way."""
+    """Take one step; return the gradient norm. The new weights may still be in flight."""
     accumulate(model, optimizer, batches)
     return optimizer.step().grad_norm
 
@@ -142,7 +143,7 @@ def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer,
 def states_of(
     optimizer: OverlappedDistributedOptimizer, name: str
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of a state, each beside the weights that it belongs to, padding left out."""
+    """Return views of a state, each with a view of its weights, without padding."""
     found = []
     for index, shard in enumerate(optimizer.adam.shards):
         for part in shard.ranges:
@@ -152,19 +153,19 @@ def states_of(
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Copies of all parameters, as float32; within `full_weights`."""
+    """Return float32 copies of all parameters; call it within `full_weights`."""
     return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
 
 
 class Oracle:
-    """AdamW (Adam where not `is_decoupled`) on float32 arrays, the gradients of all ranks computed here.
+    """AdamW (Adam unless `is_decoupled`) on float32 arrays. It computes the gradients of all ranks itself.
 
     Args:
-        model: a model of its own, never given to an optimizer; fp32, or bf16 with the arrays as masters.
-        zero_stage: the order of sums: over the micro-batches of a rank and then over ranks, or, for
-            "gradients", over the ranks of a micro-batch and then over micro-batches.
-        num_instances: so many groups of neighbouring ranks are summed one by one, then their sums.
-        rounds: what a rank sends to others is rounded to bf16.
+        model: a model of its own, never given to an optimizer: fp32, or bf16 with the arrays as masters.
+        zero_stage: the order of sums: over the micro-batches of a rank, then over ranks; if gradients are
+            sharded, over the ranks of a micro-batch, then over micro-batches.
+        num_instances: number of groups of neighbouring ranks. Each group is summed, then the groups' sums.
+        rounds: whether a rank rounds to bf16 what it sends.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Oracle:
         self.exp_avg_sq = {name: np.zeros(p.shape, np.float32) for name, p in self._trained.items()}
 
     def take_step(self, step: Step) -> float:
-        """One step; the gradient norm."""
+        """Take one step; return the gradient norm."""
         gradients = self.gradients(step)
         norm = float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in gradients.values())))
         scale = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
@@ -208,16 +209,16 @@ class Oracle:
         return norm
 
     def gradients(self, step: Step) -> dict[str, np.ndarray]:
-        """The sums over ranks and micro-batches; zeros where a parameter was not used."""
+        """Return the sums over ranks and micro-batches, with zeros for unused parameters."""
         size = len(step) // self._num_instances
         return _sum([self._of_instance(step[first : first + size]) for first in range(0, len(step), size)])
 
     def _of_instance(self, step: Step) -> dict[str, np.ndarray]:
         found = [[self._backward(batch) for batch in batches] for batches in step]
-        if self._rounds:  # at "gradients" each micro-batch travels, else the sum of all
-            is_sum = not self._zero_stage.shares_gradients
+        if self._rounds:  # ZeRO-2 sends the gradients of each micro-batch, other stages their sum
+            is_sum = not self._zero_stage.shards_gradients
             found = [[_rounded(part) for part in ([_sum(rank)] if is_sum else rank)] for rank in found]
-        if self._zero_stage.shares_gradients:
+        if self._zero_stage.shards_gradients:
             found = list(zip(*found, strict=True))
         return _sum([_sum(inner) for inner in found])
 
@@ -239,7 +240,7 @@ def _rounded(part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.0) -> None:
-    """Every parameter equals the oracle's, to the bit unless a bound is given."""
+    """Compare every parameter with the oracle's, bit for bit unless `atol` is given."""
     expected = weights_of(oracle.model)
     for name, ours in weights_of(model).items():
         np.testing.assert_allclose(ours, expected[name], rtol=0, atol=atol, err_msg=name)
@@ -254,9 +255,9 @@ def check_training(
     backward: Callable[[Any, OverlappedDistributedOptimizer, Sequence], None] = accumulate,
     **changes: Any,
 ) -> None:
-    """Train a model and its oracle; `changes` are fields of the optimizer's configuration.
+    """Train a model and its oracle, and compare them after each step.
 
-    `backward` does in another way what `accumulate` does.
+    `backward` may replace `accumulate`. `changes` are fields of the optimizer's configuration.
     """
     model, oracle = build(), Oracle(build(), zero_stage)
     optimizer = build_optimizer(model, zero_stage, **changes)
@@ -269,20 +270,20 @@ def check_training(
 
 
 def failures_of(checks: Mapping[Any, Callable[[], object]]) -> dict[Any, str]:
-    """The failure of each check on this rank, or an empty string; those after it are made all the same."""
+    """Return the failure of each check on this rank, or "". A failure does not stop the later checks."""
     found = {}
     for name, check in checks.items():
         try:
             check()
             found[name] = ""
-        except Exception:  # noqa: BLE001 - reported by the check's own test
+        except Exception:  # noqa: BLE001 - the check's own test reports it
             found[name] = traceback.format_exc()
         dist.barrier()
     return found
 
 
 class SlowKernel:
-    """The kernel of a host that takes one of some times more for each call, drawn at random."""
+    """Kernel of a slow host: the time of each call is multiplied by a random factor."""
 
     def __init__(self, *seconds: float) -> None:
         self._kernel, self._seconds = adam_kernel(torch.device("cpu")), seconds
@@ -295,13 +296,13 @@ class SlowKernel:
 
 @contextmanager
 def host_kernel(kernel: AdamKernel) -> Iterator[None]:
-    """What is built inside updates chunks on the host by `kernel`."""
+    """Within the context, chunks on the host are updated by `kernel`."""
     with mock.patch.object(host_update, "adam_kernel", lambda device: kernel):
         yield
 
 
 class RandomPolicy:
-    """Before about half of the steps, each chunk goes anywhere."""
+    """Moves each chunk to a random place before about half of the steps."""
 
     def __init__(self, seed: Any) -> None:
         self._random = random.Random(str(seed))
@@ -319,7 +320,7 @@ class RandomPolicy:
 WIDTH, DEPTH = 64, 8
 NUMEL = DEPTH * WIDTH * WIDTH
 BUCKET = 2 * WIDTH * WIDTH
-"""Four buckets that need no padding at DP 1, 2 and 4."""
+"""Bucket size: four buckets without padding at DP 1, 2 and 4."""
 
 
 class Layers(torch.nn.Module):
@@ -332,12 +333,12 @@ class Layers(torch.nn.Module):
         )
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of inputs [B, WIDTH]."""
+        """Return the loss of inputs [B, WIDTH]."""
         return self.layers(batch).square().mean()
 
 
 def held_bytes(*roots: Any) -> int:
-    """Bytes of all tensors that can be reached, each storage once; hooks count, other modules do not."""
+    """Return the bytes of all reachable tensors, each storage once. Hooks are followed, modules are not."""
     seen: dict[int, Any] = {}
     storages: dict[int, int] = {}
     stack = list(roots)
@@ -345,18 +346,18 @@ def held_bytes(*roots: Any) -> int:
         found = stack.pop()
         if id(found) in seen or isinstance(found, (type, ModuleType)):
             continue
-        seen[id(found)] = found  # kept alive, so that no id comes twice
+        seen[id(found)] = found  # kept alive, so that no id is used twice
         if isinstance(found, torch.Tensor):
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
             stack.append(found.grad)
-        # A function's globals lead everywhere; what it holds itself is in its cells.
+        # A function's globals lead to everything. Its own references are in its cells.
         stack += (found.__closure__ or ()) if isinstance(found, FunctionType) else gc.get_referents(found)
     return sum(storages.values())
 
 
 def measure_zero_stages() -> dict[str, int]:
-    """Bytes held after two steps, by ZeRO stage and type of the weights."""
+    """Return the bytes held after two steps, by ZeRO stage and dtype of the weights."""
     found = {}
     for zero_stage, dtype in product(ZERO_STAGES, (torch.bfloat16, torch.float32)):
         model = Layers(dtype)

@@ -1,4 +1,4 @@
-"""The same conversations as micro-batches, packed into four rows or padded in eight."""
+"""The same conversations as micro-batches, packed into four rows or padded to eight."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ from patch.convert import import_hf
 from patch.data import Batch
 from patch.data.packing import PackedSource, Packs
 from patch.data.samples import Sample, collate
-from patch.training.objective import Objective
+from patch.training.objectives.objective import Objective
 from patch.training.setup import Run, RunData
 
 LENGTH = 32
 SIZES = [32, 10, 22, 5, 9, 14, 20, 11]
 ROWS = [0, 1, 3, 6, 8]
-"""Conversations 0; 1 and 2; 3 to 5; 6 and 7 share a row. One fills it, two rows end in padding."""
+"""First conversation of each row: 0; 1 and 2; 3 to 5; 6 and 7. One row is full, two end in padding."""
 PADDING = 2
 STEPS = 3
 PACKED = {"micro_batch_size": 2, "global_batch_size": 4, "packing": True, "train_iters": STEPS}
@@ -29,13 +29,12 @@ class Talks:
     """Conversations of random ids, the second half of each learned.
 
     Args:
-        seed: of the ids.
-        learned: which conversations have anything to learn; None: all.
-        sizes: their tokens.
+        learned: conversations with learned tokens, or None for all.
+        sizes: tokens of each conversation.
     """
 
     num_learned = 1
-    """Nobody asks."""
+    """Required by the reader's interface, but not used."""
 
     def __init__(self, seed: int, learned: Sequence[int] | None = None, sizes: Sequence[int] = SIZES) -> None:
         random = np.random.default_rng(seed)
@@ -53,13 +52,13 @@ class Talks:
         return self._ids[index], self._learned[index]
 
     def learn_one_token(self, number: int, token: int) -> None:
-        """Learn nothing else."""
+        """Let only this token be learned."""
         for learned in self._learned:
             learned[:] = False
         self._learned[number][token] = True
 
     def end_with_padding(self) -> None:
-        """Learn the padding's id at the end of each conversation, as where pad is the end token."""
+        """Let each conversation learn the padding id at its end, as if pad were the end token."""
         for ids in self._ids:
             ids[-1] = PADDING
 
@@ -78,7 +77,7 @@ class Talks:
 
 
 def batches_of(config: RunConfig, *talks: Talks) -> list[Batch]:
-    """All micro-batches of these conversations, packed or padded as the run asks."""
+    """Return all micro-batches of these conversations, packed or padded as the run says."""
     samples = [
         sample for each in talks for sample in (each.packed() if config.data.packing else each.padded())
     ]
@@ -86,18 +85,17 @@ def batches_of(config: RunConfig, *talks: Talks) -> list[Batch]:
 
 
 def in_batches(config: RunConfig, samples: Sequence[Sample]) -> list[Batch]:
-    """These samples as micro-batches of a run."""
     size = config.training.micro_batch_size
     return [collate(samples[begin : begin + size]) for begin in range(0, len(samples), size)]
 
 
 def talk_batches(config: RunConfig, iteration: int) -> list[Batch]:
-    """Those of a step, for `SeededReader`."""
+    """Return the micro-batches of a step, for `SeededReader`."""
     return batches_of(config, Talks(iteration))
 
 
 def build_untrained(config: RunConfig, hf_folder: Path) -> Run:
-    """A run without an optimizer, for `run_schedule`."""
+    """Return a run without an optimizer, for `run_schedule`."""
     groups, stages = build_stages(config)
     import_hf(stages, hf_folder, config.model, groups)
     return Run(config, CPU.device, groups, stages, None, RunData(Objective(config), None, {}))  # type: ignore

@@ -1,7 +1,7 @@
-"""Adapters that PEFT itself builds beside the tensors of a folder: one linear layer for each of its matrices.
+"""Adapters that PEFT builds beside the tensors of a folder: one linear layer for each matrix of the folder.
 
-So experts are as transformers 4 had them, for which transformers 5 has one parameter. `peft` is imported in
-functions: a test that uses it skips itself without it.
+So experts are separate matrices as in transformers 4; transformers 5 has one parameter for them. `peft` is
+imported in functions: a test that uses it is skipped without it.
 """
 
 import math
@@ -24,8 +24,6 @@ from patch.training.setup import Run
 
 
 class Tree(nn.Module):
-    """Modules by name, for the tensors of a folder."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__()
         tensors = load_file(folder / "model.safetensors")
@@ -46,7 +44,7 @@ class Tree(nn.Module):
 
 
 def peft_model(folder: Path, model: ModelConfig, adapter: AdapterConfig) -> Any:
-    """PEFT's model with such adapters beside the folder's tensors, and random values in all of them."""
+    """Return PEFT's model with these adapters beside the folder's tensors, and random values in all."""
     from peft import LoraConfig, get_peft_model
 
     described = write_adapter(model, adapter, None)
@@ -64,7 +62,7 @@ class WrittenAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Roots are NumPy's: torch's are not rounded to nearest. With `is_bf16` weights are, ties upwards."""
+        """Use NumPy's roots: torch's are not rounded to nearest. `is_bf16` rounds weights, ties upwards."""
         for group in self.param_groups:
             beta1, beta2, lr = 0.9, 0.95, group["lr"]
             for weight in group["params"]:
@@ -83,15 +81,15 @@ class WrittenAdamW(torch.optim.Optimizer):
 def peft_steps(
     config: RunConfig, folder: Path, factors: dict[str, np.ndarray], num_steps: int
 ) -> dict[str, Any]:
-    """PEFT's model with these factors, in Hugging Face's Trainer: losses, norms and the last factors.
+    """Train PEFT's model with these factors in Hugging Face's Trainer; return losses, norms and last factors.
 
-    Of an aligned run with its attention and its order of AdamW, else with torch's. Of one in bf16 weights and
-    autocast have it, factors are float32: PEFT's and the Trainer's defaults with `bf16=True`.
+    An aligned run gives its attention and its order of AdamW; otherwise torch's are used. In bf16 runs,
+    weights and autocast are bf16 and factors are float32: the defaults of PEFT and the Trainer.
     """
     from transformers import Trainer, TrainingArguments
 
     class Recorded(Trainer):
-        """With our schedule; keeps the loss of each micro-batch."""
+        """Trainer with our learning rate schedule that keeps the loss of each micro-batch."""
 
         losses: list[float] = []
 
@@ -137,7 +135,7 @@ def peft_steps(
 
 
 def _with_adapters(config: RunConfig, folder: Path) -> Any:
-    """The folder's model and PEFT's adapters of a run, as PEFT begins them."""
+    """Return the folder's model with the run's adapters, initialized by PEFT."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -153,7 +151,7 @@ def _with_adapters(config: RunConfig, folder: Path) -> Any:
 
 
 def _rows_of_steps(config: RunConfig, num_steps: int) -> list[dict[str, torch.Tensor]]:
-    """The rows of all steps in their order, as transformers takes them that are moved by one already."""
+    """Return the rows of all steps in order; transformers takes labels that are shifted already."""
     rows = []
     for batch in chain.from_iterable(seeded_batches(config, iteration) for iteration in range(num_steps)):
         labels = batch.labels.where(batch.loss_mask > 0, -100)

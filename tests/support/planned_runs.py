@@ -1,4 +1,4 @@
-"""Runs that are only planned: of any layout, on GPUs that are not there."""
+"""Planned runs of any layout on any GPUs."""
 
 from patch.config import RunConfig
 from patch.plan.timing.machine import PRESETS, Machine
@@ -21,16 +21,15 @@ def planned_run(
     machine: Machine = H100,
     sharding="--use-distributed-optimizer",
 ) -> RunConfig:
-    """LLaMA 8B with eight micro-batches of one sample a replica, on as few nodes as it takes.
+    """Return a run of LLaMA 8B with eight micro-batches of one sample per replica, on the fewest nodes.
 
     Args:
-        order: of the processes' axes.
+        order: order of the layout's axes.
         tp, cp, dp, pp: sizes of the axes.
         size: MODEL_SIZE.
         length: tokens of a sample.
-        flags: more flags, in one text.
-        machine: whose nodes.
-        sharding: flags of what replicas share.
+        flags: further flags, in one string.
+        sharding: flags of data-parallel sharding.
     """
     world, per_node = tp * cp * dp * pp, machine.devices_per_node
     batch = "" if "--global-batch-size" in flags else f"--global-batch-size {8 * dp}"

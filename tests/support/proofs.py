@@ -1,4 +1,4 @@
-"""Runs of `llama-patch prove` in a test's processes, one after the other, with wrong messages or without."""
+"""Runs of `llama-patch prove` in a test's processes, one after the other, with or without wrong messages."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import TrainingError
 from patch.training import HOOKS, worker
-from patch.training.hooks import TrainerHook
+from patch.training.hooks.hook import TrainerHook
 from toolkits.prove.compare import Difference, compare
 from toolkits.prove.made import make_data
 from toolkits.prove.shrink import STEPS, Shrunk, shrink
@@ -20,7 +20,7 @@ from toolkits.prove.worker import EVIDENCE, evidence
 
 
 def shrunk(config: RunConfig, folder: Path, *, is_for_gpus: bool = False) -> Shrunk:
-    """What prove makes of a run on eight processes."""
+    """Return the shrunk run that prove makes of a run on eight processes."""
     return shrink(config, MachineFacts(cuda_devices=0, cpu_cores=2), 8, folder, is_for_gpus=is_for_gpus)
 
 
@@ -29,9 +29,9 @@ def in_folder(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def train(rank: int, world_size: int, runs: list[tuple[RunConfig, Fault | None]]) -> list[set[Fault]]:
-    """Train each; the faults that its messages can have. One that stops has noticed its fault by itself."""
+    """Train each run; return its possible message faults. A run that stops has noticed its fault itself."""
     HOOKS[:] = [evidence]
-    worker.LossPlot = lambda output: TrainerHook()  # type: ignore  # half of the time
+    worker.LossPlot = lambda output: TrainerHook()  # type: ignore  # the plot takes half of the time
     found = []
     for config, fault in runs:
         with Messages(fault) as messages:
@@ -46,13 +46,13 @@ def train(rank: int, world_size: int, runs: list[tuple[RunConfig, Fault | None]]
 
 
 def train_all(runs: list[tuple[RunConfig, Fault | None]]) -> list[set[Fault]]:
-    """Train all of them, which have as many processes, and return what each one's messages can have wrong."""
+    """Train all runs, which have the same number of processes; return the possible faults of each."""
     ranks = run_distributed(train, runs[0][0].world_size, runs, timeout_s=1000)
     return [set().union(*each) for each in zip(*ranks, strict=True)]
 
 
 def prove_all(small: list[Shrunk]) -> dict[int, list[Difference]]:
-    """Those that differ, by their numbers."""
+    """Return number of a run -> its differences, without runs that agree."""
     for each in small:
         make_data(Path(each.one.checkpoint.output_path).with_name("made"), each.one)
     runs = sorted((run for each in small for run in each[:2]), key=lambda run: run.world_size)

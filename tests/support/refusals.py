@@ -1,6 +1,6 @@
-"""What a user reads when something is refused: `pytest.raises` on the message that the entry point prints.
+"""Checks of refusals: `pytest.raises` on the message that the entry point prints to the user.
 
-And what must never run: code in a file.
+Also a payload that shows whether code of a file was executed.
 """
 
 import os
@@ -17,14 +17,14 @@ from patch.errors import PatchError
 
 @contextmanager
 def refused(kind: type[PatchError], match: str) -> Iterator[pytest.ExceptionInfo]:
-    """The block raises `kind`, and `match` is found in the message with its flag and position."""
+    """Expect that the block raises `kind`, and that its message with flag and position contains `match`."""
     with pytest.raises(kind) as caught:
         yield caught
     assert re.search(match, user_message(caught.value)), user_message(caught.value)
 
 
 class Payload:
-    """Leaves a folder on the disk when it is unpickled."""
+    """Creates a folder on the disk when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,10 +1,10 @@
-"""An S3 on this machine: moto's server in a thread, asked over HTTP, which fails as a test asks.
+"""S3 on this machine: moto's server in a thread, used over HTTP, which fails on demand.
 
-`Server.fail` sets what fails from then on:
+`Server.fail` sets the faults from then on:
 
-    none            nothing
-    every/10        every tenth request: by turns an answer 503 and a connection that breaks
-    after/N/WORD    all requests, once N of those that write a name with WORD in it have been answered
+    none            no faults
+    every/10        every tenth request: in turns an answer 503 and a broken connection
+    after/N/WORD    all requests, after N answered requests that write a name with WORD in it
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from typing import Any
 
 HOST = "127.0.0.1"
 NEEDED = {"moto": "moto", "flask": "flask", "flask_cors": "flask-cors", "s3fs": "s3fs"}
-"""What it imports, and what asks it: modules and their packages."""
+"""Module -> package of the server and its client."""
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
-    "AWS_MAX_ATTEMPTS": "2",  # of botocore, which waits up to a second before another one
+    "AWS_MAX_ATTEMPTS": "2",  # botocore waits up to a second between attempts
     "NO_PROXY": HOST,
     "no_proxy": HOST,
 }
 
 
 class Server:
-    """The server's application, with faults in front of it."""
-
     def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self._app = app
         self.url = ""
         self.fail("none")
 
     def fail(self, faults: str) -> None:
-        """Let requests fail; see above."""
+        """Set the faults; see the module's docstring."""
         self._kind, *self._rest = faults.split("/")
         self._requests, self._writes = itertools.count(1), itertools.count(1)
         self._is_dead = False
@@ -64,7 +62,6 @@ class Server:
 
 @contextmanager
 def running() -> Iterator[Server]:
-    """A server that answers, for as long as the context is open."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 

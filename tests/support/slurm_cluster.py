@@ -1,6 +1,7 @@
-"""A real SLURM cluster on this machine: munged, slurmctld and one slurmd for each node, all from one folder.
+"""Real SLURM cluster on this machine: munged, slurmctld and one slurmd per node, all in one folder.
 
-As root, with Debian's packages slurmctld, slurmd, slurm-client and munge. Nothing outside the folder is used.
+It needs root and Debian's packages slurmctld, slurmd, slurm-client and munge. It uses nothing outside the
+folder.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 
 
 def why_not() -> str:
-    """Why no cluster can be started here; empty if one can."""
+    """Return why no cluster can be started here, or ""."""
     absent = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if absent:
         return f"no {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)"
@@ -62,22 +63,18 @@ def why_not() -> str:
 
 
 class Cluster:
-    """A running cluster.
-
-    Args:
-        folder: of everything that the daemons write.
-    """
+    """A running cluster. Its daemons write to `folder` only."""
 
     def __init__(self, folder: Path) -> None:
         self._configuration = folder / "slurm.conf"
         self._is_running = True
 
     def await_true(self, condition: Callable[[], object], what: Callable[[], object]) -> None:
-        """Wait until a condition holds, but not for ever, nor for a cluster that has ended.
+        """Wait until a condition holds. Fail after a time limit, or if the cluster has ended.
 
         Args:
-            condition: asked four times a second.
-            what: describes the state, when it has not been reached.
+            condition: called four times per second.
+            what: describes the state if the condition is not reached.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
@@ -85,7 +82,6 @@ class Cluster:
             time.sleep(0.25)
 
     def call(self, *arguments: object, **variables: object) -> str:
-        """Run a program on the cluster; what it prints."""
         own = {name: str(value) for name, value in variables.items()}
         own |= {"PATH": _path(), "SLURM_CONF": str(self._configuration)}
         found = subprocess.run(
@@ -100,12 +96,12 @@ class Cluster:
         return found.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What the controller knows of a job: JobState, ExitCode, Restarts and more."""
+        """Return the controller's facts of a job: JobState, ExitCode, Restarts and more."""
         words = self.call("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def processes(self, node: str, *, workers: bool = False) -> list[psutil.Process]:
-        """What jobs run on a node; or only the workers of runs."""
+        """Return the processes of jobs on a node, or only the workers of runs."""
         found = []
         for process, environment in self._processes():
             if environment.get("SLURMD_NODENAME") == node and (not workers or "LOCAL_RANK" in environment):
@@ -113,21 +109,21 @@ class Cluster:
         return found
 
     def lose(self, node: str) -> None:
-        """End a node as a power failure does: its daemon, and all that runs there, before anyone can tell."""
+        """End a node like a power failure: kill its daemon and all its jobs before they can report it."""
         daemon = psutil.Process(int(self._configuration.with_name(f"slurmd-{node}.pid").read_text()))
         running = self.processes(node)
         parents = {parent for process in running if (parent := process.parent()) is not None}
         daemons = [daemon, *(parent for parent in parents if parent.name() == "slurmstepd")]
-        for process in daemons:  # first, so that none sees the others end
+        for process in daemons:  # daemons first, so that none sees its jobs end
             process.suspend()
-        # Children first: srun's child would end the step if srun was killed.
+        # Children first: if srun were killed first, its child would end the step.
         running.sort(key=lambda process: (process.create_time(), process.pid), reverse=True)
         for process in (*running, *daemons):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
     def end(self) -> None:
-        """End the daemons, and all that they have started."""
+        """End the daemons and all processes that they have started."""
         self._is_running = False
         while ours := [process for process, _ in self._processes()]:
             for process in {each for one in ours for each in (one, *_children(one))}:
@@ -139,7 +135,7 @@ class Cluster:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environment = process.environ()
-                # The title of a slurmstepd has overwritten its environment.
+                # slurmstepd's process title has overwritten its environment.
                 is_ours = environment.get("SLURM_CONF") == str(self._configuration)
                 is_ours = is_ours or process.cwd() == str(self._configuration.parent)
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
@@ -158,13 +154,13 @@ def _path() -> str:
 
 @contextmanager
 def running_cluster(nodes: list[str]) -> Iterator[Cluster]:
-    """A cluster of these nodes, each with two CPUs and two GPUs that are not there."""
+    """Yield a cluster of these nodes, each with two CPUs and two simulated GPUs."""
     with (
         tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as name,
         ExitStack() as stack,
     ):
         folder, host = Path(name), socket.gethostname().partition(".")[0]
-        folder.chmod(0o755)  # munged wants its clients to reach the socket
+        folder.chmod(0o755)  # munge's clients must reach the socket
         ports = _free_ports(1 + len(nodes))
         lines = CONFIGURATION.format(folder=folder, host=host, ports=ports)
         for node, port in zip(nodes, ports[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Small configurations that the tests share: a LLaMA-3.1-shaped model of four layers, and its run."""
+"""Small configurations for tests: a model of four layers with the shape of LLaMA-3.1, and its run."""
 
 import dataclasses
 import tempfile
@@ -40,26 +40,27 @@ _SECTIONS = {
 
 
 def _value(name: str, value: Any) -> Any:
-    """Of a field: a word of the command line may stand for it."""
     is_scalar = isinstance(value, (str, int, float)) and not isinstance(value, IntEnum)
     return coerce(FIELDS[name], value, name) if is_scalar else value
 
 
 ZERO_3: dict[str, Any] = {"data_parallel_sharding": "parameters", "param_persistence_threshold": 100}
 HALF: dict[str, Any] = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
-"""Half of the optimizer states are in host memory."""
+"""Half of the optimizer states in host memory."""
 ON_HOST = ZERO_3 | HALF | {"optimizer_offload_fraction": 1.0, "cpu_offloading_weights": True}
 """Weights, gradients and states in host memory."""
 ON_DISK = HALF | {"offload_folder": tempfile.gettempdir(), "optimizer_offload_host_share": 0.0}
-"""The same half in a file."""
+"""Half of the optimizer states in a file."""
 
 
 def small_run(
     tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, cp: int = 1, **changes: Any
 ) -> RunConfig:
-    """A resolved run of TP x PP x CP x DP processes; `changes` are fields of any section, words as in flags.
+    """Return a resolved run of TP x PP x CP x DP processes.
 
-    `stage` is the number of layers of an interleaved stage; 0: stages are not interleaved.
+    Args:
+        stage: layers of an interleaved stage, or 0 without interleaving.
+        changes: fields of any section. Strings are parsed as on the command line.
     """
     changes |= {
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
@@ -76,10 +77,7 @@ def small_run(
 
 
 def hf_llama(config: RunConfig, folder: Path | None = None, seed: int = 0) -> Any:
-    """A transformers LlamaForCausalLM of the same shape with random weights, norms included.
-
-    Saved to `folder` when given.
-    """
+    """Return a transformers LlamaForCausalLM with random weights; save it to `folder` if given."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

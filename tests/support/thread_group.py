@@ -1,6 +1,6 @@
-"""A context-parallel group whose ranks are threads of one process: messages are handed over in memory.
+"""Context-parallel group whose ranks are threads of one process. Messages are passed in memory.
 
-For tests of what is computed and in which order. That the same calls work over gloo is tested with processes.
+It tests what is computed and in which order. Other tests make the same calls over gloo, between processes.
 """
 
 import threading
@@ -16,11 +16,11 @@ TIMEOUT_S = 60
 
 
 class Mail:
-    """What the threads of a group share."""
+    """State that the threads of a group share."""
 
     def __init__(self, size: int) -> None:
         self.messages: dict[tuple[int, int], SimpleQueue] = {}
-        """By receiving rank and number of the message."""
+        """(receiving rank, number of the message) -> queue."""
         self.parts: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
 
@@ -35,12 +35,10 @@ class _Shift:
 
 
 class ThreadGroup(ContextGroup):
-    """One rank's view of the group."""
-
     def __init__(self, rank: int, size: int, mail: Mail) -> None:
         self.zigzag = Zigzag(rank, size)
         self.events: list[str] = []
-        """What this rank did, in order."""
+        """Actions of this rank, in order."""
         self.num_sent_bytes = 0
         self._mail, self._num_shifts = mail, 0
 
@@ -68,7 +66,7 @@ class ThreadGroup(ContextGroup):
 
 
 def run_ranks(size: int, body: Callable[[ThreadGroup], Any]) -> list:
-    """Call `body` with the group of each rank, in as many threads; what they return, by rank."""
+    """Call `body` with the group of each rank, in one thread per rank; return the results by rank."""
     mail = Mail(size)
     outcomes: list[Any] = [None] * size
 

@@ -1,4 +1,4 @@
-"""Tiny tokenizers of several kinds, trained in a moment: byte-level, prefix spaces of four sorts, Unigram."""
+"""Tiny tokenizers of several kinds, trained quickly: byte-level, four kinds of prefix spaces, Unigram."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ PIECES = [
     "\u0645\u0631\u062d\u0628\u0627", "\u202eabc\u202c", "\ufb01", "\x00\x7f", "<", "<|", "|>", "</",
     "<s", ">",     "[INST]", "\u2581", "<0x0A>", *NOT_SPECIAL,
 ]  # fmt: skip
-"""Of what texts are made: several scripts, combining characters, directions, and halves of special tokens."""
+"""Parts of random texts: several scripts, combining characters, directions, and halves of special tokens."""
 
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 SPACE = "\u2581"
@@ -65,7 +65,7 @@ def _core(kind: str, special: list[str]) -> Tokenizer:
 def sentencepiece_tokenizer(
     kind: str, template: str | None = None, special: tuple[str, ...] = ()
 ) -> PreTrainedTokenizerFast:
-    """As LLaMA 2's (`legacy`), Mistral's (`first`), with the prefix `always`, or T5's (`unigram`)."""
+    """Return a tokenizer like LLaMA 2's (`legacy`), Mistral's (`first`), T5's (`unigram`), or `always`."""
     core = _core(kind, ["<unk>", "<s>", "</s>", *special])
     core.decoder = decoders.Sequence(
         [
@@ -75,7 +75,7 @@ def sentencepiece_tokenizer(
             decoders.Strip(content=" ", left=1),
         ]
     )
-    # The bytes were made special for training only: as tokens of LLaMA 2 they are ordinary.
+    # Bytes were special tokens for training only. In LLaMA 2 they are ordinary tokens.
     if kind != "unigram":
         core = _without_added_bytes(core)
     core.post_processor = processors.TemplateProcessing(
@@ -100,7 +100,7 @@ def _without_added_bytes(core: Tokenizer) -> Tokenizer:
 
 
 def qwen_tokenizer(template: str | None = None, pattern: str = GPT2_PATTERN) -> PreTrainedTokenizerFast:
-    """Byte-level with NFC, ChatML's special tokens, and the added tokens of Qwen 3 that are not special."""
+    """Return a byte-level tokenizer with NFC, ChatML's special tokens and Qwen 3's added ordinary tokens."""
     tokenizer = tiny_tokenizer(pattern, template, [*SPECIAL_TOKENS, *CHATML_TOKENS])
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in NOT_SPECIAL])
@@ -110,7 +110,7 @@ def qwen_tokenizer(template: str | None = None, pattern: str = GPT2_PATTERN) -> 
 
 
 def phi_tokenizer() -> PreTrainedTokenizerFast:
-    """As Phi 3's: special tokens that take the blanks after, or before, them."""
+    """Return a tokenizer like Phi 3's, whose special tokens absorb the blanks after, or before, them."""
     tokenizer = sentencepiece_tokenizer("legacy")
     tokenizer.add_tokens(
         [

@@ -1,4 +1,4 @@
-"""Train small models in a test's processes, on batches made from a seed instead of files."""
+"""Train small models in a test's processes, on seeded batches instead of files."""
 
 import hashlib
 import logging
@@ -30,8 +30,8 @@ from patch.memory import on_host
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, learning_rate
 from patch.training.evaluation import evaluate
-from patch.training.hooks import Record, TrainerHook
-from patch.training.objective import Objective
+from patch.training.hooks.hook import Record, TrainerHook
+from patch.training.objectives.objective import Objective
 from patch.training.run_state import Progress, find_progress, resume, state_to_save
 from patch.training.setup import Run, RunData, build_run_optimizer, checkpoint_root
 from patch.training.step import StepResult, train_step
@@ -40,8 +40,6 @@ CPU = DeviceContext(torch.device("cpu"), "gloo")
 
 
 class Records(TrainerHook):
-    """Keeps the records of steps."""
-
     def __init__(self) -> None:
         self.records: list[Record] = []
 
@@ -50,7 +48,7 @@ class Records(TrainerHook):
 
 
 def messages_from(level: str, logger: str = "patch") -> list[str]:
-    """A list that gets what a logger and those below it say in this process from now on."""
+    """Return a list that collects the messages of a logger and its children in this process from now on."""
     found: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -60,7 +58,7 @@ def messages_from(level: str, logger: str = "patch") -> list[str]:
 
 
 def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
-    """All micro-batches of a global batch; some tokens are not learned, a different number in each row."""
+    """Return all micro-batches of a global batch. The number of unlearned tokens differs between rows."""
     generator = torch.Generator().manual_seed(iteration)
     size, length = config.training.micro_batch_size, config.sample_length
     batches = []
@@ -73,14 +71,12 @@ def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
 
 
 class SeededReader:
-    """A BatchReader over global batches that a function makes: micro-batch m of rank r is number m * DP + r.
+    """Reader of seeded global batches: micro-batch m of rank r is number m * DP + r.
 
     Args:
-        config: the run.
-        dp_rank: of this rank.
-        zigzag: its part of each sequence.
-        batches: makes all micro-batches of a step.
-        num_steps: of an evaluation.
+        zigzag: this CP rank's part of each sequence.
+        batches: returns all micro-batches of a step.
+        num_steps: number of steps of an evaluation.
     """
 
     def __init__(
@@ -105,10 +101,10 @@ class SeededReader:
 def build_stages(
     config: RunConfig, context: DeviceContext = CPU, **how: Any
 ) -> tuple[ProcessGroupCollection, list[LlamaModel]]:
-    """The groups of a run, which this rank joins, and its stages, whose weights nobody has set."""
+    """Return the process groups of a run, and this rank's stages with uninitialized weights."""
     compat.apply(cuda=context.is_cuda)
     groups = initialize(config, context)
-    return groups, build_llama_model(config.model, groups, context.device, config.execution, **how)
+    return groups, build_llama_model(config, groups, context.device, **how)
 
 
 def build_seeded_run(
@@ -117,7 +113,7 @@ def build_seeded_run(
     context: DeviceContext = CPU,
     is_frozen: Callable[[torch.nn.Module], bool] = lambda module: False,
 ) -> Run:
-    """This rank's run with random weights, or those of a Hugging Face folder; some modules are frozen."""
+    """Return this rank's run with random weights, or those of a Hugging Face folder; freeze some modules."""
     groups, stages = build_stages(config, context)
     if hf_folder is None:
         initialize_weights(stages, config.model, config.training.seed)
@@ -141,13 +137,13 @@ def save(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Write what `state_to_save` gives; returns when it is written."""
+    """Write the result of `state_to_save`; return when it is written."""
     state = state_to_save(progress, stages, optimizer, config_yaml, weights_only=weights_only)
     save_checkpoint(root, progress.iteration, *state)
 
 
 def resume_seeded_run(config: RunConfig) -> Run:
-    """As `build_seeded_run`, from the newest checkpoint in the run's folder if there is one."""
+    """Return a seeded run, resumed from the newest checkpoint in its folder if there is one."""
     run = build_seeded_run(config)
     root = checkpoint_root(config)
     progress = find_progress(root)
@@ -165,10 +161,7 @@ def train(config: RunConfig, hf_folder: Path | None = None) -> list[StepResult]:
 
 
 def train_run(run: Run) -> list[StepResult]:
-    """Train all iterations; the results, with the loss known on every rank.
-
-    One more result at the end holds the validation loss.
-    """
+    """Train all iterations; return the results, with the loss on every rank, and last the validation loss."""
     results = []
     for iteration in range(run.config.training.train_iters):
         with no_stale_reads(run.optimizer):
@@ -180,7 +173,7 @@ def train_run(run: Run) -> list[StepResult]:
 
 
 def token_mean(model: Any, config: RunConfig, iteration: int) -> torch.Tensor:
-    """The mean over the learned tokens of a seeded batch."""
+    """Return the mean loss over the learned tokens of a seeded batch."""
     batches, device = seeded_batches(config, iteration), model.device
     fields = ("tokens", "labels", "loss_mask")
     tokens, labels, mask = (torch.cat([getattr(batch, name) for batch in batches]) for name in fields)
@@ -195,7 +188,7 @@ def transformers_steps(
     device: torch.device = CPU.device,
     loss_of: Callable[[Any, RunConfig, int], torch.Tensor] = token_mean,
 ) -> tuple[list[float], list[float], Any]:
-    """A plain loop: transformers' model in fp32, torch's AdamW; losses, norms, and the model after it."""
+    """Train transformers' model in fp32 with torch's AdamW; return losses, norms, and the trained model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
@@ -221,7 +214,7 @@ def transformers_steps(
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint but for ranks' random generators, as torch's own reader finds them."""
+    """Return the tensors of a checkpoint without random generators, read by torch's own reader."""
     reader = dcp.FileSystemReader(folder)
     tensors = {
         key: torch.full(stored.size, -1, dtype=stored.properties.dtype)
@@ -233,7 +226,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def hf_gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.Tensor]:
-    """The `.grad` of these stages' trained parameters at TP=1, under Hugging Face's or PEFT's names."""
+    """Return the `.grad` of these stages' trained parameters at TP=1, by Hugging Face or PEFT name."""
     parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
     adapter = config.adapter if config.adapter.lora_rank else None
     weights = [parameter.data for parameter in parameters]
@@ -249,7 +242,7 @@ def hf_gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """SHA-256 of the bytes of tensors, one after the other."""
+    """Return the SHA-256 of the tensors' bytes, one after the other."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
@@ -257,7 +250,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def bits_of_steps(run: Run) -> list[Any]:
-    """Losses, norms and gradients of two steps, and the weights after them."""
+    """Return losses, norms and gradients of two steps, and the weights after them."""
     found: list[Any] = []
     for iteration in range(2):
         result = train_step(run, iteration)
@@ -268,7 +261,7 @@ def bits_of_steps(run: Run) -> list[Any]:
 
 
 def digests(run: Run) -> tuple[str, str]:
-    """Of all weights and of all optimizer states of this rank."""
+    """Return digests of all weights and of all optimizer states of this rank."""
     adam = run.optimizer.adam
     states = (
         on_host(state)
@@ -283,7 +276,7 @@ def digests(run: Run) -> tuple[str, str]:
 
 @contextmanager
 def saved_for_backward(found: dict[int, torch.UntypedStorage]) -> Iterator[None]:
-    """Note the memory that autograd saves meanwhile, each storage once."""
+    """Record the memory that autograd saves within the context, each storage once."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

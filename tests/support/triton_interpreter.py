@@ -1,4 +1,4 @@
-"""Modules of Triton kernels, loaded for Triton's interpreter, or compiled for a GPU that is not there."""
+"""Modules of Triton kernels, loaded for Triton's interpreter, or compiled for any GPU."""
 
 import os
 import subprocess
@@ -17,11 +17,10 @@ import torch
 
 @contextmanager
 def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None) -> Iterator[ModuleType]:
-    """A module whose kernels run on the CPU, which is chosen when it is imported; GPU tests have another.
+    """Yield a copy of a module whose kernels run in the interpreter, which Triton chooses at import.
 
     Args:
-        name: of the module.
-        convert: makes another conversion of floats out of the interpreter's, which does not round as a GPU.
+        convert: replaces the interpreter's conversion of floats, which does not round like a GPU.
     """
     from triton import language  # not in each torch build
     from triton.runtime import interpreter
@@ -48,15 +47,15 @@ def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None
 
 
 def give_writer(weight: torch.Tensor, total: torch.Tensor) -> None:
-    """Let a weight's gradient be added to a tensor, whose first values are overwritten."""
+    """Let a weight's gradient be added to a tensor. The writer overwrites the first values."""
     places = iter((True, False))
     weight.main_grad_writer = SimpleNamespace(  # type: ignore[attr-defined]
-        open=lambda: (total, next(places)), stand_in=lambda: torch.zeros_like(weight)
+        open=lambda: (total, next(places)), dummy_wgrad=lambda: torch.zeros_like(weight)
     )
 
 
 def output_of_compiler(program: str) -> str:
-    """What a Python program prints that compiles kernels, in a process without the interpreter."""
+    """Return the output of a Python program that compiles kernels, in a process without the interpreter."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         cwd=Path(__file__).parents[2], env={**os.environ, "TRITON_INTERPRET": "0"},
@@ -67,7 +66,7 @@ def output_of_compiler(program: str) -> str:
 
 
 def rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter's conversion of floats, rounded as a GPU does: its own cuts digits of bf16 off."""
+    """Return a conversion of floats that rounds like a GPU. The interpreter's own truncates to bf16."""
     import triton.language as tl  # not in each torch build
 
     def converted(numbers: np.ndarray, given: Any, wanted: Any, mode: object) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""megatron-core's own model of a stage, and what may be asked of a model without its values."""
+"""megatron-core's own model of a stage, and properties of a model that do not depend on weight values."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.checks.layout import ACCOUNTED
+from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
 from patch.config import RunConfig
 from patch.families import traits_of
 from patch.model.configuration import transformer_config
@@ -25,25 +25,25 @@ MARKS = (
     "is_embedding_or_output_parameter", "shared", "shared_embedding",
 )  # fmt: skip
 OURS = ("layernorm", "self_attention", "core_attention", ".mlp", "rotary_pos_emb")
-"""Ends of the names of modules that are ours instead of upstream's."""
+"""Suffixes of the names of modules that are ours instead of upstream's."""
 
 OWN_LINEAR = {"Column": "ColumnParallelLinear", "Row": "RowParallelLinear"}
-"""Subclasses of upstream's."""
+"""Our subclass -> upstream's class."""
 
 
 @contextmanager
 def te_constructors() -> Iterator[None]:
-    """A context in which Transformer Engine's modules can be built on a machine without a GPU, on the CPU.
+    """Within the context, Transformer Engine's modules can be built on the CPU of a machine without a GPU.
 
-    Their constructor asserts that there is one (transformer_engine/pytorch/module/base.py:606); for
-    parameters on a CPU nothing else of it needs one. Only that question is answered.
+    Their constructor asserts that there is a GPU (transformer_engine/pytorch/module/base.py:606), which
+    parameters on a CPU do not need. Only this check is replaced.
     """
     with mock.patch("torch.cuda.is_available", lambda: True):
         yield
 
 
 def described(model: GPTModel) -> dict[str, dict]:
-    """What may be asked of a stage without its weights' values."""
+    """Return the properties of a stage that do not depend on the values of its weights."""
     sharded = model.sharded_state_dict()
     apply_factories(sharded)
     shards = list(nested_values(sharded))
@@ -83,7 +83,7 @@ def described(model: GPTModel) -> dict[str, dict]:
 
 
 class Upstream(GPTModel):
-    """Upstream's model but for one step: it copies a tied embedding to the last stage on a GPU."""
+    """Upstream's model without one step: it copies a tied embedding to the last stage on a GPU."""
 
     def _is_in_embd_group(self) -> bool:
         return False
@@ -95,17 +95,15 @@ def upstream_stage(
     vp_stage: int,
     spec: TransformerBlockSubmodules | None = None,
 ) -> Upstream:
-    """Upstream's model of a stage, initialised by itself, which is where it sets its marks.
+    """Return upstream's model of a stage, initialized by upstream, which also sets parameter attributes.
 
     Args:
-        config: the run.
-        groups: the process groups of this rank.
-        vp_stage: the index of this stage among the stages of its process.
-        spec: its layers; None: those of upstream's local spec.
+        vp_stage: index of the stage among the stages of its process.
+        spec: layer spec, or None for upstream's local spec.
     """
     model = config.model
     upstream = dataclasses.replace(
-        transformer_config(model, groups, config.execution, cuda=False), perform_initialization=True,
+        transformer_config(config, groups, cuda=False), perform_initialization=True,
         init_method_std=model.init_method_std, init_method=None, output_layer_init_method=None,
         embedding_init_method=None, embedding_init_method_std=None,
     )  # fmt: skip
@@ -133,7 +131,7 @@ def upstream_stage(
 
 
 def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
-    """Give upstream its own flags for what it cuts by itself; interleaved layouts need its global state."""
+    """Give upstream its own flags for uneven pipelines. Interleaved layouts need its global state."""
     parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(
         upstream.virtual_pipeline_model_parallel_size
@@ -144,5 +142,5 @@ def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
         )
     elif parallel.account_for_loss_in_pipeline_split:
         upstream.pipeline_model_parallel_layout = None
-        for field in ACCOUNTED:
+        for field in SPLIT_ACCOUNTING_FLAGS:
             setattr(upstream, field, True)

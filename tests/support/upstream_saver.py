@@ -1,8 +1,8 @@
-"""megatron-core's own saver of checkpoints on a machine without a GPU: what other programs write.
+"""megatron-core's own checkpoint saver on a machine without a GPU, as other programs use it.
 
-Its planning, its files and its index stay as they are. Its writer would start processes, and its end asks for
-a GPU (strategies/filesystem_async.py:49, 230, 321; strategies/state_dict_saver.py:251). Since 0.17 it writes
-in threads, so that only its end and its queue are others here.
+Its planning, files and index stay unchanged. Its writer would start processes, and its end needs a GPU
+(strategies/filesystem_async.py:49, 230, 321; strategies/state_dict_saver.py:251). Since 0.17 it writes in
+threads, so that only its end and its queue are replaced.
 """
 
 import queue
@@ -17,7 +17,7 @@ from patch.compat.cpu import replace_torch
 
 
 def let_upstream_save() -> None:
-    """Let `megatron.core.dist_checkpointing.save` work in this process."""
+    """Make `megatron.core.dist_checkpointing.save` work in this process."""
     replace_torch(filesystem_async.__name__)
     if RELEASE >= (0, 17):
         replace_torch(state_dict_saver.__name__)
@@ -41,5 +41,4 @@ def _write(transforms: list, use_msc: bool, rank: int, buckets: list, results: q
 
 
 def _finalize(writer: Any, metadata: Any, job: _DistWrapper) -> None:
-    """Gather the results of all ranks and write the index."""
     job.all_reduce("write", writer.retrieve_write_results, lambda results: writer.finish(metadata, results))

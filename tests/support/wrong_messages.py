@@ -1,10 +1,10 @@
-"""Wrong messages between processes, one kind at a time: sums, scales, parts that are not right.
+"""Make messages between processes wrong, one kind at a time: sums, scales, shards.
 
-    with Messages() as messages: ...            # what travels in a step, and who sends it
+    with Messages() as messages: ...            # records the messages of steps and their callers
     with Messages(Fault(site, "doubled")): ...
 
-A site is a collective and the function that calls it, below the run's step. Only one rank of each group does
-it wrong, the last one, unless nobody does anything ("skipped").
+A site is a collective and the function that calls it within a step. Only the last rank of a group
+makes a collective wrong. With "skipped" all ranks skip it.
 """
 
 import sys
@@ -26,9 +26,9 @@ PLACES = [
     (async_collectives, "_reduce_scatter"), (async_collectives, "_all_gather"),
     *((each, f"dist_{name}_func") for each in (layers, mappings) for name in UPSTREAMS),
 ]  # fmt: skip
-"""The functions through which all numbers of a step travel, where they are looked up."""
+"""Functions that send all data of a step, in the modules where they are looked up."""
 INPUT = {"all_reduce": 0, "isend": 0}
-"""The place of what a rank gives among the arguments; 1 elsewhere, after what it gets."""
+"""Function -> index of its input argument. It is 1 for all others, after the output."""
 PASSED_ON = ("async_collectives", "tensor_group", "context_group", "collectives", "wrong_messages")
 
 
@@ -38,14 +38,14 @@ class Fault(NamedTuple):
 
 
 class Messages:
-    """A context in which messages of steps are noted, and those of a fault are wrong."""
+    """Context that records the messages of steps, and makes those of a fault wrong."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.fault, self.sites, self._stack = fault, set[Fault](), ExitStack()
 
     def __enter__(self) -> "Messages":
         wrapped = {own: self._wrapped(own) for own in (getattr(*place) for place in PLACES)}
-        for place in PLACES:  # torch compares its own isend with what it is given
+        for place in PLACES:  # torch compares its own isend with the given function
             self._stack.enter_context(mock.patch.object(*place, wrapped[getattr(*place)]))
         return self
 
@@ -83,7 +83,7 @@ class Messages:
 
 
 _alive: list[torch.Tensor] = []
-"""gloo needs what travels until it has arrived."""
+"""Buffers that gloo sends must live until the message has arrived."""
 
 
 class _Nothing(dist.Work):
@@ -103,7 +103,7 @@ def _wrong(given: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _matters(given: torch.Tensor | None, args: tuple, named: dict) -> bool:
-    """Not a group of one rank, a maximum, which only keeps exponents small, or flags."""
+    """Exclude groups of one rank, maxima, which only keep exponents small, and flags."""
     if given is None or (named.get("group") or dist.group.WORLD).size() == 1:
         return False
     operations = [named.get("op"), *(each for each in args if not isinstance(each, torch.Tensor))]
@@ -111,7 +111,7 @@ def _matters(given: torch.Tensor | None, args: tuple, named: dict) -> bool:
 
 
 def _site(name: str) -> str | None:
-    """The collective and its caller; None outside of the steps of training."""
+    """Return the collective and its caller, or None outside of training steps."""
     frame, caller, is_step = sys._getframe(2), "", False
     while frame is not None:
         file = Path(frame.f_code.co_filename)

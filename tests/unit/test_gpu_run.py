@@ -21,7 +21,7 @@ from launches import await_end
 from training_runs import CPU as CPU_CONTEXT
 
 from patch.device import DeviceContext, MachineFacts
-from patch.distributed.job import join
+from patch.launch.job import join
 
 RANK = """import subprocess
 from pathlib import Path

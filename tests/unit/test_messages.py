@@ -8,8 +8,8 @@ import pytest
 from patch import progress
 from patch.errors import DataError
 from patch.logger import configure_logging, get_logger
-from patch.numbers import size_text, timed
 from patch.progress import LineTimer
+from patch.text import size_text, timed
 
 
 @pytest.mark.parametrize("rank,expected", [(0, ["plain", "every", "wrong"]), (3, ["every", "wrong"])])

@@ -1,1 +1,1 @@
-"""Benchmarks: each module without a leading underscore is one, `make bench` runs all; see README.md."""
+"""Benchmarks. Each module without a leading underscore is one; `make bench` runs all. See README.md."""

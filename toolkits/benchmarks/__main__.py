@@ -2,8 +2,8 @@
 
     python -m toolkits.benchmarks NAME [--quick] [--json FILE] [the benchmark's own options]
 
-A benchmark is a module with a function `run`, which gets the options and returns a Report. It may have
-`ROUNDS` (the numbers of rounds without and with --quick) and `OPTIONS` (name -> arguments of argparse).
+A benchmark is a module with a function `run`, which takes the options and returns a Report. Optional names of
+the module: `ROUNDS` (rounds without and with --quick), `OPTIONS` (name -> arguments of argparse).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toolkits.benchmarks._report import NotRunError, machine, versions
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a benchmark and report; return 0, also if this machine cannot run it, or 130 after Ctrl-C."""
+    """Run a benchmark; return 0, also if this machine cannot run it, or 130 after Ctrl-C."""
     names = argparse.ArgumentParser(prog="python -m toolkits.benchmarks")
     modules = sorted(file.stem for file in Path(__file__).parent.glob("[a-z]*.py"))
     names.add_argument("name", choices=modules, help="the benchmark; its own options are in NAME --help")

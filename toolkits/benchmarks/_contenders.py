@@ -1,10 +1,12 @@
-"""Contenders of several benchmarks: our step as in every run, megatron-core's, DeepSpeed's; rounds of steps.
+"""Contenders of several benchmarks: our training step, megatron-core's and DeepSpeed's.
 
 megatron-core's DistributedDataParallel and DistributedOptimizer train the same model on the same batches, as
-in Megatron-LM's training loop. They get favourable settings: our bucket size (with the default of 40 million
-parameters the small model would be one bucket), torch's fused Adam (upstream's own loop is several times
-slower on a CPU), and, as one more contender, a reduce-scatter by all-to-all, because gloo's reduce-scatter
-moves as much as an all-reduce.
+in Megatron-LM's training loop. They get favourable settings:
+
+- our bucket size: with the default of 40 million parameters the small model would be one bucket;
+- torch's fused Adam: upstream's own loop is several times slower on a CPU;
+- a second contender whose reduce-scatter is an all-to-all: gloo's reduce-scatter moves as many bytes as an
+  all-reduce.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat import corrections, cpu
+from patch.config.choices import PRECISIONS
 from patch.config.fields import FIELDS, assemble, coerce
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.model import LlamaModel, build_llama_model, initialize_weights
-from patch.training.objective import Objective
+from patch.training.objectives.objective import Objective
 from patch.training.setup import Run, RunData, build_run_optimizer
 from patch.training.step import train_step
 from toolkits.benchmarks._measure import now, over_ranks
@@ -42,15 +45,14 @@ SHAPE_8B = {
     "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8,
     "kv_channels": 128, "vocab_size": 128256,
 }  # fmt: skip
-"""LLaMA-3.1 8B but for its number of layers."""
+"""Shape of LLaMA-3.1 8B without its number of layers."""
 
 
 def run_config(seq_length: int, **fields: Any) -> RunConfig:
-    """A run of a LLaMA in fp32: one process, one sequence a step, without data and without end.
+    """Return an fp32 run of a LLaMA: one process, one sequence per step, no data, practically endless.
 
     Args:
-        seq_length: tokens of a sequence.
-        fields: the model's shape, and fields of any section that differ; words as in flags.
+        fields: fields of any section, such as the model's shape. Strings are parsed as on the command line.
     """
     lengths = ("seq_length", "max_position_embeddings", "max_padding_length")
     values = {**_FIELDS, **dict.fromkeys(lengths, seq_length), **fields}
@@ -59,18 +61,18 @@ def run_config(seq_length: int, **fields: Any) -> RunConfig:
 
 
 class Contender:
-    """A contender, which takes optimizer steps."""
+    """An implementation that takes optimizer steps."""
 
     def step(self) -> float:
         """Take one optimizer step; return the loss."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Wait for what the last step has started; nothing, if a step ends with its update."""
+        """Wait for asynchronous work of the last step. Nothing to do if a step ends with its update."""
 
 
 class SameBatches:
-    """A reader that returns the same micro-batches in every step; all tokens are learned."""
+    """Reader that returns the same micro-batches in every step. All tokens have a loss."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
@@ -82,18 +84,15 @@ class SameBatches:
         self.batches = [Batch(words(), words(), torch.ones(shape)) for _ in range(config.num_micro_batches)]
 
     def step(self, iteration: int) -> list[Batch]:
-        """The micro-batches of this rank."""
+        """Return the micro-batches of this rank."""
         return self.batches
 
 
 class LlamaTrainer(Contender):
-    """One of our models, with the same first weights and the same micro-batches for each contender.
+    """Trainer of our model; each contender starts with the same weights and the same micro-batches.
 
     Args:
-        config: the run.
-        groups: the process groups of the job.
-        device: the device of this rank.
-        change: changes each stage before its optimizer is built.
+        change: called with each stage before its optimizer is built.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class LlamaTrainer(Contender):
         change: Callable[[LlamaModel], None] = lambda stage: None,
     ) -> None:
         self.config, self.groups, self.device = config, groups, device
-        self.stages = build_llama_model(config.model, groups, device, config.execution)
+        self.stages = build_llama_model(config, groups, device)
         initialize_weights(self.stages, config.model, config.training.seed)
         for stage in self.stages:
             change(stage)
@@ -113,7 +112,7 @@ class LlamaTrainer(Contender):
 
 
 class OurTrainer(LlamaTrainer):
-    """The step of patch.training, as in every run, with nothing of data, checkpoints and logs."""
+    """Step of `patch.training` as in every run, without data loading, checkpoints and logs."""
 
     def __init__(self, *of_model: Any, **more: Any) -> None:
         super().__init__(*of_model, **more)
@@ -123,7 +122,7 @@ class OurTrainer(LlamaTrainer):
         self._iteration = 0
 
     def step(self) -> float:
-        """One optimizer step, including the count of the next step's tokens."""
+        """Take one optimizer step, including the count of the next step's tokens."""
         loss = train_step(self.run, self._iteration).loss
         self._iteration += 1
         return loss
@@ -136,16 +135,13 @@ class OurTrainer(LlamaTrainer):
 def time_round(
     contender: Contender, steps: int, device: torch.device, untimed: int = 1
 ) -> tuple[float, float]:
-    """Take untimed steps, then `steps` timed ones.
+    """Take untimed steps, then `steps` timed steps.
 
-    After the untimed steps the timing is steady: each timed forward begins while the weights of the previous
-    step are still being gathered, and the gather of the last step is not timed.
+    After the untimed steps the timing is steady. Each timed forward begins while the weights of the previous
+    step are still being gathered. The gather of the last step is not timed.
 
     Args:
-        contender: the contender to time.
-        steps: number of timed steps.
-        device: the device of this rank.
-        untimed: number of steps before them.
+        untimed: number of untimed steps.
     Returns:
         seconds per step on the slowest rank, and the last loss.
     """
@@ -166,15 +162,15 @@ _CUDA_MODULES = (
     "optimizer.distrib_optimizer", "optimizer.clip_grads", "optimizer.grad_scaler",
     "transformer.dot_product_attention", "transformer.utils",
 )  # fmt: skip
-"""Modules of upstream's optimizer and attention that need more on a CPU than `patch.compat` gives."""
+"""Modules of upstream's optimizer and attention that need CUDA beyond what `patch.compat` replaces."""
 
 
 @cache
 def prepare_cpu() -> None:
-    """Let upstream's model, DDP and optimizer run without CUDA in this process; call it after `cpu.apply`."""
+    """Let upstream's model, DDP and optimizer run without CUDA in this process. Call it after `cpu.apply`."""
     for module in _CUDA_MODULES:
         cpu.replace_torch(f"megatron.core.{module}")
-    # Upstream's own choice where Transformer Engine is not installed, whose Adam, norm and scaling need CUDA.
+    # Upstream chooses the same without Transformer Engine, whose Adam, norm and scaling need CUDA.
     vars(optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
     for module in (clip_grads, optimizer.optimizer):
         vars(module).update(
@@ -182,7 +178,7 @@ def prepare_cpu() -> None:
             l2_norm_impl=utils.local_multi_tensor_l2_norm,
             multi_tensor_scale_impl=utils.local_multi_tensor_scale,
         )
-    corrections.name_what_is_absent()
+    corrections.define_missing_te_names()
     get_type = torch.Tensor.type
 
     def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -197,10 +193,9 @@ class UpstreamTrainer(LlamaTrainer):
     """Upstream's training loop, with the run's optimizer and bucket settings.
 
     Args:
-        of_model: see LlamaTrainer.
-        overlap: fields of DistributedDataParallelConfig, such as those that overlap messages with compute.
-        offload: share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped).
-        more: see LlamaTrainer.
+        of_model, more: see LlamaTrainer.
+        overlap: fields of DistributedDataParallelConfig, such as overlap_grad_reduce.
+        offload: share of the optimizer states on the CPU (HybridDeviceOptimizer with overlapped copies).
     """
 
     def __init__(
@@ -220,7 +215,7 @@ class UpstreamTrainer(LlamaTrainer):
         self._optimizer = get_megatron_optimizer(
             _settings(config, offload), [self.model], use_gloo_process_groups=False
         )
-        if not offload:  # with offload upstream sets it itself
+        if not offload:  # with offload, upstream sets it itself
             for group in self._optimizer.param_groups:
                 group["fused"] = True
         model.config.no_sync_func = self.model.no_sync
@@ -228,7 +223,7 @@ class UpstreamTrainer(LlamaTrainer):
         model.config.finalize_model_grads_func = distributed.finalize_model_grads
 
     def step(self) -> float:
-        """One optimizer step; returns the mean loss over ranks, which upstream's loop reduces too."""
+        """Take one optimizer step; return the mean loss over ranks, which upstream's loop reduces too."""
         # Upstream sets its reduce-scatter for the whole process whenever a DDP is built.
         param_and_grad_buffer.dist_reduce_scatter_func = self._reduce_scatter
         self.model.zero_grad_buffer()
@@ -244,14 +239,14 @@ class UpstreamTrainer(LlamaTrainer):
         return loss.item() / self.groups.dp_cp.size()
 
     def settle(self) -> None:
-        """Wait for all weights, also for those that the next forward would gather."""
+        """Wait for all weights, including the weights that the next forward would gather."""
         if self.model.ddp_config.overlap_param_gather:
             self.model.disable_forward_pre_hook(param_sync=True)
             self.model.enable_forward_pre_hook()
 
 
 class DeepSpeedTrainer(LlamaTrainer):
-    """DeepSpeed's ZeRO-2, with the states on the host if the device is a GPU."""
+    """DeepSpeed's ZeRO-2. On a GPU the optimizer states are on the host."""
 
     def __init__(self, *of_model: Any, **more: Any) -> None:
         import deepspeed  # optional
@@ -274,25 +269,25 @@ class DeepSpeedTrainer(LlamaTrainer):
         )
 
     def step(self) -> float:
-        """One optimizer step; returns the mean loss."""
+        """Take one optimizer step; return the mean loss."""
         total = 0.0
         for batch in self.batches:
             losses = self._engine(batch.tokens, None, None, labels=batch.labels)
             loss, _ = masked_mean(losses, mask=batch.loss_mask)
             self._engine.backward(loss)
-            self._engine.step()  # updates after the last micro-batch
+            self._engine.step()  # updates only after the last micro-batch
             total += loss.item()
         return total / len(self.batches)
 
 
 def _settings(config: RunConfig, offload: float) -> OptimizerConfig:
-    """Return upstream's settings of a run's optimizer: numbers and switches have the same names there."""
-    own, kept_as = config.optimizer, config.execution.facts.kept_as
+    """Return upstream's settings of the run's optimizer. Numbers and switches have the same names there."""
+    own, kept_as = config.optimizer, PRECISIONS[config.training.precision].kept_as
     names = {field.name for field in dataclasses.fields(OptimizerConfig)} & {*own.__slots__}
     same = {name: value for name in names if not isinstance(value := getattr(own, name), str)}
     further = dict(
         optimizer="adam", bf16=kept_as == "bf16", fp16=kept_as == "fp16", use_distributed_optimizer=True,
-        # With it no fp32 masters stay on the GPU; without Transformer Engine upstream does not support it.
+        # With this flag no fp32 masters stay on the GPU. Upstream supports it only with Transformer Engine.
         use_precision_aware_optimizer=offload > 0 and find_spec("transformer_engine") is not None,
         optimizer_cpu_offload=offload > 0, optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=True,

@@ -1,9 +1,9 @@
-"""Runs the benchmarks that need a GPU and appends a section to RESULTS.md: date, hardware, versions, tables.
+"""Run the benchmarks that need a GPU, and append a section to RESULTS.md: date, hardware, versions, tables.
 
     python -m toolkits.benchmarks._gpu_tables [--parts gpu_step attention ...] [--folder FOLDER]
 
-`make gpu-bench` calls it. Each part is written as soon as it is there, and one that fails or takes too long
-costs the others nothing. With --folder the section goes to FOLDER/RESULTS.md, with each part's JSON.
+`make gpu-bench` calls it. Each part is written when it ends. If a part fails or reaches its time limit, the
+next part runs. With --folder the section goes to FOLDER/RESULTS.md, with each part's JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PARTS: dict[str, list[str]] = {
     + ["upstream: 1", "DeepSpeed: 1"],
     "attention": [],
 }
-"""The most important first; arguments of each."""
+"""Benchmark -> its arguments, the most important benchmark first."""
 _LIMIT_S = 570.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts; 0 also without a GPU, 1 if a part failed or did not end in time."""
+    """Run the parts; return 0, also without a GPU, or 1 if a part failed or reached its time limit."""
     parser = argparse.ArgumentParser(prog="gpu-bench", description="the tables of a GPU")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="which (all)")
     parser.add_argument("--folder", type=Path, help="for the section and the JSON files")
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def heading(gpu: MachineFacts, date: str) -> str:
-    """The head of the section.
+    """Return the head of the section.
 
     Args:
         gpu: this machine.
-        date: of today.
+        date: today's date.
     """
     host, memory = machine(), gpu.cuda_memory_bytes / 2**30
     found = ", ".join(f"{name} {version}" for name, version in versions().items() if version != "missing")
@@ -72,12 +72,10 @@ def heading(gpu: MachineFacts, date: str) -> str:
 
 
 def run_part(name: str, folder: Path, limit_s: float) -> tuple[int, str]:
-    """Exit code (124: it took too long) and output of a benchmark.
+    """Run a benchmark; return its exit code (124: time limit) and its output.
 
     Args:
-        name: the benchmark.
-        folder: for its JSON file.
-        limit_s: seconds it may take.
+        folder: where its JSON file is written.
     """
     command = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks", name, "--quick"]
     command += ["--json", str(folder / f"{name}.json"), *_PARTS.get(name, [])]
@@ -86,7 +84,7 @@ def run_part(name: str, folder: Path, limit_s: float) -> tuple[int, str]:
 
 
 def part_section(name: str, code: int, output: str) -> str:
-    """The section of a part: its tables as it printed them, or that it did not end."""
+    """Return the section of a part: its printed tables, or a line that it did not end."""
     state = {0: "", 124: " (did not end in time)"}.get(code, f" (ended with {code})")
     kept = [line for line in output.splitlines() if code or not line.startswith("ended: ")]
     return f"\n### {name}{state}\n\n" + "\n".join(kept).strip() + "\n"

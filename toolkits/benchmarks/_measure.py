@@ -1,4 +1,4 @@
-"""Measures contenders: in turns, to the end of a device's work, on the slowest rank, in processes."""
+"""Measure contenders: in turns, with GPU synchronization, on the slowest rank, in separate processes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ T = TypeVar("T")
 
 
 class Seconds(NamedTuple):
-    """Seconds of one call."""
+    """Seconds of a call."""
 
     wall: float
     cpu: float
-    """Processor time of this process, which has one thread; 0 on a GPU. Other work on the machine changes it
-    little."""
+    """Processor time of this single-threaded process, nearly independent of other work; 0 on a GPU."""
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, after waiting for the GPU."""
+    """Return the time in seconds after a GPU synchronization."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def time_call(call: Callable[[], Any], context: DeviceContext) -> Seconds:
-    """Return the time of a call, to the end of its work on the device."""
+    """Return the time of a call, including its work on the device."""
     begin, cpu = now(context.device), time.process_time()
     call()
     wall = now(context.device) - begin
@@ -57,14 +56,14 @@ def time_call(call: Callable[[], Any], context: DeviceContext) -> Seconds:
 def over_ranks(
     value: float, device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX
 ) -> float:
-    """Return the largest value of all ranks, or the result of another operation."""
+    """Return the maximum over all ranks, or the result of another reduction."""
     found = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=operation)
     return found.item()
 
 
 def take_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Return the results of each contender by round; rounds differ in their order, ranks do not."""
+    """Return each contender's results by round. The order differs between rounds, but not between ranks."""
     found: dict[str, list[T]] = {name: [] for name in contenders}
     for index in range(rounds):
         names = list(contenders)
@@ -77,15 +76,17 @@ def take_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[s
 def time_in_turns(
     calls: Mapping[str, Callable[[], Any]], rounds: int, context: DeviceContext
 ) -> tuple[dict[str, list[Seconds]], str, Rounds]:
-    """Time calls in this process; return all times, the kind that counts ("wall" on a GPU, else "cpu"), and
-    the rounds of that kind."""
+    """Time calls in this process; return all times, the kind that counts, and the rounds of that kind.
+
+    The kind is "wall" on a GPU and "cpu" otherwise.
+    """
     times = take_turns({name: partial(time_call, call, context) for name, call in calls.items()}, rounds)
     kind = "wall" if context.is_cuda else "cpu"
     return times, kind, Rounds({name: [getattr(one, kind) for one in own] for name, own in times.items()})
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes that `run` has allocated at once; on a GPU it runs twice, first unmeasured."""
+    """Return the peak of bytes that `run` allocates. On a GPU it runs twice, first without measuring."""
     if device.type == "cuda":
         run()
         before = torch.cuda.memory_allocated()
@@ -101,7 +102,7 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 def dearest_kernels(step: Callable[[], Any], device: torch.device) -> str:
-    """Return torch's table of the ten kernels (on a CPU: operators) that take most of one step."""
+    """Return torch's table of the ten kernels (on a CPU: operators) that take most of a step's time."""
     kind = "CUDA" if device.type == "cuda" else "CPU"
     with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
         step()
@@ -115,7 +116,7 @@ def needs_gpu() -> MachineFacts:
     """Return this machine.
 
     Raises:
-        NotRunError: it has no GPU.
+        NotRunError: this machine has no GPU.
     """
     machine = MachineFacts.probe()
     if not machine.cuda_devices:
@@ -134,19 +135,17 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Any:
-    """Run the ranks of a benchmark to their end, each in a process of its own; return the result of rank 0.
+    """Run each rank of a benchmark in its own process; return the result of rank 0.
 
     Args:
-        measure: a function of a module, called with the rank's device and `fields`; its result is JSON.
-        num_ranks: the number of processes.
-        timeout_s: seconds after which all are killed.
-        namespaces: of `connected`: each rank runs in one, on one core; None for no such limits.
-        on_gpu: the one rank has a GPU.
-        threads: of each process; 0 for torch's own choice.
-        environment: of the processes; None for the environment of this process.
+        measure: a module-level function, called with the rank's device and `fields`. Its result is JSON.
+        namespaces: network namespaces of `connected`, one per rank. Each rank is then bound to one core.
+        on_gpu: whether the only rank has a GPU.
+        threads: threads per process, or 0 for torch's default.
+        environment: environment of the processes, or None for the environment of this process.
         fields: arguments of `measure`.
     Raises:
-        ProcessRaisedException: a rank failed, with its message.
+        ProcessRaisedException: a rank failed; contains its message.
         ProcessExitedException: a rank was killed.
         TimeoutError: not all ranks ended in time.
     """
@@ -183,12 +182,12 @@ def _run_as_rank(rank: int, *work: Any) -> None:
     measured = measure(context, **fields)
     if rank == 0:
         Path(folder, "output.json").write_text(json.dumps(measured), encoding="utf-8")
-    dist.barrier()  # before any rank leaves
+    dist.barrier()  # no rank leaves earlier
     shutdown()
 
 
 def try_alone(measure: Callable[..., Any], timeout_s: float, **options: Any) -> Any:
-    """Call `run_ranks` with one rank; return None, with a line on stderr, if it failed."""
+    """Call `run_ranks` with one rank; return None, and print a line to stderr, if it failed."""
     try:
         return run_ranks(measure, 1, timeout_s, **options)
     except (ProcessRaisedException, ProcessExitedException, TimeoutError) as error:

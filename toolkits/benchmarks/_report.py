@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: rounds, tables, aims, and a report's lines on the machine."""
+"""Common parts of benchmarks: rounds, tables, aims, machine and versions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
+
+from patch.device import installed_version
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 _PACKAGES = (
@@ -19,11 +20,11 @@ _PACKAGES = (
 
 
 class NotRunError(Exception):
-    """This machine cannot run the benchmark; the message says why."""
+    """The benchmark cannot run on this machine; the message says why."""
 
 
 class Aim(NamedTuple):
-    """A measured value and the largest value that is acceptable."""
+    """A measured value and its largest acceptable value."""
 
     name: str
     measured: float
@@ -41,11 +42,11 @@ class Report(NamedTuple):
     text: str
     aims: Sequence[Aim]
     content: Mapping[str, Any]
-    """More keys of the JSON, such as the raw rounds."""
+    """Further keys of the JSON file, such as the raw rounds."""
 
 
 def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table with aligned columns, the first one to the left; it ends with a line break."""
+    """Return a Markdown table with aligned columns, the first one to the left. It ends with a line break."""
     cells = [[str(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
@@ -54,15 +55,15 @@ def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def ratio(these: Sequence[float], those: Sequence[float]) -> float:
-    """Return the median of the ratios within a round: other work on the machine slows both alike."""
+    """Return the median of the ratios within a round. Other work on the machine slows both values alike."""
     return median(this / that for this, that in zip(these, those, strict=True))
 
 
 class Rounds(NamedTuple):
-    """Seconds of contenders in each round; some have compute alone and communication alone beside them."""
+    """Seconds of contenders in each round; some benchmarks add compute alone and communication alone."""
 
     values: Mapping[str, Sequence[float]]
-    """Name -> one value a round, measured on the slowest rank."""
+    """Name -> one value per round, measured on the slowest rank."""
 
     @property
     def _bound(self) -> list[float] | None:
@@ -86,12 +87,12 @@ class Rounds(NamedTuple):
         return min(names, key=lambda name: median(self.values[name]))
 
     def table(self, title: str, base: str, columns: Mapping[str, Callable[[str], str]] | None = None) -> str:
-        """Return a table with a row for each contender.
+        """Return a table with one row per contender.
 
         Args:
-            title: the head of the first column.
-            base: the contender by which the ratios divide.
-            columns: more columns: head -> the function that returns a contender's cell.
+            title: head of the first column.
+            base: contender that the other times are divided by.
+            columns: further columns: head -> function from a contender's name to its cell.
         """
         is_bounded, more = self._bound is not None, columns or {}
         heads = [title, "median s", "quartiles", f"/ {base}"]
@@ -107,7 +108,7 @@ class Rounds(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, the cores that this process may use, the current load, and the kernel."""
+    """Return the processor, the cores usable by this process, the current load, and the kernel."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -119,13 +120,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, this repository and relevant packages; "missing" if not installed."""
+    """Return the versions of Python, this repository and relevant packages, or "missing"."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    found = {"python": platform.python_version(), "commit": commit or "unknown"}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    return found
+    packages = {package: installed_version(package) or "missing" for package in _PACKAGES}
+    return {"python": platform.python_version(), "commit": commit or "unknown", **packages}

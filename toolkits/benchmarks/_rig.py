@@ -1,11 +1,11 @@
-"""One machine as several with accelerators: cables of a chosen speed, layers that wait instead of computing.
+"""Simulate several machines with accelerators on one machine: cables of a chosen speed, layers that wait.
 
-Each rank has a network namespace with a cable of its own to a switch, which has one more namespace. The
-network of the host does not change: both ends of a cable are created inside the namespaces, which have no
-other interface than their loopback. It needs root, and `ip` and `tc` of iproute2.
+Each rank has a network namespace, and a cable from it to a switch in one more namespace. The host's network
+does not change: both ends of a cable are created inside the namespaces, whose only other interface is the
+loopback. This needs root, and `ip` and `tc` of iproute2.
 
-The thread that waits in a layer is also the thread in which hooks run. The host of an accelerator runs ahead
-of the accelerator and hides the work of hooks; here this work lengthens the step of each contender.
+The thread that waits in a layer also runs the hooks. The host of a real accelerator runs ahead and hides the
+work of hooks. Here this work lengthens the step of every contender.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import torch
 from toolkits.benchmarks._report import NotRunError
 
 INTERFACE = "cable"
-"""Name of the cable's interface in the namespace of each rank."""
+"""Name of the cable's interface in each rank's namespace."""
 _BURST, _QUEUE = "256kb", "4mb"
-"""Space for the largest packet that the network stack sends, and a queue that TCP fills without losses."""
+"""Room for the largest packet of the network stack, and a queue that TCP fills without losses."""
 _FIRST_MBIT, MANY_TIMES = 300.0, 3
 
 
 @contextmanager
 def connected(ends: int = 2) -> Iterator[list[str]]:
-    """Create a namespace for each of `ends` ranks, connect them, and always remove them at the end.
+    """Create and connect a namespace for each of `ends` ranks, and always remove them at the end.
 
     Within the context SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
 
     Yields:
-        The names of the ranks' namespaces.
+        the names of the namespaces.
     Raises:
-        NotRunError: this user is not root, iproute2 is missing, or the kernel refuses.
+        NotRunError: the user is not root, iproute2 is missing, or the kernel refuses.
     """
     if os.geteuid() != 0:
         raise NotRunError("network namespaces need root")
@@ -52,7 +52,7 @@ def connected(ends: int = 2) -> Iterator[list[str]]:
     try:
         _connect(switch, names)
         yield names
-    finally:  # with the namespaces their cables go; Ctrl-C and SIGTERM are ignored meanwhile
+    finally:  # deleting a namespace deletes its cable; Ctrl-C and SIGTERM are ignored meanwhile
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for name in (switch, *names):
@@ -72,14 +72,14 @@ def _connect(switch: str, names: list[str]) -> None:
         cable = ["type", "veth", "peer", "name", port, "netns", switch]
         _run("ip", "link", "add", INTERFACE, "netns", name, *cable)
         _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
-        # A network kept for documentation (RFC 5737).
+        # An address block for documentation (RFC 5737).
         _run("ip", "-n", name, "address", "add", f"192.0.2.{end + 1}/24", "dev", INTERFACE)
         for device in ("lo", INTERFACE):
             _run("ip", "-n", name, "link", "set", device, "up")
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, and the threads and programs that it starts later, into a namespace."""
+    """Move this thread, and all threads and programs that it starts later, into a namespace."""
     with open(f"/run/netns/{namespace}", encoding="ascii") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
@@ -92,14 +92,14 @@ def _run(*command: str) -> None:
 
 
 def set_speed(send: Callable[[], float], seconds: float) -> float:
-    """Limit the sending speed of this process's namespace so that messages take a time; return it in Mbit/s.
+    """Limit this namespace's sending speed so that messages take `seconds`; return the speed in Mbit/s.
 
     Args:
         send: sends the messages, and returns the seconds of the slowest rank.
-        seconds: the time that the messages shall take.
+        seconds: wanted time of the messages.
     """
     mbit = _FIRST_MBIT
-    for last in range(MANY_TIMES + 1):  # headers and waits are a part of the time: it is found step by step
+    for last in range(MANY_TIMES + 1):  # iterative: headers and latency are part of the time
         rate = ["tbf", "rate", f"{mbit:.1f}mbit", "burst", _BURST, "limit", _QUEUE]
         _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
         if last < MANY_TIMES:
@@ -108,14 +108,14 @@ def set_speed(send: Callable[[], float], seconds: float) -> float:
 
 
 _FORWARD_SHARE = 1 / 3
-"""Share of a layer's time; backward has twice as many products."""
+"""Forward's share of a layer's time. Backward has twice as many matrix products."""
 _ORDER = (
     "input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj", "pre_mlp_layernorm",
     "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
-"""The modules of a layer that have weights, in the order of forward."""
+"""Modules of a layer that have weights, in the order of forward."""
 _MAX_LATE_S = 1e-3
-"""A thread that sleeps wakes up later than this only if other work takes its core."""
+"""A sleeping thread wakes up later than this only if other work takes its core."""
 
 
 class _Device:
@@ -125,7 +125,7 @@ class _Device:
 
     @contextmanager
     def work(self, seconds: float) -> Iterator[None]:
-        """Take `seconds`, including the work within the context. A wait that ended late shortens the next."""
+        """Take `seconds`, including the work within the context. A late end shortens the next wait."""
         end = time.perf_counter() + seconds - self.late_s
         yield
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -133,11 +133,11 @@ class _Device:
 
 
 DEVICE = _Device()
-"""The device of this process."""
+"""Device of this process."""
 
 
 class _Wait(torch.autograd.Function):
-    """Waits in forward and in backward; a weight's gradient is `noise`, as large as the hidden states'."""
+    """Function that waits in forward and backward. Weight gradients are noise times the gradient's norm."""
 
     @staticmethod
     def forward(
@@ -155,14 +155,13 @@ class _Wait(torch.autograd.Function):
 
 
 def _waiting(module: torch.nn.Module, seconds: float, generator: torch.Generator) -> Any:
-    """Return a forward that reads the module's weights, as a product does, and changes nothing."""
+    """Return a forward that reads the module's weights, as a matrix product does, but changes nothing."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     noise = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in module.parameters()]
     return lambda hidden: _Wait.apply(hidden, seconds, noise, *(getattr(module, name) for name in names))
 
 
 def _waiting_layer(modules: list[torch.nn.Module]) -> Any:
-    """Return a forward with the parameters and results of megatron-core's layers."""
 
     def forward(hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
         for module in modules:
@@ -173,12 +172,12 @@ def _waiting_layer(modules: list[torch.nn.Module]) -> Any:
 
 
 def let_layers_wait(model: torch.nn.Module, wait_s: float, rank: int) -> None:
-    """Let a model's layers wait; a matrix waits for its share of the elements, a norm does not.
+    """Let a model's layers wait: a matrix for a time in proportion to its elements, a norm not at all.
 
     Args:
-        model: megatron-core's; names and places of its weights do not change.
-        wait_s: seconds of a micro-batch in all of its layers, forward and backward.
-        rank: gradients differ from rank to rank.
+        model: a model of megatron-core. Names and shapes of its weights do not change.
+        wait_s: seconds per micro-batch for all layers, forward and backward.
+        rank: seeds the gradients, which differ between ranks.
     """
     layers = [*model.get_submodule("decoder.layers").children()]
     for index, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Compares the Adam update on a CPU: ours, torch's fused kernel and DeepSpeed's CPUAdam.
+"""Compare the Adam update on a CPU: ours, torch's fused kernel and DeepSpeed's CPUAdam.
 
     python -m toolkits.benchmarks adam_cpu [--quick] [--json FILE]
 
@@ -21,14 +21,14 @@ from patch.config.choices import MOMENT_BLOCK
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
-from patch.optimizer.kernels.narrow import Draw
+from patch.optimizer.kernels.low_bit_moments import RngCoords
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 from toolkits.benchmarks._measure import CPU, take_turns, time_call
 from toolkits.benchmarks._report import Aim, NotRunError, Report, Rounds
 
 _NUMEL = 99_999_936
 SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
-# Elements that a peer casts, updates and casts back at a time, so that the casts stay in a shared cache.
+# Elements that a peer casts, updates and casts back at a time, so that casts stay in a shared cache.
 _CHUNK = 1 << 22
 ROUNDS = (31, 9)
 
@@ -60,7 +60,6 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def _aims(times: Rounds) -> list[Aim]:
-    """The thresholds of the issue, as ratios of times."""
     peers = [name for name in ("torch fused", "DeepSpeed") if f"fp32: {name}" in times.values]
     rival = times.best(*(f"fp32: {name}" for name in peers))
     aims = [Aim(f"fp32: ours / best peer ({rival})", times.ratio("fp32: ours", rival), 1 / 0.98)]
@@ -77,15 +76,15 @@ def _aims(times: Rounds) -> list[Aim]:
 
 
 class Contender(NamedTuple):
-    """One way to update all parameters."""
+    """An implementation of the update of all parameters."""
 
     num_bytes: int
-    """Bytes that one update must read and write per parameter; additional traffic is not counted."""
+    """Bytes that an update must read and write per parameter. Additional traffic is not counted."""
     update: Callable[[], object]
 
 
 class Tensors:
-    """The tensors that all contenders share, each (numel,), so that 100 M parameters fit in 4 GB."""
+    """Tensors of shape (numel,) that all contenders share, so that 100 M parameters fit in 4 GB."""
 
     def __init__(self, numel: int) -> None:
         torch.manual_seed(0)
@@ -103,18 +102,18 @@ class Tensors:
 
 
 def contenders(tensors: Tensors) -> tuple[dict[str, Contender], str]:
-    """Return all contenders that can run here, by title (case and name), and a message if one is missing."""
+    """Return "case name" -> contender for all that can run here, and a message if one is missing."""
     found = {"copy": Contender(8, lambda: tensors.grad.copy_(tensors.master)), **_ours(tensors)}
     found |= _peer("torch fused", _torch_fused, tensors)
     try:
         found |= _peer("DeepSpeed", _deepspeed(), tensors)
-    except Exception as reason:  # its extension is compiled at first use, which can fail in many ways
+    except Exception as reason:  # DeepSpeed compiles its extension at first use, which can fail in many ways
         return found, f"missing: DeepSpeed's CPUAdam ({type(reason).__name__}: {reason})"
     return found, ""
 
 
 def _ours(t: Tensors) -> dict[str, Contender]:
-    kernel, draw = CppAdam(), Draw("weight", 0, t.grad.numel(), 0)
+    kernel, draw = CppAdam(), RngCoords("weight", 0, t.grad.numel(), 0)
     fp32 = UpdateItem(t.grad, AdamStates(t.master, t.exp_avg, t.exp_avg_sq), SCALARS)
     bf16 = UpdateItem(t.grad_bf16, AdamStates(t.master, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
     split = UpdateItem(t.grad_bf16, AdamStates(t.low_bits, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
@@ -130,12 +129,12 @@ def _ours(t: Tensors) -> dict[str, Contender]:
     return {title: Contender(size, partial(kernel.update, [item])) for title, (size, item) in items.items()}
 
 
-# param, grad, exp_avg, exp_avg_sq: all float32, updated in place.
+# Arguments: param, grad, exp_avg, exp_avg_sq, all float32, updated in place.
 _Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 def _peer(name: str, update: _Update, t: Tensors) -> dict[str, Contender]:
-    """A kernel for one type only: in bf16 it needs casts before and after, of everything or in chunks."""
+    """Return contenders of an fp32 kernel. In bf16 it casts before and after, at once or in chunks."""
     states = (t.master, t.exp_avg, t.exp_avg_sq)
     chunks = list(zip(*(x.split(_CHUNK) for x in (*states, t.grad_bf16, t.weight)), strict=True))
     scratch = torch.empty(_CHUNK)
@@ -158,7 +157,7 @@ def _peer(name: str, update: _Update, t: Tensors) -> dict[str, Contender]:
 
 
 def _torch_fused(*tensors: torch.Tensor) -> None:
-    step = torch.tensor(SCALARS.step - 1.0)  # of the previous update; adamw increments it
+    step = torch.tensor(SCALARS.step - 1.0)  # the previous step; adamw increments it
     params, grads, exp_avgs, exp_avg_sqs = ([one] for one in tensors)
     adamw(
         params, grads, exp_avgs, exp_avg_sqs, [], [step], fused=True, amsgrad=False,
@@ -174,6 +173,6 @@ def _deepspeed() -> _Update:
     optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=True)
     scalars = (optimizer.opt_id, s.step, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, True)
     update = partial(optimizer.ds_opt_adam.adam_update, *scalars)
-    # Keeps the optimizer alive, whose destructor frees the kernel's state.
+    # The destructor of the optimizer would free the kernel's state.
     update.optimizer = optimizer  # type: ignore[attr-defined]
     return update

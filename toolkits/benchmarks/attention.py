@@ -1,4 +1,4 @@
-"""Measures the attention kernels of a GPU, forward and backward, with the heads of LLaMA-3.1 8B in bf16.
+"""Measure the attention kernels of a GPU, forward and backward, with the heads of LLaMA-3.1 8B in bf16.
 
     python -m toolkits.benchmarks attention [--quick] [--json FILE]
 
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from patch.config.backends import SdpaKernel, backends_of
 from patch.device import DeviceContext, MachineFacts
-from patch.model.attention import CausalAttention
+from patch.features.backends import SdpaKernel, choose_backends
+from patch.model.attention.core_attention import CausalAttention
 from patch.plan.flops import attended_pairs, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, run_config
 from toolkits.benchmarks._measure import needs_gpu, try_alone
@@ -30,21 +30,21 @@ _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 _QUICK_LENGTHS = (4096, 8192, 32768, 131072)
 _TIMEOUT_S = 180
 _MOST = 1.05
-"""Time of the kernel that we take over that of the fastest."""
+"""Largest acceptable ratio of our default kernel's time to the fastest kernel's time."""
 Times = dict[str, dict[int, float]]
-"""Contender -> length -> milliseconds; what failed or is not installed is missing."""
+"""Contender -> length -> milliseconds, without contenders that failed or are not installed."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Causal attention: [S, B, N, D], [S, B, G, D], [S, B, G, D] to [S, B, N * D]."""
+"""Causal attention: query [S, B, N, D], key and value [S, B, G, D] to [S, B, N * D]."""
 _BACKWARD = 2.5
-"""FLOPs of backward over those of forward: five products instead of two."""
+"""FLOPs of backward divided by those of forward: five matrix products instead of two."""
 _UNTIMED = 2
 _BATCH_TOKENS = 16384
-"""Tokens of all rows of a batch, so that short rows fill the device too."""
+"""Tokens of a batch. Short rows fill the device too, because a batch has more of them."""
 ROUNDS = (15, 5)
 
 
 class Heads(NamedTuple):
-    """The heads of a layer; LLaMA-3.1 8B's."""
+    """Heads of a layer, by default those of LLaMA-3.1 8B."""
 
     queries: int = 32
     groups: int = 8
@@ -69,31 +69,31 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def default_contender(machine: MachineFacts) -> str:
-    """The attention that our layers take by default."""
-    taken = backends_of(run_config(8192, num_layers=1, **SHAPE_8B, precision="bf16"), machine)
+    """Return the attention contender that our layers use by default."""
+    taken = choose_backends(run_config(8192, num_layers=1, **SHAPE_8B, precision="bf16"), machine)
     if taken.sdpa[0] == "cudnn":
         return "cuDNN"
     return "FlashAttention-3" if taken.has_flash_attention_3 else "FlashAttention-2"
 
 
 def num_flops(length: int, heads: Heads = Heads()) -> float:  # noqa: B008
-    """FLOPs of forward and backward over a batch of causal sequences; masked pairs do not count."""
+    """Return the FLOPs of forward and backward over a batch of causal rows, without masked pairs."""
     forward = 4 * heads.queries * heads.size * attended_pairs([length], None) * rows_of(length)
     return forward * (1 + _BACKWARD)
 
 
 def rows_of(length: int) -> int:
-    """Rows of a batch."""
+    """Return the number of rows of a batch."""
     return max(1, _BATCH_TOKENS // length)
 
 
 def tflops(length: int, milliseconds: float) -> float:
-    """TFLOP/s of forward and backward."""
+    """Return the TFLOP/s of forward and backward."""
     return num_flops(length) / milliseconds / 1e9
 
 
 def aims_of(times: Times, ours: str) -> list[Aim]:
-    """The time of our kernel at each length over that of the fastest."""
+    """Return the time of our kernel divided by the fastest kernel's time, for each length."""
     aims = []
     for length, milliseconds in times.get(ours, {}).items():
         fastest = min(found[length] for found in times.values() if length in found)
@@ -102,7 +102,7 @@ def aims_of(times: Times, ours: str) -> list[Aim]:
 
 
 def times_table(times: Times, lengths: Sequence[int], gpu: str) -> str:
-    """TFLOP/s of each kernel at each length, and the share of the GPU's dense bf16 peak."""
+    """Return a table of TFLOP/s by kernel and length, with the share of the GPU's dense bf16 peak."""
     peak = peak_flops(gpu) or float("nan")
     rows = []
     for name, found in times.items():
@@ -113,7 +113,7 @@ def times_table(times: Times, lengths: Sequence[int], gpu: str) -> str:
 
 
 def by_torch(heads: Heads, *kernels: SdpaKernel) -> Attend:
-    """The attention of our layers, with these kernels of torch and no others."""
+    """Return the attention of our layers, restricted to these SDPA kernels of torch."""
     config: Any = SimpleNamespace(kv_channels=heads.size, window_size=None)
     attention = CausalAttention(
         config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
@@ -130,7 +130,6 @@ def _by_flash_3(heads: Heads) -> Attend:
 
 
 def _by_engine(heads: Heads) -> Attend:
-    """Transformer Engine's choice."""
     engine: Any = import_module("transformer_engine.pytorch")
     attend = engine.DotProductAttention(
         heads.queries, heads.size, num_gqa_groups=heads.groups, attn_mask_type="causal", qkv_format="sbhd",
@@ -145,14 +144,13 @@ CONTENDERS: dict[str, tuple[str, Callable[[Heads], Attend]]] = {
     "FlashAttention-3": ("flash_attn_3", _by_flash_3),
     "Transformer Engine": ("transformer_engine", _by_engine),
 }
-"""The library that each needs beside torch, as MachineFacts names it, and the kernel."""
+"""Contender -> library that it needs beside torch (name in MachineFacts), function that builds it."""
 
 
 def forward_and_backward(attend: Attend, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result and the gradients of query, key and value for a fixed direction.
+    """Return the result, and the gradients of query, key and value for a fixed output gradient.
 
     Args:
-        attend: the kernel.
         tensors: query, key, value, and the gradient of the result.
     """
     *inputs, direction = tensors
@@ -161,7 +159,7 @@ def forward_and_backward(attend: Attend, tensors: list[torch.Tensor]) -> list[to
 
 
 def random_tensors(length: int, rows: int, heads: Heads, device: torch.device) -> list[torch.Tensor]:
-    """Query, key, value, and the gradient of the result, in bf16 from a seed."""
+    """Return query, key, value, and the gradient of the result, in bf16 from a fixed seed."""
     torch.manual_seed(length)
     counts = (heads.queries, heads.groups, heads.groups, heads.queries)
     tensors = [
@@ -171,7 +169,7 @@ def random_tensors(length: int, rows: int, heads: Heads, device: torch.device) -
 
 
 def measure(context: DeviceContext, contender: str, lengths: Sequence[int], repeats: int) -> dict[str, float]:
-    """Milliseconds of forward and backward by length: the median of `repeats` passes."""
+    """Return length -> milliseconds of forward and backward, the median of `repeats` passes."""
     attend = CONTENDERS[contender][1](Heads())
     found = {}
     for length in lengths:

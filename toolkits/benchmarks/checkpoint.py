@@ -1,12 +1,11 @@
-"""Measures saving and loading of a checkpoint beside a plain copy of as many bytes, and the stall of a save.
+"""Measure saving and loading of a checkpoint beside a plain copy of its bytes, and the stall of a save.
 
     python -m toolkits.benchmarks checkpoint [--quick] [--json FILE]
 
 One process, a state of 1 GB. Each round copies a checkpoint's files, saves, saves in the background and
-loads, in a new order. Copies and saves end with fsync; sources are in memory, since they were just written.
-A load includes the comparison of all files with their checksums. The stall of a save in the background is
-what its start takes, and what is left of copying the state after a forward and backward of one second (an
-accelerator's: the process sleeps meanwhile).
+loads, in a new order. Copies and saves end with fsync. Sources are still in the page cache.
+A load includes the checksums of all files. The stall of a background save is its start, plus the rest of the
+host copies after a step of one second. During this step the process sleeps, as an accelerator's host does.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from toolkits.benchmarks._report import Aim, Report, Rounds
 
 _STEP_S = 1.0
 _COUNT, _ROWS, _COLUMNS = 18, 1024, 4096
-"""Weights in bf16, each with three states in fp32: 59 MB."""
+"""Number and shape of the weights in bf16. Each has three states in fp32; together 59 MB."""
 _BYTES_EACH = 14 * _ROWS * _COLUMNS
 COPY, SAVE, STALL, WRITE, LOAD = "plain copy", "save", "stall of one in the background", "its write", "load"
 ROUNDS = (9, 3)
@@ -59,7 +58,6 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def _state() -> dict[str, dict[str, ShardedTensor]]:
-    """Weights in bf16 and their states: fp32 masters, exp_avg, exp_avg_sq."""
     tensors = {}
     for index in range(_COUNT):
         tensors[f"decoder.{index}"] = torch.randn(_ROWS, _COLUMNS).bfloat16()
@@ -69,7 +67,7 @@ def _state() -> dict[str, dict[str, ShardedTensor]]:
 
 
 def _measure(root: Path, rounds: int) -> Rounds:
-    """Seconds of each way by round; a first round does not count."""
+    """Return the seconds of each way by round, without a first round."""
     state, copies = _state(), HostCopies()
     save_checkpoint(root, 0, state, {})
 
@@ -94,7 +92,7 @@ def _measure(root: Path, rounds: int) -> Rounds:
         return stall, pending.seconds
 
     def alone_on_disk(way: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        os.sync()  # else the writes of earlier ways would be a part of the time
+        os.sync()  # otherwise earlier writes would be part of the time
         found = way()
         _clear(root)
         return found
@@ -110,7 +108,7 @@ def _measure(root: Path, rounds: int) -> Rounds:
 
 
 def _clear(root: Path) -> None:
-    """Leave the first checkpoint alone, which is the newest again."""
+    """Remove all but the first checkpoint, and let the tracker name it."""
     for name in ("copy", iteration_name(1), iteration_name(2)):
         shutil.rmtree(root / name, ignore_errors=True)
     (root / "latest_checkpointed_iteration.txt").write_text("0\n")

@@ -1,10 +1,10 @@
-"""Measures the converter in both directions beside `cp`, until the program has ended and all is on the disk.
+"""Measure the converter in both directions beside `cp`, until the program has ended and all is on the disk.
 
-The clock starts when the program has its imports, because a virtual machine hands freed memory back to its
-host after 2 s, and taking it again costs more than the copy: `cp`, which starts at once after the target of
-the round before was removed, would keep what a converter that imports first has lost.
+The clock starts after the imports, for a fair comparison with `cp`. A virtual machine returns freed memory to
+its host after 2 s, and getting it back costs more than the copy. A converter that imports first would lose
+the memory that removing the previous target has freed; `cp` would start at once and still have it.
 
-python -m toolkits.benchmarks convert [--quick] [--json FILE]
+    python -m toolkits.benchmarks convert [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONVERT = [
     "import sys, patch.convert.offline, patch.data.chat_templates, patch.storage.hub, toolkits.convert; "
     "print('ready', flush=True); sys.stdin.readline(); sys.exit(toolkits.convert.main(sys.argv[1:]))",
 ]  # fmt: skip
-"""Programs that begin when they get a line; the converter has imported all that it needs."""
+"""Programs that wait for a line of input. The converter has done all its imports by then."""
 ROUNDS = (5, 2)
 
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> Report:
     layers = _QUICK_LAYERS if arguments.quick else _LAYERS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # In a process of its own: Linux counts the memory of a program's parent as the memory of the program.
+        # In a child process: Linux counts the parent's memory as memory of the programs that it starts.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as writer:
             writer.submit(_write_model, folder / "source", layers).result()
         size = sum(path.stat().st_size for path in (folder / "source").glob("*.safetensors"))
@@ -59,7 +59,6 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def _write_model(folder: Path, layers: int) -> None:
-    """Write random weights as a Hugging Face folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,7 +69,7 @@ def _write_model(folder: Path, layers: int) -> None:
 
 
 def _measure(folder: Path, rounds: int) -> tuple[Rounds, float]:
-    """Times of all ways, without the first round, and the largest peak of resident memory in GiB."""
+    """Return the times of all ways without the first round, and the peak of resident memory in GiB."""
     source, copy, mcore, back = (folder / name for name in ("source", "copy", "mcore", "back"))
     commands: list[tuple[list[str | Path], Path]] = [
         ([*_COPY, source, copy], copy),
@@ -83,11 +82,8 @@ def _measure(folder: Path, rounds: int) -> tuple[Rounds, float]:
 
 
 def _time(command: list[str | Path], target: Path) -> tuple[float, int]:
-    """Seconds until a program that waits has ended and its target is on the disk; its peak of memory in KiB.
-
-    Before it begins, the disk cache is written out and the target of the previous round is removed, so that
-    each way has the memory that it needs.
-    """
+    """Return the seconds until a waiting program has ended and its target is synced, and its peak memory in
+    KiB. Before it begins, the previous target is removed and the page cache synced, to free memory."""
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

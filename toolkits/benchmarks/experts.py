@@ -1,9 +1,9 @@
-"""Measures the experts of a rank against a dense MLP of as many FLOPs, and upstream's SequentialMLP.
+"""Measure the experts of a rank against a dense MLP of the same FLOPs, and upstream's SequentialMLP.
 
     python -m toolkits.benchmarks experts [--tokens N] [--quick] [--json FILE]
 
-Forward and backward of one layer, without router and dispatch; each expert has as many tokens. In fp32, on a
-GPU in bf16.
+Forward and backward of one layer, without router and dispatch. All experts have the same number of tokens. In
+fp32, on a GPU in bf16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkits.benchmarks._measure import time_in_turns
 from toolkits.benchmarks._report import Aim, Report
 
 _EXPERTS, _WIDTH = 8, 512
-"""Experts of the rank, and channels of a token; an expert has twice as many."""
+"""Experts of the rank, and hidden size. The FFN size of an expert is twice the hidden size."""
 DENSE, UPSTREAM, OURS = "dense", "upstream's experts", "experts"
 ROUNDS = (15, 3)
 OPTIONS = {"--tokens": {"type": int, "default": 256, "help": "of each expert"}}
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> Report:
 def _contenders(
     tokens: int, groups: ProcessGroupCollection, context: DeviceContext
 ) -> dict[str, Callable[[], None]]:
-    """Forward and backward of the same rows."""
+    """Return functions that run forward and backward on the same rows."""
     width, rows = _WIDTH, _EXPERTS * tokens
     shape = {
         "num_layers": 1, "hidden_size": width, "ffn_hidden_size": 2 * width, "vocab_size": 64,
@@ -59,7 +59,7 @@ def _contenders(
     dense, mixed = (run_config(rows, **shape, **own) for own in ({}, {"num_experts": _EXPERTS}))
     layers = []
     for config in (dense, mixed):
-        stages = build_llama_model(config.model, groups, context.device, config.execution)
+        stages = build_llama_model(config, groups, context.device)
         initialize_weights(stages, config.model, seed=1)
         layers.append(stages[0].decoder.layers[0].mlp)
     mlp, ours = layers[0], layers[1].experts

@@ -1,4 +1,4 @@
-"""Measures a training step on a GPU with layers of LLaMA-3.1 8B: TFLOP/s, MFU, memory, the dearest kernels.
+"""Measure a training step on a GPU with layers of LLaMA-3.1 8B: TFLOP/s, MFU, memory, the slowest kernels.
 
     python -m toolkits.benchmarks gpu_step [--quick] [--layers N] [--sequence N...] [--contenders NAME...]
 
@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,8 +25,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
-from patch.distributed.launch import worker_environment
 from patch.errors import PatchError
+from patch.launch.launcher import worker_environment
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import SHAPE_8B, Contender, OurTrainer, run_config, time_round
@@ -37,7 +36,7 @@ from toolkits.benchmarks._report import Aim, Report, ratio, table
 _SEQUENCES = (8192, 4096)
 _STEPS, _QUICK_STEPS = 12, 5
 _UNTIMED_STEPS = 5
-"""In which kernels are built, and `auto` fills the device."""
+"""Steps in which kernels are compiled, and offload policy `auto` fills the device."""
 _MOST_LAYERS = 32
 _TIMEOUT_S = 600
 _MEMORY_SHARE = 0.88
@@ -46,13 +45,13 @@ _AIMED_LENGTH = 8192
 
 
 class Recipe(NamedTuple):
-    """How a contender trains."""
+    """Settings of a contender."""
 
     fields: Mapping[str, Any] = {}
-    """Fields of the run that differ from those of our layers in bf16."""
+    """Fields of the run that differ from our layers in bf16."""
     trainer: Callable[[RunConfig, ProcessGroupCollection, torch.device], Contender] = OurTrainer
     library: str = ""
-    """A library that the contender needs beside torch."""
+    """Library that the contender needs beside torch."""
 
 
 FP8, _DELAYED = ({"precision": "fp8", "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed"))
@@ -61,7 +60,7 @@ _ENGINE = {"transformer_impl": _TE}
 _EXPERTS = {
     "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 7168, "moe_layer_freq": "1",
 }  # fmt: skip
-"""A token has the FLOPs of 8B's MLP."""
+"""A token needs the FLOPs of the MLP of LLaMA-3.1 8B."""
 CONTENDERS = {
     "local bf16": Recipe(),
     "TE bf16": Recipe(_ENGINE, library=_TE),
@@ -74,7 +73,7 @@ _FIELDS = {"precision": "bf16", "transformer_impl": "local", "lr": 1e-5, "min_lr
 
 
 def options_of(contenders: Mapping[str, Recipe], default: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the options of a benchmark with these contenders, and those that it measures by default."""
+    """Return the benchmark's options: these contenders, and which of them are measured by default."""
     which = {"choices": [*contenders], "default": default, "help": "which, the first is the base"}
     return {
         "--layers": {"type": int, "default": 0, "help": "layers of the model (default: what fits)"},
@@ -83,36 +82,36 @@ def options_of(contenders: Mapping[str, Recipe], default: Sequence[str]) -> dict
     }
 
 
-# All but experts, whose weights need more memory.
+# Without the contender with experts, whose weights need more memory.
 OPTIONS = options_of(CONTENDERS, [name for name in CONTENDERS if "experts" not in name])
 
 
 class Steps(NamedTuple):
-    """The steps of contenders with sequences of one length."""
+    """Steps of all contenders with one sequence length."""
 
     sequence: int
     layers: int
     rounds: Mapping[str, Sequence[dict[str, Any] | None]]
-    """Contender -> what was measured in each round; None: it failed."""
+    """Contender -> results of each round, or None if it failed."""
 
     def of(self, name: str, key: str) -> float:
-        """The median of a figure; NaN where it was not measured."""
+        """Return the median of a figure, or NaN if it was not measured."""
         found = [one[key] for one in self.rounds.get(name, ()) if one is not None and key in one]
         return median(found) if found else float("nan")
 
     def tflops(self, name: str) -> float:
-        """TFLOP/s of the model: what forward and backward need, without recomputation."""
+        """Return the TFLOP/s of the model's forward and backward, without recomputation."""
         run = step_run(Recipe(), self.layers, self.sequence)
         return flops_per_step(run).model / self.of(name, "seconds") / 1e12
 
     def ratio(self, name: str, base: str) -> float:
-        """The step's time over another's, the median over the rounds in which both ended."""
+        """Return the ratio of two step times, the median over the rounds in which both contenders ended."""
         pairs = zip(self.rounds[name], self.rounds[base], strict=True)
         ended = [(one["seconds"], other["seconds"]) for one, other in pairs if one and other]
         return ratio(*zip(*ended, strict=True)) if ended else float("nan")
 
     def table(self, base: str, gpu: str) -> str:
-        """A row for each contender. MFU refers to the peak of bf16, also for fp8; a dash: not measured."""
+        """Return one row per contender. MFU refers to the bf16 peak, also for fp8. Dash: not measured."""
         peak = (peak_flops(gpu) or float("nan")) / 1e12
         rows = []
         for name in self.rounds:
@@ -140,14 +139,13 @@ def report_steps(
     *,
     with_kernels: bool = False,
 ) -> Report:
-    """Measure the chosen contenders with each length of sequences.
+    """Measure the chosen contenders with each sequence length.
 
     Args:
         arguments: `contenders`, `layers`, `sequence`, `rounds` and `quick`.
-        contenders: by name.
-        share: of the GPU's memory, for which layers are chosen.
-        aims: returns the aims of a length on the named GPU.
-        with_kernels: show the dearest kernels of the longest sequences.
+        share: share of the GPU's memory, for which the number of layers is chosen.
+        aims: returns the aims of a sequence length on the named GPU.
+        with_kernels: whether the slowest kernels of the longest sequences are printed.
     """
     machine, found = needs_gpu(), []
     chosen = {name: contenders[name] for name in arguments.contenders}
@@ -169,7 +167,7 @@ def report_steps(
 
 
 def aims_of(steps: Steps, gpu: str) -> list[Aim]:
-    """The aims at 8192 tokens, as ratios that are to be at most 1, and the price of having no engine."""
+    """Return the aims at 8192 tokens: speeds, and the time without / with Transformer Engine."""
     if steps.sequence != _AIMED_LENGTH:
         return []
     peak = (peak_flops(gpu) or float("nan")) / 1e12
@@ -185,17 +183,15 @@ def aims_of(steps: Steps, gpu: str) -> list[Aim]:
 
 
 def step_run(recipe: Recipe, layers: int, sequence: int) -> RunConfig:
-    """Layers of LLaMA-3.1 8B with its embedding and output layer; one sequence a step."""
+    """Return the run: layers of LLaMA-3.1 8B with embedding and output layer, one sequence per step."""
     return run_config(sequence, num_layers=layers, **{**SHAPE_8B, **_FIELDS, **recipe.fields})
 
 
 def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
-    """The number of layers that the plan fits into this share of the GPU's memory, not offloaded; at least 1.
+    """Return the number of layers that fit into this share of the GPU's memory without offload, at least 1.
 
     Args:
-        machine: the GPU.
-        sequence: tokens of a sequence.
-        share: of its memory; the rest is the CUDA context, the libraries' workspaces and fragmentation.
+        share: share of the memory. The CUDA context, library workspaces and fragmentation take the rest.
     """
     for layers in range(_MOST_LAYERS, 1, -1):
         needed = fit_of(step_run(Recipe(), layers, sequence), machine).device_needed
@@ -207,9 +203,9 @@ def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
 def measure(
     context: DeviceContext, recipes: dict[str, Recipe], layers: int, sequence: int, steps: int, rounds: int
 ) -> dict[str, list[dict[str, Any] | None]]:
-    """`time_steps` of models with layers of 8B, in turns in one process; None of one that fails.
+    """Return the results of `time_steps` for each recipe by round, or None if it failed.
 
-    A line as each ends, because the time may be over before there is a table.
+    Each recipe prints a line when it ends, because the time limit may come before the table.
     """
 
     def timed(name: str) -> dict[str, Any] | None:
@@ -236,26 +232,24 @@ def time_steps(
 ) -> dict[str, Any]:
     """Measure a contender in a job of one process.
 
-    A timed step includes the end of the previous update, but not the end of its own.
+    A timed step includes the end of the previous update, but not the end of its own update.
 
     Returns:
-        seconds a step, peak memory in GiB, the last loss, the dearest kernels of one more step, and the share
-        of our states that is on the host.
+        seconds per step, peak memory in GiB, the last loss, the slowest kernels of one more step, and the
+        share of our states that is on the host.
     """
     config = step_run(recipe, layers, sequence)
     trainer = recipe.trainer(config, initialize(config, context), context.device)
     seconds, loss = time_round(trainer, steps, context.device, _UNTIMED_STEPS)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    measured: dict[str, Any] = {
-        "seconds": seconds, "loss": loss, "host_gib": pages * resource.getpagesize() / 2**30, "gpu_gib": 0.0,
-    }  # fmt: skip
+    host_gib = psutil.Process().memory_info().rss / 2**30
+    measured: dict[str, Any] = {"seconds": seconds, "loss": loss, "host_gib": host_gib, "gpu_gib": 0.0}
     if context.is_cuda:
         measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
         measured["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     if isinstance(trainer, OurTrainer):
         report = trainer.run.optimizer.report()
         measured["fraction"] = report.offload_fraction
-        # `auto` resets torch's peak counter in each step.
+        # Offload policy `auto` resets torch's peak counter in each step.
         measured["gpu_gib"] = max(measured["gpu_gib"], report.largest_peak / 2**30)
     measured["kernels"] = dearest_kernels(trainer.step, context.device)
     trainer.settle()

@@ -1,4 +1,4 @@
-"""Measures memory and time of the loss: output layer, cross entropy and their gradients.
+"""Measure memory and time of the loss: output layer, cross entropy and their gradients.
 
     python -m toolkits.benchmarks loss [--precision fp32|bf16] [--quick] [--json FILE]
 
@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch import compat
 from patch.device import DeviceContext
 from patch.distributed.groups import alone
-from patch.model import LearnedTokens, build_llama_model, initialize_weights
+from patch.model import LossMask, build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import run_config
 from toolkits.benchmarks._measure import peak_bytes, time_in_turns
 from toolkits.benchmarks._report import Aim, Report
@@ -55,12 +55,12 @@ def run(arguments: argparse.Namespace) -> Report:
 def _contenders(
     precision: str, groups: ProcessGroupCollection, context: DeviceContext
 ) -> dict[str, Callable[[], None]]:
-    """Forward and backward from the same hidden states to the loss, and back."""
+    """Return functions that compute the loss from the same hidden states, and its gradients."""
     config = run_config(
         _TOKENS, num_layers=1, hidden_size=_WIDTH, ffn_hidden_size=_WIDTH, num_attention_heads=_WIDTH // 64,
         num_query_groups=_WIDTH // 64, kv_channels=64, vocab_size=_VOCAB_SIZE, precision=precision,
     )  # fmt: skip
-    stages = build_llama_model(config.model, groups, context.device, config.execution)
+    stages = build_llama_model(config, groups, context.device)
     initialize_weights(stages, config.model, seed=1)
     (model,) = stages
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def _contenders(
     hidden = torch.randn(_TOKENS, 1, _WIDTH, dtype=weight.dtype)
     hidden = hidden.to(context.device).requires_grad_()
     labels = torch.randint(0, _VOCAB_SIZE, (1, _TOKENS)).to(context.device)
-    learned = LearnedTokens(torch.ones_like(labels, dtype=torch.float32), 1 / _TOKENS)
+    learned = LossMask(torch.ones_like(labels, dtype=torch.float32), 1 / _TOKENS)
 
     def upstream() -> torch.Tensor:
         """megatron-core's ColumnParallelLinear and vocabulary-parallel cross entropy."""

@@ -1,8 +1,8 @@
-"""Measures what optimizer offload costs on a GPU, ours and others', with layers of LLaMA-3.1 8B.
+"""Measure the cost of optimizer offload on a GPU, ours and others', with layers of LLaMA-3.1 8B.
 
     python -m toolkits.benchmarks offload [--quick] [--layers N] [--sequence N...] [--contenders NAME...]
 
-It needs a GPU. A process for each length, in which contenders take turns.
+It needs a GPU. Each sequence length has its own process, in which contenders take turns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from toolkits.benchmarks._report import Aim, Report
 from toolkits.benchmarks.gpu_step import FP8, Recipe, Steps, options_of, report_steps
 
 _MOST = {"0.25": 1.01, "auto": 1.03, "1": 1.15, "fp8 auto": 1.15, "fp8 1": 1.15}
-"""Ours -> largest acceptable ratio of the step time to that without offload, from 8192 tokens on."""
+"""Our setting -> largest acceptable ratio to the step time without offload, from 8192 tokens on."""
 _MOST_OF_SHORT = {"0.25": 1.03, "1": 1.3, "fp8 1": 1.3}
-"""Aims of shorter sequences that differ: fewer tokens for as many states."""
+"""Aims that differ for shorter sequences, which have fewer tokens for the same states."""
 _MEMORY_SHARE = 0.75
-"""Upstream's fp32 masters take 2 bytes a parameter more than ours."""
+"""Share of the GPU's memory. Upstream's fp32 masters take 2 bytes per parameter more than ours."""
 _FRACTIONS = (0.25, 0.5, 1.0)
 _AUTO = {"optimizer_offload_policy": "auto"}
 _WEIGHTS = {"data_parallel_sharding": "parameters", "cpu_offloading_weights": True}
@@ -47,8 +47,8 @@ CONTENDERS = {
     "ours: fp8 1": Recipe(FP8 | _static(1.0)),
     "DeepSpeed: 1": Recipe(trainer=DeepSpeedTrainer, library="deepspeed"),
 }
-"""A number is the share of states on the host, with our `static`, upstream's HybridDeviceOptimizer, or
-ZeRO-Offload; `weights`: they and their gradients are there too."""
+"""Numbers are the share of states on the host: with our policy `static`, upstream's HybridDeviceOptimizer, or
+ZeRO-Offload. With `weights`, weights and gradients are on the host too."""
 ROUNDS = (3, 1)
 OPTIONS = options_of(CONTENDERS, [*CONTENDERS])
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def aims_of(steps: Steps, gpu: str) -> list[Aim]:
-    """Return the aims; a fraction of 0.25 is about what the whole 8B model needs on one H200."""
+    """Return the aims. A share of 0.25 is about what the whole 8B model needs on one H200."""
     title = f"sequence {steps.sequence}: ours at"
     limits = _MOST | (_MOST_OF_SHORT if steps.sequence < 8192 else {})
     aims = []

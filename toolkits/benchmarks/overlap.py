@@ -1,10 +1,10 @@
-"""Measures how well data-parallel communication overlaps with compute, ours and megatron-core's DDP.
+"""Measure the overlap of data-parallel communication with compute: our optimizer, megatron-core's DDP.
 
     python -m toolkits.benchmarks overlap [--quick] [--json FILE]
 
 Two ranks, then four, on one core each, in network namespaces connected by cables of limited speed (needs root
-and iproute2). Their layers wait instead of computing, as the host of an accelerator does. All contenders run
-alternately in the same processes.
+and iproute2). Their layers wait instead of computing, as the host of an accelerator does. Contenders take
+turns in the same processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from patch.compat import RELEASE
 from patch.config.choices import ZeroStage
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather, start_reduce_scatter
+from patch.distributed.async_collectives import CommHandle, WaitClock, start_all_gather, start_reduce_scatter
 from patch.distributed.groups import initialize
-from patch.optimizer import OverlappedDistributedOptimizer, domain, param_flat
+from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.buckets import buffer_group, flat_params
 from patch.plan.parameters import total_parameters
 from patch.plan.resolve import resolve_sharding, with_sharding
 from toolkits.benchmarks._contenders import Contender, OurTrainer, UpstreamTrainer, run_config, time_round
@@ -38,8 +39,8 @@ _SHAPE: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 96, "ffn_hidden_size": 256, "num_attention_heads": 3,
     "num_query_groups": 1, "kv_channels": 32, "vocab_size": 128,
 }  # fmt: skip
-"""There are as many layers as in LLaMA-3.1 8B. The vocabulary is small, because the embedding has the last
-gradient and the first weight, so no compute can overlap with its communication."""
+"""The model has as many layers as LLaMA-3.1 8B, and a small vocabulary. The embedding has the last gradient
+and the first weight, so its communication cannot overlap with compute."""
 
 ALL_TO_ALL = "upstream: both, all-to-all"
 OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}
@@ -51,15 +52,15 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     ALL_TO_ALL: {**_BOTH, "reduce_scatter_with_fp32_accumulation": True},
 }
 if RELEASE >= (0, 19):
-    # Half the bytes, with other numbers than the others'.
+    # Half the bytes, but other rounding than the other contenders.
     _IN_BF16 = {"grad_reduce_in_fp32": False, "param_name_patterns_for_fp32_local_accumulation": ("all",)}
     UPSTREAM["upstream: both, bf16 messages"] = {**_BOTH, **_IN_BF16}
 _LEFT_OUT = ("ours: none", "upstream: no overlap", "upstream: gradients")
-"""Contenders that are not the best at any accumulation: one round of 16 micro-batches takes minutes."""
+"""Contenders that are slower at every accumulation: a round of 16 micro-batches takes minutes."""
 _BUCKETS = 20
-"""Buckets of the model, if all were of one size."""
+"""Number of buckets if all had the same size."""
 WAIT_S = 0.5
-"""Seconds of a micro-batch in all layers."""
+"""Seconds per micro-batch for all layers."""
 _TIMEOUT_S = 1800
 _NUM_RANKS = (2, 4)
 _FULL = {"1": (7, 2), "4": (3, 1), "16": (3, 1)}
@@ -85,15 +86,11 @@ def run(arguments: argparse.Namespace) -> Report:
     return Report("", aims, {"settings": reports})
 
 
-def _auto_level(num_ranks: int) -> str:
-    """Return the level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
-    config = with_sharding(sharded_run(num_ranks, 4), "auto")
-    return resolve_sharding(config, MachineFacts.probe())[0].zero_stage.name.lower()
-
-
 def aims_of(num_ranks: int, figures: dict[str, Rounds]) -> list[Aim]:
     """Return the aims for this number of ranks."""
-    auto, aims = f"ours: {_auto_level(num_ranks)}", []
+    config = with_sharding(sharded_run(num_ranks, 4), "auto")
+    stage = resolve_sharding(config, MachineFacts.probe())[0].zero_stage
+    auto, aims = f"ours: {stage.name.lower()}", []
     for accumulation, found in figures.items():
         is_first, where = accumulation == "1", f"DP={num_ranks}, accumulation {accumulation}"
         ours, rival = found.best("ours") if is_first else auto, found.best("upstream")
@@ -110,24 +107,27 @@ def sharded_run(num_ranks: int, accumulation: int) -> RunConfig:
     return run_config(
         8, **_SHAPE, nproc_per_node=num_ranks, global_batch_size=num_ranks * accumulation,
         reduce_bucket_size=numel // _BUCKETS, precision="bf16",
-        param_persistence_threshold=1000,  # matrices are small, and all of them are freed and gathered
+        param_persistence_threshold=1000,  # matrices are small, and all of them must be freed and gathered
     )  # fmt: skip
 
 
 @contextmanager
 def _no_messages() -> Iterator[None]:
-    """Let gradients and weights arrive at once; a rank's own part stands for the parts of all ranks."""
+    """Let gradients and weights arrive at once; a rank's own shard stands for the shards of all ranks."""
 
-    def arrived(*unused: Any) -> Pending:
-        return Pending([])
+    def arrived(*unused: Any) -> CommHandle:
+        return CommHandle([])
 
     patch = mock.patch.object
-    with patch(domain, "start_reduce_scatter", arrived), patch(param_flat, "start_all_gather", arrived):
+    with (
+        patch(buffer_group, "start_reduce_scatter", arrived),
+        patch(flat_params, "start_all_gather", arrived),
+    ):
         yield
 
 
 class ComputeAlone(OurTrainer):
-    """Our sharded step without its messages."""
+    """Our sharded step without its communication."""
 
     def step(self) -> float:
         """Take one optimizer step; return the loss."""
@@ -141,9 +141,9 @@ class ComputeAlone(OurTrainer):
 
 
 def communicate(optimizer: OverlappedDistributedOptimizer, num_gathers: int = 1) -> None:
-    """Send the bytes of one sharded step, bucket by bucket: all reductions, then all gathers."""
+    """Send the bytes of one sharded step, bucket by bucket: all reduce-scatters, then all all-gathers."""
     group, clock = optimizer.groups.dp_cp, WaitClock(optimizer.device)
-    messages: list[tuple[Callable[..., Pending], torch.dtype]] = [(start_reduce_scatter, torch.float32)]
+    messages: list[tuple[Callable[..., CommHandle], torch.dtype]] = [(start_reduce_scatter, torch.float32)]
     messages += [(start_all_gather, optimizer.parameters[0].dtype)] * num_gathers
     for start, dtype in messages:
         started = []
@@ -157,12 +157,10 @@ def communicate(optimizer: OverlappedDistributedOptimizer, num_gathers: int = 1)
 def build_contenders(
     config: RunConfig, groups: ProcessGroupCollection, device: torch.device, without: Sequence[str] = ()
 ) -> dict[str, Contender]:
-    """Build the contenders on this rank; each has its own model with the same first weights.
+    """Build the contenders on this rank. Each has its own model with the same initial weights.
 
     Args:
         config: the run that all contenders train.
-        groups: the process groups of the job.
-        device: the device of this rank.
         without: names of contenders that are left out.
     """
     wait = partial(let_layers_wait, wait_s=WAIT_S, rank=dist.get_rank())
@@ -179,11 +177,10 @@ def build_contenders(
 
 
 def measure(context: DeviceContext, schedule: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """Return by accumulation the cable's speed and the seconds of all contenders; equal on all ranks.
+    """Return by accumulation the cable's speed and the seconds of all contenders, equal on all ranks.
 
     Args:
-        context: the device of this rank.
-        schedule: see _FULL.
+        schedule: see `_FULL`.
     """
     num_ranks, mbit = dist.get_world_size(), 0.0
     groups = initialize(sharded_run(num_ranks, 1), context)
@@ -211,12 +208,10 @@ def compare(
     """Time the rounds of contenders over a cable; return its speed and the seconds.
 
     Args:
-        contenders: by name, with compute alone.
+        contenders: by name, including compute alone.
         messages: sends the messages of a step.
-        rounds: the number of rounds.
-        steps: timed steps of a round.
-        context: the device of this rank.
-        mbit: the speed of the cable; 0 to set it so that messages take as long as compute alone.
+        steps: timed steps per round.
+        mbit: speed of the cable, or 0 to choose it so that messages take as long as compute alone.
     """
 
     def communication() -> float:
@@ -229,7 +224,7 @@ def compare(
     seconds = {name: partial(step_of, contender) for name, contender in contenders.items()}
     calls: dict[str, Callable[[], float]] = {**seconds, COMMUNICATION: communication}
     if not mbit:
-        for step in calls.values():  # builds what the first step builds
+        for step in calls.values():  # untimed: the first step builds buffers
             step()
         mbit = set_speed(communication, min(calls[COMPUTE]() for _ in range(MANY_TIMES)))
     return {"mbit": mbit, "rounds": take_turns(calls, rounds)}

@@ -1,10 +1,10 @@
-"""Measures sharded weights (ZeRO-3) beside torch's FSDP2 (`fully_shard`): overlap, and peak memory.
+"""Measure sharded weights (ZeRO-3) beside torch's FSDP2 (`fully_shard`): overlap, and peak memory.
 
     python -m toolkits.benchmarks sharded_weights [--quick] [--json FILE]
 
 Two ranks in network namespaces (needs root and iproute2) with layers that wait, as in `overlap`, one
-micro-batch a step. Peak memory is that of a model with real layers: what is resident of its processes from
-its construction on, since torch's profiler misses what threads of gloo free.
+micro-batch per step. Peak memory is measured with real layers: resident memory from the construction of the
+model on. torch's profiler would miss memory that gloo's threads free.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> Report:
     schedule = _QUICK if arguments.quick else _FULL
     with connected(_RANKS) as namespaces:
         measured = run_ranks(measure, _RANKS, _TIMEOUT_S, namespaces=namespaces, schedule=schedule)
-    # Freed memory goes back to the system at once, so that resident memory is what is in use.
+    # Freed memory returns to the system at once, so that resident memory is memory in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks = run_ranks(measure_memory, _RANKS, _TIMEOUT_S, environment=environment)
     found = Rounds(measured["rounds"])
@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 class _ExchangedSums:
-    """FSDP's reduce-scatter as an exchange of parts, which moves half of gloo's own."""
+    """FSDP's reduce-scatter as an all-to-all, which moves half the bytes of gloo's reduce-scatter."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for its messages."""
+        """Return a buffer for messages."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -81,14 +81,13 @@ class _ExchangedSums:
 
 
 class FsdpTrainer(LlamaTrainer):
-    """torch's FSDP2: fp32 shards, gathered as bf16, gradients summed in fp32, fused AdamW.
+    """torch's FSDP2: fp32 shards, all-gathered as bf16, gradients summed in fp32, fused AdamW.
 
     Args:
-        of_model: see LlamaTrainer.
-        is_exchanging: whether gradients are summed by `_ExchangedSums`.
-        is_waiting: whether layers wait; then forward gathers the next layer meanwhile, because the host of an
-            accelerator runs ahead.
-        more: see LlamaTrainer.
+        of_model, more: see LlamaTrainer.
+        is_exchanging: whether `_ExchangedSums` sums the gradients.
+        is_waiting: whether layers wait. Then forward prefetches the next layer, as an accelerator's host does
+            by running ahead.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class FsdpTrainer(LlamaTrainer):
         )  # fmt: skip
 
     def step(self) -> float:
-        """One optimizer step; returns the mean loss over ranks."""
+        """Take one optimizer step; return the mean loss over ranks."""
         (batch,) = self.batches
         losses = self._model(batch.tokens, None, None, labels=batch.labels)
         loss, _ = masked_mean(losses, mask=batch.loss_mask)
@@ -124,7 +123,7 @@ class FsdpTrainer(LlamaTrainer):
 
 
 def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]:
-    """The cable's speed and the seconds of all contenders; equal on all ranks."""
+    """Return the cable's speed and the seconds of all contenders, equal on all ranks."""
     device, (rounds, steps) = context.device, schedule
     config = sharded_run(_RANKS, 1)
     groups = initialize(config, context)
@@ -141,7 +140,7 @@ def measure(context: DeviceContext, schedule: tuple[int, int]) -> dict[str, Any]
 
 
 def measure_memory(context: DeviceContext) -> dict[str, float]:
-    """By contender: resident bytes at the peak of construction and three steps, of the rank with the most."""
+    """Return contender -> peak resident bytes of construction and three steps, on the rank with the most."""
     config = run_config(
         64, **_MEMORY_SHAPE, nproc_per_node=_RANKS, global_batch_size=_RANKS, precision="bf16",
     )  # fmt: skip
@@ -155,7 +154,7 @@ def measure_memory(context: DeviceContext) -> dict[str, float]:
 
 
 def _resident_peak(build: Callable[[], Contender]) -> int:
-    """Return the bytes by which this process grows at most; it trains twice, the first time unmeasured."""
+    """Return the largest growth of this process in bytes. It trains twice, first without measuring."""
 
     def train() -> None:
         contender = build()
@@ -165,7 +164,7 @@ def _resident_peak(build: Callable[[], Contender]) -> int:
 
     train()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak counter
     before = _status_bytes("VmRSS")
     train()
     return _status_bytes("VmHWM") - before

@@ -1,10 +1,10 @@
-"""Measures a training step on CPUs beside what users write without us: a plain loop of transformers, DDP.
+"""Measure a training step on CPUs beside the plain loop of a user: transformers' model and DDP.
 
-python -m toolkits.benchmarks step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16] [--dpo]
+    python -m toolkits.benchmarks step [--quick] [--only fp32,1,1] [--model bloom] [--lora 16] [--dpo]
 
-With --lora both train adapters, the plain loop PEFT's; beside them step ours with all weights and with a base
-in 4 bits, and the bytes of a rank are those of the plan. With --dpo both learn from pairs in fp32, TRL's
-`DPOTrainer` in place of the plain loop; both have computed their reference before.
+With --lora both train adapters, the plain loop those of PEFT. Two more of our runs train all weights, and
+adapters on an nf4 base. The bytes of a rank are compared with the plan. With --dpo both learn from pairs in
+fp32, and TRL's `DPOTrainer` takes the place of the plain loop. Both have computed their reference before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from patch.distributed.groups import initialize
 from patch.families.adapters import PEFT_PREFIX, AdapterConfig
 from patch.families.shape import SHAPE_FIELDS
 from patch.plan.memory import bytes_per_rank
-from patch.training.preference import Preference
+from patch.training.objectives.preference import Preference
 from patch.training.setup import Run
 from toolkits.benchmarks._contenders import Contender, OurTrainer, run_config, time_round
 from toolkits.benchmarks._measure import dearest_kernels, over_ranks, run_ranks, take_turns
@@ -50,8 +50,8 @@ _STEPS, _BATCH, _TIMEOUT_S = 4, 4, 900
 _AIMS = {"llama": 0.95, "bloom": 1.0, "mixtral": 1.0}
 _LOSS_BOUND = {"fp32": 1e-4, "bf16": 2e-2}
 OURS, PLAIN = "the main job", "a plain loop"
-ALL, IN_4_BITS = "all weights", "a base in 4 bits"
-"""With --lora, beside the main job."""
+ALL, NF4_BASE = "all weights", "a base in 4 bits"
+"""With --lora, contenders beside the main job."""
 _SHAPE = {
     "num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8,
     "num_query_groups": 8, "kv_channels": 64, "vocab_size": 8192,
@@ -101,13 +101,13 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def _aims_of_adapters(name: str, bytes: dict[str, Any], rounds: dict[str, Any], **more: Any) -> list[Aim]:
-    """The bytes of each run of ours are the plan's, and its time is near that of others."""
+    """Return the aims: bytes of each of our runs / planned, and its time / time of training all weights."""
     aims = [
         Aim(f"{name}: {of}, {what} / planned", measured / planned, 1.01)
         for what, held in bytes.items()
         for of, (measured, planned) in held.items()
     ]
-    times = {one: ratio(rounds[one], rounds[ALL]) for one in (OURS, IN_4_BITS)}
+    times = {one: ratio(rounds[one], rounds[ALL]) for one in (OURS, NF4_BASE)}
     return aims + [Aim(f"{name}: {one} / {ALL}", time, 1.0) for one, time in times.items()]
 
 
@@ -123,7 +123,7 @@ class PlainLoop(Contender):
     """A user's loop without this project: transformers' model, torch's fused AdamW, clipping and DDP.
 
     Args:
-        run: gives the first weights, and the micro-batches of each step.
+        run: source of the initial weights and of the micro-batches.
     """
 
     def __init__(self, run: Run) -> None:
@@ -143,7 +143,7 @@ class PlainLoop(Contender):
         self._is_bf16 = run.config.training.precision == "bf16"
 
     def step(self) -> float:
-        """One optimizer step; this rank's loss."""
+        """Take one optimizer step; return this rank's loss."""
         total = 0.0
         for batch in self._batches:
             is_last = batch is self._batches[-1]
@@ -161,7 +161,6 @@ class PlainLoop(Contender):
 
 
 def _transformers_model(run: Run) -> torch.nn.Module:
-    """The class of the family in transformers, with the run's weights in fp32."""
     model, described = run.config.model, dict[str, Any]()
     family = transformers_family(model)
     family.write_type(described, model)
@@ -174,7 +173,6 @@ def _transformers_model(run: Run) -> torch.nn.Module:
 
 
 def _with_adapters(model: torch.nn.Module, run: Run) -> torch.nn.Module:
-    """PEFT's model with the run's adapters."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     adapter = run.config.adapter
@@ -186,14 +184,13 @@ def _with_adapters(model: torch.nn.Module, run: Run) -> torch.nn.Module:
 
 
 class DpoTrainer(Contender):
-    """A step of TRL's `DPOTrainer` with torch's fused AdamW and clipping, and with nothing of its loop.
+    """A step of TRL's `DPOTrainer` with torch's fused AdamW and clipping, without the rest of TRL's loop.
 
-    The reference is computed before (`precompute_ref_log_probs`), as ours; the batch is collated before.
+    As with ours, the reference is computed before (`precompute_ref_log_probs`). The batch is collated before.
     All sequences have one length: neither side has padding, and the gain of packing is not measured.
 
     Args:
-        model: of transformers or PEFT; it is trained.
-        config: the run.
+        model: the trained model, of transformers or PEFT.
     """
 
     def __init__(self, model: torch.nn.Module, config: RunConfig) -> None:
@@ -221,7 +218,7 @@ class DpoTrainer(Contender):
         self._clip = settings.clip_grad
 
     def step(self) -> float:
-        """One optimizer step; the loss."""
+        """Take one optimizer step; return the loss."""
         loss = self._trainer.training_step(self._trainer.model, self._batch)
         torch.nn.utils.clip_grad_norm_(self._trainer.model.parameters(), self._clip)
         self._optimizer.step()
@@ -230,11 +227,11 @@ class DpoTrainer(Contender):
 
 
 def beside_trl(run: Run, model: torch.nn.Module) -> DpoTrainer:
-    """Return TRL's trainer, and let the run learn from the same rows.
+    """Return TRL's trainer, and give its rows to the run.
 
     Args:
-        run: has a folder to write to.
-        model: of transformers or PEFT, with the run's weights.
+        run: our run; the rows are written to its output folder.
+        model: model of transformers or PEFT with the run's weights.
     """
     config, theirs = run.config, DpoTrainer(model, run.config)
     file = Path(config.checkpoint.output_path, "pairs.json")
@@ -253,7 +250,7 @@ def beside_trl(run: Run, model: torch.nn.Module) -> DpoTrainer:
 
 
 def _rows(number: int, length: int, vocab_size: int) -> list[dict[str, str]]:
-    """Pairs of random words, `length` of the prompt and of each answer: its end token is only a label."""
+    """Return pairs of random words, `length` per prompt and per answer. The end token is only a label."""
     draw, keys = np.random.default_rng(0), ("prompt", "chosen", "rejected")
 
     def text() -> str:
@@ -263,7 +260,7 @@ def _rows(number: int, length: int, vocab_size: int) -> list[dict[str, str]]:
 
 
 def _held(run: Run) -> dict[str, tuple[int, int]]:
-    """Return the bytes of this rank, and the bytes that `plan` counts."""
+    """Return kind -> bytes of this rank, planned bytes."""
     report, planned = run.optimizer.report(), bytes_per_rank(run.config)
     weights = sum(parameter.nbytes for stage in run.stages for parameter in stage.parameters())
     return {
@@ -274,13 +271,11 @@ def _held(run: Run) -> dict[str, tuple[int, int]]:
 
 
 def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dict[str, Any]:
-    """Seconds of a step and losses of each round, and the dearest operators of one step more.
+    """Return seconds per step by round, losses, bytes, and the slowest operators of one more step.
 
     Args:
-        context: the device of this rank.
-        rounds: how often each contender is timed.
-        steps: timed steps of a round.
-        case: see `_trainers`.
+        steps: timed steps per round.
+        case: arguments of `_trainers`.
     """
     ours = _trainers(context, **case)
     run = ours[OURS].run
@@ -290,7 +285,7 @@ def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dic
     found = take_turns(
         {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
     )
-    # Of the first round: later a token of nearly equal experts is sent to the one here, to the other there.
+    # Losses of the first round: later, the contenders may route a token to different, nearly equal experts.
     losses = {name: timed[0][1] for name, timed in found.items()}
     losses[PLAIN] = over_ranks(losses[PLAIN], context.device, dist.ReduceOp.SUM) / dist.get_world_size()
     return {
@@ -304,17 +299,7 @@ def measure(context: DeviceContext, rounds: int, steps: int, **case: Any) -> dic
 def _trainers(
     context: DeviceContext, model: str, precision: Precision, accumulation: int, lora: int, dpo: bool
 ) -> dict[str, OurTrainer]:
-    """Our runs.
-
-    Args:
-        context: the device of this rank.
-        model: of `_MODELS`.
-        precision: fp32 or bf16: ours has bf16 weights with fp32 master weights, the plain loop fp32 with
-            autocast.
-        accumulation: micro-batches of a step.
-        lora: the rank of adapters, or 0.
-        dpo: whether it learns from pairs.
-    """
+    """Return our runs. In bf16 ours has bf16 weights with fp32 masters, the plain loop fp32 with autocast."""
     num_ranks = dist.get_world_size()
     of_pairs = {"objective": "dpo", "output_path": mkdtemp(), "cache_dir": mkdtemp()} if dpo else {}
     config = run_config(
@@ -326,8 +311,8 @@ def _trainers(
     groups = initialize(config, context)
     adapters = {OURS: config.adapter}
     if lora and not dpo:
-        in_4_bits = dataclasses.replace(config.adapter, quantize_base="nf4")
-        adapters |= {ALL: AdapterConfig(), IN_4_BITS: in_4_bits}
+        nf4 = dataclasses.replace(config.adapter, quantize_base="nf4")
+        adapters |= {ALL: AdapterConfig(), NF4_BASE: nf4}
     return {
         name: OurTrainer(dataclasses.replace(config, adapter=each), groups, context.device)
         for name, each in adapters.items()

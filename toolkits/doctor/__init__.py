@@ -1,1 +1,1 @@
-"""Small checks of a machine and its software: `llama-patch doctor`."""
+"""Short checks of a machine and its software: `llama-patch doctor`."""

@@ -1,10 +1,10 @@
-"""Checks this machine: what it is, what it lacks, how fast it is, and whether a small sharded run works.
+"""Check this machine: hardware, software, speed, and a small sharded run.
 
     llama-patch doctor [--json FILE] [--nproc N]
 
-It takes a minute or two, and needs no GPU. Exit code: 0, also with
-warnings; 1 if something is broken, so that a run would fail. The JSON report has no names of people or
-machines and no addresses: attach it to an issue, or give it to `llama-patch plan --machine FILE`.
+It takes one or two minutes and needs no GPU. Exit code 0: a run works, perhaps with warnings; 1: something is
+broken, so that a run would fail. The JSON report contains no names of users or machines and no addresses.
+Attach it to an issue, or give it to `llama-patch plan --machine FILE`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ import sys
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
 from toolkits._arguments import ArgumentParser, members, output_file, typed
-from toolkits.doctor.check import (
-    Finding,
-    Settings,
-    json_of,
-    lines_of,
-    run_check,
-    verdict_of,
-)
+from toolkits.doctor.check import Finding, Settings, json_of, lines_of, run_check, verdict_of
 
 
 def main(argv: list[str]) -> int:
-    """Run all checks; 0, or 1 if something is broken."""
+    """Run all checks; return 0, or 1 if something is broken."""
     options = _parse(argv)
-    # They import torch, for which --help and a wrong argument need not wait.
+    # They import torch; --help and argument errors must not wait for it.
     from toolkits.doctor import devices, messages, self_test, software, speed
 
     checks = {
-        "host": devices.check_host, "GPUs": devices.check_gpus, "versions": software.check_versions,
-        "imports": software.check_imports, "kernels": software.check_kernels,
+        "host": devices.check_host, "GPUs": devices.check_gpus, "software": software.check_software,
         "speed of the host": speed.measure_host, "speed of the GPUs": speed.measure_gpus,
         "messages between processes": messages.measure_messages, "training": self_test.run_self_test,
     }  # fmt: skip
@@ -50,7 +42,8 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog=typed("python -m toolkits.doctor"), description=__doc__)
+    gone = {"--folder": "the file system is not checked; measure it with fio"}
+    parser = ArgumentParser(prog=typed("python -m toolkits.doctor"), description=__doc__, gone=gone)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
         "--nproc", type=members, metavar="N",

@@ -1,4 +1,4 @@
-"""A small sharded run through the launcher: two steps and a checkpoint."""
+"""A short sharded run through the launcher: two steps and a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from toolkits.doctor.check import Finding, Settings
 from toolkits.quickstart.workspace import prepare
 
 _LAUNCHER = ROOT / "toolkits" / "train" / "__main__.py"
-"""Beside this package also where it is installed."""
+"""The path holds in the repository and in an installed package."""
 _STEPS = 2
 _RUN_S = 240.0
 _SETTINGS = ("TOKENIZER_PATH", "OPTIMIZER_OFFLOAD_FRACTION")
-"""Variables of a user's runs, besides MP_*, that are not for this one."""
+"""Variables of the user's runs that the test run must not get, besides MP_*."""
 
 
 def run_self_test(settings: Settings) -> Iterator[Finding]:
-    """Train two steps with the overlapped optimizer on two processes, and save a checkpoint."""
+    """Train two steps with the overlapped optimizer on up to two processes, and save a checkpoint."""
     begin = time.perf_counter()
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         space, _ = prepare(Path(folder), num_held_out=4, num_train=16)
         processes = min(2, settings.num_processes)
-        where = f"{processes} {'GPUs' if settings.has_gpus else 'processes on the CPU'}"
-        precision = "bf16" if settings.has_gpus else "fp32"
+        on_gpus = settings.machine.cuda_devices > 0
+        where = f"{processes} {'GPUs' if on_gpus else 'processes on the CPU'}"
+        precision = "bf16" if on_gpus else "fp32"
         before = f"dsw auto 2 8 1e-3 1e-4 64 48 {precision} 1 1 1 false true true true none false {_STEPS}"
         positions = [*before.split(), str(space.train_data), "none", str(space.model), str(_STEPS), "1"]
         flags = ["--overlapped-distributed-optimizer", "--cache-dir", str(space.root / "cache")]

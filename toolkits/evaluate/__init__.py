@@ -1,1 +1,1 @@
-"""Scores of tasks without a run."""
+"""Scores of evaluation tasks without a training run: `llama-patch evaluate`."""

@@ -1,10 +1,10 @@
-"""llama-patch evaluate: scores of lm-evaluation-harness's tasks, of a Hugging Face folder or a checkpoint.
+"""llama-patch evaluate: scores of lm-evaluation-harness's tasks for a Hugging Face folder or a checkpoint.
 
     llama-patch evaluate FOLDER --tasks a,b --tasks-path DIR [--limit N] [--json FILE] [-- FLAGS OF A RUN]
 
-The model is computed by the code of a run. After `--` follow flags of one, such as
+The model runs in the code of a training run. Flags of a run may follow `--`, for example
 --tensor-model-parallel-size 2 --nproc-per-node 4 --precision fp32, --tokenizer-name-or-path for a checkpoint
-that knows none, or --eval-tasks-allow-code.
+that records no tokenizer, or --eval-tasks-allow-code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a worker, which has no other way to the packages
+if __name__ == "__main__":  # a worker finds no packages otherwise
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from patch.distributed.worker_process import Reply, announce_end, begin, claim_error_report, failure  # noqa: E402
+from patch.launch.worker_process import WorkerExit, announce_end, begin, claim_error_report, failure  # noqa: E402
 
-begin()  # before anything that takes time or starts threads
+begin()  # before slow imports and before any thread
 
 from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E402
 from patch.config.fields import FIELDS, scalar_of  # noqa: E402
@@ -39,13 +39,13 @@ _ONE_STEP = (
     "--train-data-path none --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --min-lr 1 "
     "--seq-length 1"
 )
-"""Flags that a run must have and an evaluation does not need."""
+"""Flags that every run requires, but an evaluation does not use."""
 _ROW = 2048
-"""Tokens of a row of several texts."""
+"""Tokens of a packed row of texts."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line, or one of its workers; returns 0, or the exit code of the error."""
+    """Run the command line, or one of its workers; return 0, or the exit code of the error."""
     configure_logging()
     own, run = at_dashes(argv)
     try:
@@ -60,13 +60,13 @@ def main(argv: list[str]) -> int:
         announce_end(failure(error))
         return error.exit_code
     except KeyboardInterrupt:  # there is nothing to save
-        return announce_end(Reply(130))
+        return announce_end(WorkerExit(130))
 
 
 def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
-    """Resolve the evaluation as a run of one step that is never made, and start its workers."""
+    """Resolve the evaluation as a run of one step, which is never taken, and start its workers."""
     from patch.checks.rules import RULES
-    from patch.distributed.launch import launch
+    from patch.launch.launcher import launch
     from patch.plan.resolve import resolve_run
     from patch.preflight.hub_names import fetch_from_hub
     from patch.preflight.parse import parse_args
@@ -78,7 +78,7 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
     invocation = parse_args([*own, *flags], os.environ, machine)
     config = invocation.config
-    # As many micro-batches as interleaved stages need.
+    # Interleaved stages need at least one micro-batch per pipeline rank.
     batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
     model = replace(config.model, seq_length=min(_ROW, config.model.max_position_embeddings))
     config = replace(config, model=model, training=replace(config.training, global_batch_size=batch))
@@ -95,8 +95,8 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
 
 
 def _weights(model: str) -> list[str]:
-    """The flags that load a model; of a run with its tokenizer, of a LoRA run its base and its shape too."""
-    from patch.preflight.stored_shape import run_behind, shape_at
+    """Return the flags that load a model: of a run its tokenizer too, of a LoRA run also base and shape."""
+    from patch.preflight.model_of_folder import run_behind, shape_at
 
     run = run_behind(model)
     if run is None:
@@ -115,7 +115,7 @@ def _weights(model: str) -> list[str]:
 
 
 def _evaluate(config: RunConfig, result: str) -> int:
-    """Evaluate as one of the workers; the first one shows the scores, and writes them where that is asked."""
+    """Evaluate as a worker. Rank 0 prints the scores, and writes them to `result` unless it is empty."""
     from patch.compat import quick_start
 
     with quick_start():

@@ -1,1 +1,1 @@
-"""Proof of a run before it starts: its flags, shrunk, against one process."""
+"""Compare a shrunk run with a single-process run, before the real run starts: `llama-patch prove`."""

@@ -1,13 +1,14 @@
-"""llama-patch prove: do these very flags compute what one process computes?
+"""llama-patch prove: do the flags of a run compute what a single process computes?
 
     llama-patch prove -- dsw 8B 1 16 1e-5 ...        # 25 positions and flags, flags alone, or --config FILE
-    llama-patch prove --machine h100 --nodes 4 -- --config config.yaml      # a run that is for other machines
+    llama-patch prove --machine h100 --nodes 4 -- --config config.yaml      # a run for other machines
 
-Layout, precision, packing, recomputation, offload, sharding, experts, adapters and objective stay; the model,
-the batch and each axis of the layout become as small as keeps their code paths, which is printed. Two steps
-and an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one process:
-tokens, losses, every gradient, norms, weights, optimizer states, and the second step resumed from one
-process's checkpoint. Exit code 0: they agree; 6: they do not, and the first tensor that differs is named.
+Layout, precision, packing, recomputation, offload, sharding, experts, adapters and objective stay. The model,
+the batch and each axis of the layout are shrunk as far as their code paths allow; all changes are printed.
+Two steps and an evaluation, on at most 8 CPU processes or on this machine's GPUs, are compared with one
+process: tokens, losses, every gradient, norms, weights and optimizer states, also for a second step that
+resumes from the single process's checkpoint. Exit code 0: they agree; 6: they differ, and the first differing
+tensor is named.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from patch.config.fields import check_choice
 from patch.config.positions import VARIABLES
 from patch.device import MachineFacts
 from patch.errors import ConfigError, TrainingError
-from patch.numbers import counted
 from patch.plan.planned_run import plan_run
 from patch.storage.names import (
     CHECKPOINT_FOLDER,
@@ -38,6 +38,7 @@ from patch.storage.names import (
     TRACKER,
     iteration_name,
 )
+from patch.text import counted
 from patch.training import OBJECTIVES
 from toolkits._arguments import ArgumentParser, at_dashes, exit_code_of, members, typed
 from toolkits._program import run_program
@@ -47,20 +48,20 @@ if TYPE_CHECKING:
     from toolkits.prove.compare import Comparison
 
 PROCESSES = 8
-"""At most, without GPUs."""
+"""Largest number of processes without GPUs."""
 DIFFERS = 6
 _LIMIT_S = 600.0
-"""The time limit of one run, on a machine with other work."""
+"""Time limit of a run, on a machine with other work."""
 _LINES = 15
-"""Lines of a failed run that are shown."""
+"""Lines of a failed run that are printed."""
 _NOT_OURS = {*VARIABLES, "NPROC_PER_NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-"""Variables of a user's runs that are not for these."""
+"""Variables of the user's runs that these runs must not get."""
 _WORKER = Path(__file__).with_name("worker.py")
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns 0, 6 if the proof found a difference, or the exit code of the error."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its folder and runs go too
+    """Run the command line; return 0, 6 if the runs differ, or the exit code of the error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes its folder and runs
     own, run = at_dashes(argv)
     options = _parser().parse_args(own)
     return exit_code_of(lambda: _prove(options, run), user_message)
@@ -96,12 +97,12 @@ def _prove(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def prove(small: Shrunk, folder: Path, *, on_gpus: bool) -> dict[str, Comparison]:
-    """Start the runs, and compare them.
+    """Start the runs and compare them.
 
     Args:
-        small: what is proved.
-        folder: of all files.
-        on_gpus: whether the processes have one each.
+        small: the shrunk run and its single-process twin.
+        folder: folder for all files.
+        on_gpus: whether each process has its own GPU.
     Raises:
         PatchError: a run failed.
     """
@@ -123,15 +124,11 @@ def prove(small: Shrunk, folder: Path, *, on_gpus: bool) -> dict[str, Comparison
 
 
 def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
-    """Start a run through the launcher of all runs.
-
-    Raises:
-        TrainingError: it failed; with its last lines.
-    """
+    """Train a run through our launcher. A failure raises TrainingError with the run's last lines."""
     file = folder / f"{name}.yaml"
     file.write_text(to_yaml(run), encoding="utf-8")
     users = {key: value for key, value in os.environ.items() if key not in _NOT_OURS and key[:6] != "SLURM_"}
-    users["TMPDIR"] = str(folder)  # what a killed launcher leaves goes with it
+    users["TMPDIR"] = str(folder)  # files that a killed launcher leaves are removed with it
     if not on_gpus:
         users["CUDA_VISIBLE_DEVICES"] = ""
     began = time.perf_counter()
@@ -144,7 +141,6 @@ def _train(run: RunConfig, folder: Path, name: str, *, on_gpus: bool) -> None:
 
 
 def _copy_first_step(source: Path, target: Path) -> None:
-    """A run's folder as it was after the first step."""
     first = Path(CHECKPOINT_FOLDER, iteration_name(1))
     shutil.copytree(source / first, target / first)
     (target / CHECKPOINT_FOLDER / TRACKER).write_text("1\n")
@@ -155,7 +151,9 @@ def _copy_first_step(source: Path, target: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [--machine NAME] [--nodes N] -- RUN"
-    parser = ArgumentParser(prog=typed("python -m toolkits.prove"), usage=usage, description=__doc__)
+    gone = {"--against": "prove compares with one process; the tests compare with megatron-core"}
+    prog = typed("python -m toolkits.prove")
+    parser = ArgumentParser(prog=prog, usage=usage, description=__doc__, gone=gone)
     parser.add_argument(
         "--machine", default="here", metavar="NAME",
         help="what the run is meant for, as `llama-patch plan` takes it: h100, here, a file [here]",

@@ -1,7 +1,7 @@
-"""Compares two runs name by name: the first difference, and common properties of the others.
+"""Compare two runs name by name: the first difference, and common properties of all differing tensors.
 
-Both are read from their folders: log/metrics.jsonl, the evidence of `worker.py` and checkpoints, whatever the
-layouts in which they were saved.
+It reads the folders of the runs: log/metrics.jsonl, the evidence of `worker.py`, and checkpoints of any
+layout.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from toolkits.prove.worker import EVIDENCE, GRADIENTS
 
 
 class Bounds(NamedTuple):
-    """The largest differences that other orders of sums and roundings explain, all relative."""
+    """Largest relative differences that other orders of summation and other rounding explain."""
 
     number: float
-    """The bound of losses and norms."""
+    """Bound of losses and norms."""
     gradient: float
-    """The bound of a gradient or a first moment, by L2 norms; second moments twice that."""
+    """Bound of a gradient or a first moment, by L2 norms. The bound of a second moment is twice as large."""
     weight: float
-    """The bound of a weight (its master), in units of the step's update."""
+    """Bound of a weight (its master), in units of the step's update."""
 
 
 BOUNDS = {
     "fp32": Bounds(2e-6, 5e-5, 3e-4), "fp16": Bounds(1e-3, 2e-2, 6e-2), "bf16": Bounds(3e-3, 0.1, 0.12),
     "fp8": Bounds(3e-2, 0.4, 0.6),
 }  # fmt: skip
-"""Three times the largest of all rows of tests/covered_layouts.md, and more in fp32; fp8 two times."""
+"""Three times the largest difference in tests/covered_layouts.md, more in fp32, two times in fp8."""
 _EXPERTS = "experts"
 _CUTS = {kind: "cut over TP by rows" for kind in Kind} | {
     Kind.REPLICATED: "not cut over TP", Kind.ROW_PARALLEL: "cut over TP by columns",
 }  # fmt: skip
 ROUNDED = Bounds(1e-3, 1e-2, 2e-2)
-"""At least these where gradients travel as bf16."""
+"""Lower limits of the bounds if gradients are sent as bf16."""
 _NAMED = 3
 SMALLEST = 1e-3
-"""Share of the whole gradient by which a smaller tensor's is measured, so that zero may differ from zero."""
+"""Smallest scale of a tensor, relative to the average of all: noise in a zero tensor is no difference."""
 GRADIENT, MOMENTS = "gradient", ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
-"""By their names in Hugging Face."""
+"""Hugging Face name -> tensor."""
 
 
 class Difference(NamedTuple):
-    """Something that the two runs do not have in common."""
+    """A value that differs between the two runs."""
 
     what: str
-    """The step, and of a tensor its name in Hugging Face."""
+    """Kind, step, and the Hugging Face name of a tensor."""
     distance: float
     bound: float
     detail: str = ""
-    """Common properties of the other differences."""
+    """Common properties of the differing tensors."""
 
     def __str__(self) -> str:
         bound = f"differs by {self.distance:.2g}, bound {self.bound:.2g}" if self.bound else "is not equal"
@@ -71,12 +71,12 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All that was compared."""
+    """Result of a comparison."""
 
     largest: dict[str, tuple[float, float]]
-    """For each kind the largest difference, and its bound."""
+    """Kind -> its largest difference, its bound."""
     differences: list[Difference]
-    """The first one of each kind and step, in the order in which a step computes them."""
+    """First difference of each kind and step, in the order in which a step computes them."""
 
 
 class _Found(NamedTuple):
@@ -84,7 +84,7 @@ class _Found(NamedTuple):
     distance: float
     bound: float
     difference: Difference | None
-    """If the distance is beyond the bound."""
+    """The difference, or None if the distance is within the bound."""
 
 
 def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparison:
@@ -92,8 +92,8 @@ def compare(layout: RunConfig, one: RunConfig, steps: Sequence[int]) -> Comparis
 
     Args:
         layout: the run in its layout.
-        one: that of one process.
-        steps: counted from 1.
+        one: the single-process run.
+        steps: numbers of the compared steps, from 1.
     """
     ours, theirs, bounds = _Folder(layout), _Folder(one), _bounds(layout)
     found = [each for step in steps for each in _step(ours, theirs, step, bounds)]
@@ -108,12 +108,11 @@ def _bounds(run: RunConfig) -> Bounds:
     own = [BOUNDS[run.training.precision], *[BOUNDS["bf16"]] * (run.optimizer.main_grads_dtype == "bf16")]
     own += [ROUNDED] * run.optimizer.grad_reduce_in_bf16
     if run.model.num_experts and run.training.precision != "fp32":
-        own.append(BOUNDS["fp8"])  # a token whose two best experts are close may choose the other one
+        own.append(BOUNDS["fp8"])  # the runs may choose different, nearly equal experts for a token
     return Bounds(*map(max, zip(*own, strict=True)))
 
 
 def _step(ours: _Folder, theirs: _Folder, step: int, bounds: Bounds) -> Iterator[_Found]:
-    """Compare the results of a step, in this order."""
     layout, evidence = ours.run, ours.evidence[str(step)]
     shares, of_theirs = (run.world_size // run.num_weight_copies for run in (layout, theirs.run))
     expected = [shares * number // of_theirs for number in theirs.evidence[str(step)]["tokens"]]
@@ -143,8 +142,6 @@ def _equal(kind: str, what: str, wrong: list[str]) -> _Found:
 
 
 class _Folder:
-    """The folder of a run."""
-
     def __init__(self, run: RunConfig) -> None:
         self.run, self._folder = run, Path(run.checkpoint.output_path)
         self.evidence: dict[str, Any] = read_json(self._folder / EVIDENCE)
@@ -155,13 +152,13 @@ class _Folder:
         return float(found[-1])
 
     def tensors(self, step: int, state: str) -> Tensors:
-        """A state after a step, by what its keys begin with; of "" weights, or their masters."""
+        """Return a state after a step, by the prefix of its keys. "" means the weights, or their masters."""
         adapter = self.run.adapter if self.run.adapter.lora_rank else None
         prefix = f"{state}." if state else "" if adapter else None
         folder = self._folder / (GRADIENTS if state == GRADIENT else CHECKPOINT_FOLDER) / iteration_name(step)
         stored = StoredWeights(folder, self.run.model, prefix, adapter)
         found, kept_as = stored.tensors(), PRECISIONS[self.run.training.precision].kept_as
-        if state or {*stored.dtypes.values()} == {torch.float32}:  # upstream's side has masters alone
+        if state or {*stored.dtypes.values()} == {torch.float32}:  # fp32 values need no master
             return found
         if kept_as == "fp16":
             return self.tensors(step, "optimizer.state.master")
@@ -172,7 +169,7 @@ class _Folder:
         }
 
     def updates(self, step: int) -> dict[str, float]:
-        """The L2 norm of each weight's update in this step, without decay, by Adam's formula."""
+        """Return the L2 norm of each weight's update in this step, by Adam's formula without weight decay."""
         optimizer, rate = self.run.optimizer, self.record(step, "lr")
         first, second = (self.tensors(step, state) for state in MOMENTS)
         of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
@@ -194,7 +191,7 @@ def _number(ours: _Folder, theirs: _Folder, kind: str, step: int, bound: float) 
 
 
 def _norms(tensors: Tensors) -> dict[str, float]:
-    """The L2 norm of each tensor, at least a small part of what one of its size has on average."""
+    """Return the L2 norm of each tensor, at least `SMALLEST` of the average for a tensor of its size."""
     square, count = (sum(of(each) for each in tensors.values()) for of in (_square, torch.numel))
     least = SMALLEST * (square / count) ** 0.5
     return {name: max(_square(each), least**2 * each.numel()) ** 0.5 for name, each in tensors.items()}
@@ -205,7 +202,6 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def _distances(ours: Tensors, theirs: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
-    """The distance of each tensor in L2 norms, in units of its scale."""
     found = {name: float((ours[name] - b).norm()) / max(scales[name], 1e-30) for name, b in theirs.items()}
     return {name: distance if math.isfinite(distance) else math.inf for name, distance in found.items()}
 
@@ -213,7 +209,7 @@ def _distances(ours: Tensors, theirs: Tensors, scales: Mapping[str, float]) -> d
 def _first(
     what: str, distances: dict[str, float], pair: tuple[Tensors, Tensors], layout: RunConfig, bound: float
 ) -> Difference | None:
-    """The first tensor beyond the bound, and what is known about it."""
+    """Return the first tensor beyond the bound with details, or None."""
     wrong = [name for name, distance in distances.items() if not distance <= bound]
     if not wrong:
         return None
@@ -224,7 +220,7 @@ def _first(
 
 
 def _labels(layout: RunConfig) -> dict[str, list[str]]:
-    """Properties of each Hugging Face tensor that others may share."""
+    """Return Hugging Face name -> properties that the tensor may share with others."""
     model, ends = layout.model, [*accumulate(layout.stage_layers)]
     rows = adapter_rows(model, layout.adapter) if layout.adapter.lora_rank else weight_rows(model)
     own = (model.num_experts or 1) // layout.experts.expert_model_parallel_size
@@ -247,7 +243,7 @@ def _labels(layout: RunConfig) -> dict[str, list[str]]:
 
 
 def _shared(wrong: set[str], names: list[str], labels: Mapping[str, list[str]]) -> str:
-    """The smallest set of tensors with something in common that has all wrong ones."""
+    """Describe the smallest set of tensors with a common property that contains all wrong ones."""
     if len(wrong) == 1:
         return "no other one"
     last = max(map(names.index, wrong))
@@ -261,7 +257,7 @@ def _shared(wrong: set[str], names: list[str], labels: Mapping[str, list[str]]) 
 
 
 def _part(a: torch.Tensor, b: torch.Tensor, labels: list[str], layout: RunConfig) -> str:
-    """The TP rank whose part alone differs."""
+    """Name the TP rank, if only its part differs."""
     size = layout.etp_size if _EXPERTS in labels else layout.parallel.tensor_model_parallel_size
     if labels[0] == _CUTS[Kind.REPLICATED] or size == 1:
         return ""
@@ -272,7 +268,7 @@ def _part(a: torch.Tensor, b: torch.Tensor, labels: list[str], layout: RunConfig
 
 
 def _factor(a: torch.Tensor, b: torch.Tensor) -> str:
-    """By which number the tensor is too large, if that explains the difference."""
+    """Name the factor between the tensors, if it explains the difference."""
     factor = float((a * b).sum() / max(float((b * b).sum()), 1e-30))
     is_scaled = float((a - factor * b).norm()) < 0.02 * float((a - b).norm())
     return f"it is {factor:.4g} times that of the other side" if is_scaled else ""

@@ -1,4 +1,4 @@
-"""Input of a proof: a tokenizer of 300 words, short chats, pairs or documents, and weights for 4 bits."""
+"""Input of a proof: a tokenizer of 300 words; short chats, pairs or documents; weights of an nf4 base."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _NUM_ROWS = 200
 
 
 def make_data(folder: Path, run: RunConfig) -> None:
-    """Write `tokenizer`, and `rows.jsonl` or `text.bin`, into a folder.
+    """Write `tokenizer`, and `rows.jsonl` or `text.bin`, into a new folder.
 
     Args:
-        folder: is created.
-        run: a small one, whose kind of data is written.
+        run: the shrunk run, which decides the kind of data.
     """
     chance = random.Random(run.training.seed)
     tokenizer = write_tokenizer(folder / "tokenizer", [" ".join(_WORDS)], PADDED)
@@ -28,7 +27,7 @@ def make_data(folder: Path, run: RunConfig) -> None:
     def text(fewest: int, most: int) -> str:
         return " ".join(chance.choices(_WORDS, k=chance.randint(fewest, most)))
 
-    # A loss in every part of a row, which ranks share; several sequences where they share a row.
+    # Every CP rank's part of a row has a loss; a packed row contains several sequences.
     longest = run.sample_length // (8 if run.is_packed else 2)
     rows: list[dict[str, object]] = []
     for _ in range(_NUM_ROWS):
@@ -40,7 +39,7 @@ def make_data(folder: Path, run: RunConfig) -> None:
             rows.append({"messages": prompt + next(answers)})
         else:
             rows.append({"text": text(4, run.sample_length)})
-    if run.adapter.quantize_base:  # is made of a Hugging Face folder alone
+    if run.adapter.quantize_base:  # the quantized base is read from a Hugging Face folder
         _write_base(folder / "model", run, tokenizer)
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -52,7 +51,6 @@ def make_data(folder: Path, run: RunConfig) -> None:
 
 
 def _write_base(folder: Path, run: RunConfig, tokenizer: Any) -> None:
-    """A Hugging Face folder with random weights."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,7 +1,7 @@
-"""A run made small: every axis, layer and batch as few as keep its code paths; and the same in one process.
+"""Shrink a run: the smallest axes, layers and batch that keep its code paths; and its single-process twin.
 
-Nothing is chosen anew: a value of the run stays unless it is a size, a place, or bound to a GPU. The rules of
-runs (`patch/checks`) decide whether a small run is possible.
+Every value of the run stays, unless it is a size, a path, or bound to a GPU. The rules of runs
+(`patch/checks`) decide whether a shrunk run is possible.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from patch.families.layers import layers_text
 from patch.layout.pipeline_stages import layout_text
 
 STEPS = 2
-"""Some faults show in the second step only: an adapter's B is zero in the first one."""
+"""Number of steps. Some faults show only in the second one: an adapter's B is zero in the first step."""
 SHORTEST = 64
-"""Tokens of a row, or a few more where the layout divides it; several short chats fit in it."""
+"""Tokens of a row, rounded up so that the layout divides it. Several short chats fit in it."""
 PADDED, WHOLE = 300, 320
-"""Words of a vocabulary with and without rows of padding."""
+"""Vocabulary sizes with and without padding rows."""
 _HEAD_SIZES = (8, 16, 32, 64)
-"""The rules take the first that divides as 8-bit products, or blocks of 4 bits, want it."""
+"""Head sizes to try. The rules take the first one that divides as fp8 products or nf4 blocks need."""
 _GIVEN_ANEW: dict[str, Any] = {
     "train_iters": STEPS, "train_epochs": None, "exit_duration_in_mins": None,
     "model_size": "auto", "init_method_std": 0.05, "make_vocab_size_divisible_by": 16,
@@ -46,8 +46,9 @@ _GIVEN_ANEW: dict[str, Any] = {
     "eval_interval": STEPS, "eval_iters": 1,
     **{name: field.default for name, field in FIELDS.items() if name.startswith("eval_tasks")},
 }  # fmt: skip
-"""Sizes and places that no proof depends on; a rate with which the second step's weights are others; and an
-epsilon with which an update is no mere sign, that the rounding of a small gradient would turn."""
+"""New values: sizes and paths that do not matter for the comparison; a learning rate that changes the weights
+by the second step; and an epsilon that keeps an update from being only the sign of a small gradient, which
+rounding could flip."""
 
 
 class Sizes(NamedTuple):
@@ -63,37 +64,37 @@ class Sizes(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """All of them."""
+        """Number of processes."""
         return self.tp * self.pp * self.cp * self.dp
 
     @classmethod
     def of(cls, run: RunConfig) -> Sizes:
-        """The axes of a run."""
+        """Return the axes of a run."""
         axes, ep_size = run.axes, run.experts.expert_model_parallel_size
         instances = run.parallel.num_distributed_optimizer_instances
         return cls(axes["tp"], axes["pp"], axes["cp"], axes["dp"], ep_size, run.etp_size, instances)
 
 
 class Shrunk(NamedTuple):
-    """A small run of the same code paths, and the same in one process."""
+    """A shrunk run with the same code paths, and its single-process twin."""
 
     layout: RunConfig
     one: RunConfig
     folded: list[str]
-    """The changes that made the run small, in words."""
+    """Changes that made the run small, in words."""
 
 
 def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is_for_gpus: bool) -> Shrunk:
-    """Make a resolved run small.
+    """Shrink a resolved run.
 
     Args:
-        run: resolved for the machine that it is for.
-        machine: the one that the proof runs on.
-        most: processes at most.
-        folder: of the proof; `made` in it has tokenizer and data.
-        is_for_gpus: what `auto` means on them is asked for by name.
+        run: the run, resolved for its own machine.
+        machine: the machine of the proof.
+        most: largest number of processes.
+        folder: folder of the proof; its subfolder `made` has tokenizer and data.
+        is_for_gpus: whether the run is for GPUs. Then flags whose `auto` depends on a GPU are set explicitly.
     Raises:
-        ConfigError: no small run of it passes the rules.
+        ConfigError: no shrunk run passes the rules.
     """
     whole, refusals, of_device = Sizes.of(run), list[ConfigError](), dict[str, Any]()
     if is_for_gpus and run.optimizer.gradient_accumulation_fusion is None:
@@ -123,7 +124,7 @@ def shrink(run: RunConfig, machine: MachineFacts, most: int, folder: Path, *, is
 
 
 def changes(run: RunConfig, other: RunConfig) -> list[str]:
-    """The flags of a run that have another value in the other one, with both values."""
+    """Return the flags whose values differ between two runs, with both values."""
     return [
         f"{field.flag} {before} -> {now}"
         for field in FIELDS.values()
@@ -133,7 +134,7 @@ def changes(run: RunConfig, other: RunConfig) -> list[str]:
 
 
 def placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
-    """The run with a folder and a cache of its own, which saves after each step."""
+    """Return the run with its own output folder and cache. It saves after each step."""
     saves = CheckpointConfig(
         output_path=str(folder / name), save_interval=1, async_save=run.checkpoint.async_save,
         load=str(folder / "made" / "model") if run.adapter.quantize_base else None,
@@ -142,9 +143,9 @@ def placed(run: RunConfig, folder: Path, name: str) -> RunConfig:
 
 
 def alone(layout: RunConfig) -> RunConfig:
-    """One process without a layout, where nothing is recomputed, offloaded or shared.
+    """Return the single-process run, without recomputation, offload and sharding.
 
-    The whole batch at once; micro by micro where a loss is a mean over a micro-batch.
+    Its micro-batch is the whole batch, unless a loss is a mean over a micro-batch.
     """
     experts, training, size = layout.experts, layout.training, layout.training.global_batch_size
     if layout.model.num_experts and (experts.moe_aux_loss_coeff or experts.moe_z_loss_coeff):
@@ -180,7 +181,7 @@ def _candidates(whole: Sizes, most: int) -> Iterator[Sizes]:
 
 
 def _cost(run: RunConfig, whole: Sizes, sizes: Sizes) -> tuple[int, ...]:
-    """The losses, the worst first: an axis; replicas; a middle stage; a ring with two neighbours."""
+    """Return the lost code paths, the worst first: axes, replicas, a middle stage, a ring of three ranks."""
     lost = [size > 1 and now == 1 for size, now in zip(whole, sizes, strict=True)]
     replicas = lost.pop(Sizes._fields.index("dp"))
     middle = [whole.pp > 2 >= sizes.pp, run.parallel.cp_comm_type == "p2p" and whole.cp > 2 >= sizes.cp]
@@ -202,7 +203,7 @@ def _parallel(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
 
 
 def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> dict[str, Any]:
-    """Data, what fp16 scales losses by, what a CPU has not, and moments that a bound can compare."""
+    """Return the fields of data, of fp16 loss scaling, of what a CPU lacks, and of comparable moments."""
     kind, optimizer = "raw" if run.training.sft else "idxmap", run.optimizer
     rows = str(made / ("text" if kind == "idxmap" else "rows.jsonl"))
     values: dict[str, Any] = {
@@ -212,7 +213,7 @@ def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> di
         "min_loss_scale": min(optimizer.min_loss_scale, 1.0),
         "param_persistence_threshold": min(optimizer.param_persistence_threshold, 256),  # norms stay whole
     }  # fmt: skip
-    # Codes are no numbers, and an infinitely small difference makes another one.
+    # 8-bit moments: an infinitely small difference may change a code, so no bound can compare them.
     moments = ("exp_avg_dtype", "exp_avg_sq_dtype")
     values |= {name: "fp32" for name in moments if value_of(run, name) == "8bit"}
     if optimizer.cpu_offloading_weights_fraction is None:
@@ -227,7 +228,7 @@ def _rest(run: RunConfig, sizes: Sizes, made: Path, machine: MachineFacts) -> di
 
 
 def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
-    """Stages, their layers, and what becomes of each: one layer a stage, two where some of it differ."""
+    """Return the fields of stages and layers: one layer per stage, two if layers of a stage must differ."""
     parallel, training, model = run.parallel, run.training, run.model
     with_experts = [layer in expert_layers(model) for layer in range(model.num_layers)]
     interleaved = min(run.virtual_pipeline_size, 2) if sizes.pp > 1 else 1
@@ -260,14 +261,14 @@ def _layers(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
 
 
 def _sample(counts: Sequence[int], number: int) -> list[int]:
-    """So many of the counts, the first and the last among them."""
+    """Return this number of the counts, including the first and the last."""
     if number == 1:
         return [sum(counts)]
     return [counts[place * (len(counts) - 1) // (number - 1)] for place in range(number)]
 
 
 def _widths(run: RunConfig, sizes: Sizes, head_size: int) -> dict[str, Any]:
-    """Widths that TP, CP and EP divide as they divide the run's."""
+    """Return widths with the divisibility by TP, CP and EP that the run has."""
     model, ways = run.model, run.parallel.context_parallel_size
     shared = sizes.cp if ways > 1 and run.heads_divide_by_cp else 1
     own_groups = model.num_query_groups // run.parallel.tensor_model_parallel_size
@@ -303,10 +304,10 @@ def _widths(run: RunConfig, sizes: Sizes, head_size: int) -> dict[str, Any]:
 
 
 def _batches(run: RunConfig, sizes: Sizes) -> dict[str, Any]:
-    """A short sequence that the layout divides, and as few micro-batches as fill the pipeline."""
+    """Return a short sequence that the layout divides, and enough micro-batches to fill the pipeline."""
     model, parallel = run.model, run.parallel
     unit = 2 * sizes.cp * (sizes.tp if parallel.sequence_parallel else 1)
-    # Rounding sends a token whose experts are close to another one: of many it is a small part.
+    # Rounding routes a token with nearly equal experts differently. More tokens make its share small.
     has_ties = model.num_experts and run.training.precision != "fp32"
     length = -(-SHORTEST * (4 if has_ties else 1) // unit) * unit
     count, size = min(run.num_micro_batches, max(2, sizes.pp)), min(run.training.micro_batch_size, 2)

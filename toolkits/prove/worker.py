@@ -1,9 +1,9 @@
-"""A run that keeps evidence: after each step its gradients as a checkpoint, its tokens, and unequal copies.
+"""Training run that keeps evidence after each step: gradients as a checkpoint, token hashes, unequal copies.
 
-    OUTPUT/gradients/iter_0000001    all gradients, whatever the layout
-    OUTPUT/evidence.json             of each step: tokens, a sum of their hashes, tensors with unequal copies
+    OUTPUT/gradients/iter_0000001    all gradients, in any layout
+    OUTPUT/evidence.json             step -> tokens, sum of their hashes, tensors with unequal copies
 
-The command line is that of `llama-patch train`; its launcher and its workers run this file.
+The command line is that of `llama-patch train`. Its launcher and its workers run this file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a worker has no other way to the packages
+if __name__ == "__main__":  # a worker finds no packages otherwise
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from patch.training import register_hook  # noqa: E402
@@ -24,13 +24,13 @@ GRADIENTS, EVIDENCE = "gradients", "evidence.json"
 
 
 class TokenCounter:
-    """A run's reader; tokens, those with a loss, and the sum of their hashes are noted by step."""
+    """A run's reader that counts per step: tokens, tokens with a loss, and the sum of their hashes."""
 
     def __init__(self, reader: Any) -> None:
         self._reader, self.seen = reader, dict[int, list[int]]()
 
     def step(self, iteration: int) -> list[Any]:
-        """The reader's micro-batches."""
+        """Return the reader's micro-batches, and count their tokens."""
         batches, seen = self._reader.step(iteration), [0, 0, 0]
         for batch in batches:
             learned = batch.loss_mask.ne(0)
@@ -46,14 +46,14 @@ class TokenCounter:
 
 
 def evidence(run: Any) -> Any:
-    """The hook of a rank that keeps the evidence."""
+    """Return the hook of a rank that keeps the evidence."""
     import torch
 
     from patch.checkpoint import save_checkpoint
     from patch.checkpoint.sharded_tensors import shards_of
     from patch.distributed.collectives import all_gather_object
     from patch.model import sharded_weights
-    from patch.training.hooks import TrainerHook
+    from patch.training.hooks.hook import TrainerHook
 
     output, steps = Path(run.config.checkpoint.output_path), dict[int, Any]()
     reader = run.data.train_reader = TokenCounter(run.data.train_reader)

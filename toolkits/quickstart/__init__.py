@@ -1,1 +1,1 @@
-"""Trains a small LLaMA that answers held-out questions: `python -m toolkits.quickstart`."""
+"""Train a small LLaMA that answers held-out questions: `python -m toolkits.quickstart`."""

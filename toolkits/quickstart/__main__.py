@@ -1,11 +1,11 @@
-"""Fine-tunes a small LLaMA on JSON with two processes, then tests the exported model with questions.
+"""Fine-tune a small LLaMA on JSON with two processes, then test the exported model with questions.
 
-    python -m toolkits.quickstart [--output DIR] [--precision fp32|bf16|fp8] [--lora] [FLAGS OF THE LAUNCHER]
+    python -m toolkits.quickstart [--model smollm2] [--output DIR] [--lora] [FLAGS OF THE LAUNCHER]
 
 It writes its own model and data and runs on the CPU; GPUs are not used. It trains with the ordinary launcher
 and all 25 positions, and prints this command, so that you can repeat it with your own data. With --lora a
-first run makes a base that has seen no dates, beside which adapters then learn all questions. Exit code: 0 if
-at least 90 % of the answers are right, otherwise 1; the launcher's exit code if training fails.
+first run trains a base without questions about dates; then adapters learn all questions. Exit code 0: at
+least 90 % of the answers are right; 1: fewer; if training fails, the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from patch.errors import PatchError
 from patch.storage.names import HF_FOLDER
-from toolkits._program import LAUNCHER
+from toolkits._arguments import exit_code_of
+from toolkits._program import LAUNCHER, run_training
 from toolkits.quickstart.tasks import DATE_INSTRUCTION, Example
 from toolkits.quickstart.workspace import Workspace, prepare
 
@@ -40,7 +39,7 @@ LORA_FLAGS = ("--lora-rank", "16", "--lora-alpha", "32", "--train-iters", str(LO
 
 
 def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str] = ()) -> list[str]:
-    """The command of the launcher: its 25 positions in order, then the flags of this run, then more."""
+    """Return the launcher's command: its 25 positions, the flags of this run, then `more_flags`."""
     positions = (
         *("dsw", "auto", "32", "64", "5e-3", "1e-4", "64", "40"),  # ENV MODEL_SIZE BATCH_SIZE ... PAD_LEN
         *(precision, "1", "1", "1", "false", "false", "false", "true"),  # PR TP PP CP SP DO FL SFT
@@ -54,33 +53,26 @@ def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str]
 def train(
     space: Workspace, precision: str, more_flags: Sequence[str] = (), num_processes: int = NUM_PROCESSES
 ) -> int:
-    """Run the launcher with processes on the CPU; returns its exit code.
+    """Run the launcher with processes on the CPU; return its exit code.
 
     Args:
-        space: the folders of the quickstart.
         precision: position 9.
-        more_flags: more flags of the launcher.
-        num_processes: replicas of the model.
+        num_processes: number of model replicas.
     """
     settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(num_processes)}
     command = launcher_command(space, precision, more_flags)
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
     print(" ".join(shown), flush=True)
     environment = {**os.environ, **settings, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, env=environment) as launcher:
-        try:
-            return launcher.wait()
-        except KeyboardInterrupt:  # the launcher got the same signal and saves a checkpoint
-            return launcher.wait()
+    return run_training(command, environment)
 
 
 def train_base(space: Workspace, precision: str) -> int:
-    """Train all weights on the questions but those of dates; returns the launcher's exit code.
+    """Train all weights on all questions except dates; return the launcher's exit code.
 
-    The exported folder takes the place of the model to start from.
+    The exported folder replaces the model to start from.
 
     Args:
-        space: the folders of the quickstart; its run is another one's afterwards.
         precision: position 9.
     """
     data = space.train_data.with_name("without_dates.jsonl")
@@ -103,12 +95,12 @@ class Answered(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer matches exactly, including case and white space."""
+        """Whether the answer is equal, including case and white space."""
         return self.output == self.example.answer
 
 
 def answer(folder: Path, examples: list[Example]) -> list[Answered]:
-    """Greedy answers of the Hugging Face model in `folder`, all questions in one left-padded batch."""
+    """Return greedy answers of the Hugging Face model in `folder`, all questions in one left-padded batch."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -121,7 +113,7 @@ def answer(folder: Path, examples: list[Example]) -> list[Answered]:
 
 
 def exact_match_percent(answered: list[Answered]) -> float:
-    """Share of right answers, 0 to 100."""
+    """Return the share of right answers, 0 to 100."""
     return 100.0 * sum(each.is_right for each in answered) / len(answered)
 
 
@@ -129,64 +121,69 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
     """Print some answers, the losses, the share of right answers, and the paths of plot and model.
 
     Args:
-        space: the folders of the quickstart.
-        answered: the held-out questions with the model's answers.
         seconds: time of the whole quickstart.
     """
     first, *_, last = space.losses().values()
     for example, output in answered[:NUM_SHOWN]:
         verdict = "right" if output == example.answer else f"wrong, expected {example.answer}"
-        question = example.question.replace("\n", "\\n")  # as the model was asked
+        question = example.question.replace("\n", "\\n")  # as in the prompt
         print(f"  {question} -> {output}  ({verdict})")
     print(f"loss: {first:.4f} -> {last:.4f}")
     print(f"exact match: {exact_match_percent(answered):.1f} % of {len(answered)} held-out questions")
-    plot, model = (os.path.relpath(space.run / name) for name in ("log/loss.png", "hf"))
+    files = (space.run / "log/loss.png", space.trained, Path(sys.prefix) / "bin/activate")
+    plot, model, activate = map(os.path.relpath, files)
     print(f"loss plot:   {plot}")
     print(f"model:       {model}")
     print(f"time:        {seconds:.0f} s")
-    print(
-        "talk to it:  docs/fine_tuning.md, Use the model\n"
-        "next:        source .venv/bin/activate; llama-patch preview YOUR_CHATS.json "
-        "--tokenizer-name-or-path YOUR_MODEL; then README.md, Train a model of your own",
-        flush=True,
-    )
+    print(f"talk to it:  source {activate}; llama-patch chat {model}", flush=True)
 
 
-def main(argv: list[str]) -> int:
-    """Prepare, train, export and test the model; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m toolkits.quickstart",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder to work in")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="position 9")
-    parser.add_argument("--lora", action="store_true", help="train adapters beside a base without dates")
-    options, more_flags = parser.parse_known_args(argv)
-    output = options.output.resolve()
+def fine_tune_toy(output: Path, precision: str, more_flags: Sequence[str], *, lora: bool) -> int:
+    """Prepare, train, export and test the toy; return the exit code.
+
+    Args:
+        output: the folder to work in.
+        precision, more_flags: as of `train`.
+        lora: train adapters.
+    """
     begin = time.monotonic()
     disable_progress_bar()
-    try:
-        space, held_out = prepare(output)
-    except PatchError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    space, held_out = prepare(output)
     print(f"[1/3] a model, a tokenizer and data are in {space.root}", flush=True)
     print(f"[2/3] training over {NUM_PROCESSES} processes", flush=True)
-    if options.lora:
-        code = train_base(space, options.precision)
-        if code != 0:
+    if lora:
+        if code := train_base(space, precision):
             return code
         before = exact_match_percent(answer(space.model, held_out))
         print(f"the base: {before:.1f} % right; now adapters", flush=True)
         more_flags = [*LORA_FLAGS, *more_flags]
-    code = train(space, options.precision, more_flags)
-    if code != 0:
+    if code := train(space, precision, more_flags):
         return code
     print("[3/3] asking the exported model questions", flush=True)
     answered = answer(space.trained, held_out)
     report(space, answered, time.monotonic() - begin)
     return 0 if exact_match_percent(answered) >= PASS_PERCENT else 1
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; return the exit code."""
+    raw, name = argparse.RawDescriptionHelpFormatter, "python -m toolkits.quickstart"
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=raw)
+    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder to work in")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="position 9")
+    parser.add_argument("--lora", action="store_true", help="toy: train adapters beside a base without dates")
+    parser.add_argument(
+        "--model", choices=("toy", "smollm2"), default="toy",
+        help="toy: a model that this program writes; smollm2: SmolLM2-135M-Instruct learns a new name",
+    )  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="smollm2: train all weights, not LoRA adapters")
+    options, flags = parser.parse_known_args(argv)
+    output, precision = options.output.resolve(), options.precision
+    if options.model == "toy":
+        return exit_code_of(lambda: fine_tune_toy(output, precision, flags, lora=options.lora))
+    from toolkits.quickstart import smollm2
+
+    return exit_code_of(lambda: smollm2.main(output, precision, flags, is_full=options.full))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes a small tokenizer and model (random weights), in the form of a downloaded Hugging Face folder."""
+"""Write a small tokenizer and a small random model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ LLAMA3_PATTERN = (
 def write_tokenizer(
     folder: Path, texts: Iterable[str], vocab_size: int = VOCAB_SIZE
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the texts, with LLaMA-3's special tokens and chat template, and save it.
+    """Train a byte-level BPE with LLaMA-3's special tokens and chat template, and save it.
 
     Digits are removed from the training texts, so no merge of digits is learned. The split pattern groups up
     to three digits, but each digit stays a token of its own, which a tiny model needs to count places.
 
     Args:
-        folder: the folder to write.
-        texts: what to learn merges from.
-        vocab_size: tokens at most.
+        texts: training texts.
+        vocab_size: largest number of tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -68,9 +67,7 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int) 
     """Save a very small LLaMA-3.1: GQA, llama3 RoPE scaling, untied embeddings, 0.16 M parameters.
 
     Args:
-        folder: the folder to write.
-        tokenizer: gives the size of the vocabulary and the ids of the special tokens.
-        seed: seed of the random weights.
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(

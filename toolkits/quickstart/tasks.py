@@ -1,8 +1,7 @@
 """Questions of four small tasks, which a model of 0.16 M parameters can learn.
 
 The tasks: number words to digits, dates to ISO, amounts to currency, and a field of a JSON record. Every
-answer follows from the question by a rule, so only a model that has learned the rule can answer a held-out
-question.
+answer follows from its question by a rule. So a right held-out answer shows that the rule was learned.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TEAMS = "sales legal design finance support research".split()
 
 
 class Example(NamedTuple):
-    """One question of one task, and its only right answer."""
+    """A question of a task, and its only right answer."""
 
     task: str
     instruction: str
@@ -36,12 +35,12 @@ class Example(NamedTuple):
 
     @property
     def question(self) -> str:
-        """The user's message; the alpaca reader joins instruction and input in the same way."""
+        """Message of the user. The alpaca reader joins instruction and input in the same way."""
         return f"{self.instruction}\n{self.input}"
 
 
 def number_words(number: int) -> str:
-    """English words of 1 to 99,999, such as "forty-two thousand one hundred five"."""
+    """Return the English words of 1 to 99,999, such as "forty-two thousand one hundred five"."""
     if number >= 1000:
         rest = number % 1000
         return number_words(number // 1000) + " thousand" + (f" {number_words(rest)}" if rest else "")
@@ -69,7 +68,7 @@ def _date(rng: random.Random) -> Example:
 def _currency(rng: random.Random) -> Example:
     unit = rng.choice(list(_CURRENCIES))
     cents = rng.randrange(1, 10 ** rng.randint(3, 7))
-    # Whole amounts and tenths may be written short, as people do.
+    # Whole amounts and tenths may be written short, as in everyday texts.
     spelled = rng.choice((f"{cents // 100}", f"{cents // 10 / 10:.1f}", f"{cents / 100:.2f}"))
     answer = f"{_CURRENCIES[unit]}{float(spelled):,.2f}"
     return Example("currency", "Write as currency:", f"{spelled} {unit}", answer)
@@ -92,15 +91,10 @@ TASKS: tuple[Callable[[random.Random], Example], ...] = (_number, _date, _curren
 
 
 def make_examples(*, num_train: int, num_held_out: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples, with equal numbers of all four tasks.
+    """Return training and held-out examples, the same number of each task.
 
-    No held-out question occurs in training. Nor does a held-out answer with another question, except for
-    fields, which have only few different answers.
-
-    Args:
-        num_train: number of training examples.
-        num_held_out: number of held-out examples.
-        seed: seed of the random generator.
+    No held-out question occurs in training. No held-out answer occurs in training with another question,
+    except for fields, which have few different answers.
     """
     rng = random.Random(seed)
     held_out: dict[str, Example] = {}
@@ -117,7 +111,7 @@ def make_examples(*, num_train: int, num_held_out: int, seed: int) -> tuple[list
 
 
 def to_row(example: Example, index: int) -> dict[str, Any]:
-    """The example as a raw JSON row, alternately with alpaca keys and with OpenAI messages."""
+    """Return the example as a raw JSON row, alternately with alpaca keys and with OpenAI messages."""
     if index // len(TASKS) % 2 == 0:
         return {"instruction": example.instruction, "input": example.input, "output": example.answer}
     turns = (("user", example.question), ("assistant", example.answer))

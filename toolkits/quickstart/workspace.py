@@ -1,4 +1,4 @@
-"""The quickstart's folder: a model, a tokenizer and data. The doctor and the tests have smaller ones."""
+"""Folder of the quickstart: model, tokenizer and data. The doctor and the tests use smaller ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Workspace(NamedTuple):
 
     @property
     def model(self) -> Path:
-        """The model to start from, with its tokenizer."""
+        """Model to start from, with its tokenizer."""
         return self.root / "model"
 
     @property
@@ -47,11 +47,11 @@ class Workspace(NamedTuple):
 
     @property
     def trained(self) -> Path:
-        """The trained model, a Hugging Face folder."""
+        """Trained model, a Hugging Face folder."""
         return self.run / HF_FOLDER
 
     def losses(self) -> dict[int, float]:
-        """The training loss of each step in the run's log/metrics.jsonl, without evaluations."""
+        """Return step -> training loss from the run's log/metrics.jsonl, without evaluations."""
         lines = read_small(self.run / METRICS_FILE).splitlines()
         return {each["iteration"]: each["loss"] for each in map(parse_json, lines) if "loss" in each}
 
@@ -59,17 +59,17 @@ class Workspace(NamedTuple):
 def prepare(
     root: Path, num_held_out: int = NUM_HELD_OUT, seed: int = SEED, num_train: int = NUM_TRAIN
 ) -> tuple[Workspace, list[Example]]:
-    """Write model, tokenizer and data; returns their paths and the held-out examples.
+    """Write model, tokenizer and data; return their paths and the held-out examples.
 
     Args:
-        root: the folder; if it has the trained model of an earlier quickstart, a new one beside it is taken.
-        num_held_out: questions that do not occur in training.
-        seed: of the data and of the model's random weights.
-        num_train: rows of training.
+        root: the folder. If it has the trained model of an earlier quickstart, a new one beside it is used.
+        num_held_out: number of questions that do not occur in training.
+        seed: seed of the data and of the random weights.
+        num_train: number of training rows.
     Raises:
-        ConfigError: `root` contains files that no quickstart wrote; nothing is deleted.
+        ConfigError: `root` contains files that no quickstart wrote. Nothing is deleted.
     """
-    space = Workspace(_emptied(root))
+    space = Workspace(emptied(root))
     train, held_out = make_examples(num_train=num_train, num_held_out=num_held_out, seed=seed)
     space.train_data.parent.mkdir()
     space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
@@ -84,8 +84,12 @@ def _rows(examples: list[Example]) -> list[dict[str, Any]]:
     return [to_row(example, index) for index, example in enumerate(examples)]
 
 
-def _emptied(root: Path) -> Path:
-    """The folder, which becomes empty; beside one with a trained model the first of `root-2`, `root-3`..."""
+def emptied(root: Path) -> Path:
+    """Return the folder, emptied. If it has a trained model, return the first free of `root-2`, `root-3`...
+
+    Raises:
+        ConfigError: `root` contains files that no quickstart wrote.
+    """
     numbered = (root.with_name(f"{root.name}-{number}") for number in count(2))
     while (root / _MARKER).exists() and Workspace(root).trained.exists():
         print(f"{root} keeps the model of an earlier quickstart", flush=True)

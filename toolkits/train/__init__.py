@@ -1,4 +1,4 @@
-"""The training run's command line."""
+"""Command line of a training run."""
 
 RESOLVED = "--resolved-run"
-"""Before the file from which workers read what their launcher has resolved."""
+"""Flag before the file from which workers read the run that their launcher has resolved."""

@@ -1,10 +1,10 @@
-"""Trains a LLaMA: the command line of a run, launcher and worker in one file.
+"""Train a LLaMA: launcher and worker of a run in one command line.
 
-`llama-patch train ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). Without
-LOCAL_RANK in the environment it checks the configuration and starts one worker for each local rank. With
-LOCAL_RANK (set by our launcher or torchrun), or as one of several SLURM tasks on a machine, it is a worker
-and trains. The launcher starts workers by this file's path, so the folder holds nothing else; or by that of a
-program which registers things of its own (`patch.training`) and then calls `main`.
+`llama-patch train ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). It is a worker
+and trains if LOCAL_RANK is set (by our launcher or torchrun), or if it is one of several SLURM tasks on a
+machine. Otherwise it is the launcher: it checks the configuration and starts a worker for each local rank.
+The launcher starts workers by this file's path, so the folder contains no other program. A program that
+registers extensions (`patch.training`) and then calls `main` passes its own path.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-if __name__ == "__main__":  # a worker, which has no other way to the packages
+if __name__ == "__main__":  # a worker finds no packages otherwise
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from patch.distributed.worker_process import (  # noqa: E402
+from patch.launch.worker_process import (  # noqa: E402
     announce_end,
     begin,
     claim_error_report,
     failure,
 )
 
-begin()  # before anything that takes time or starts threads
+begin()  # before slow imports and before any thread
 
 from patch.config import RunConfig, read_run, user_message  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
@@ -36,10 +36,8 @@ _logger = get_logger(__name__)
 
 
 def _resolved_run(file: Path) -> RunConfig:
-    """The run that the launcher has resolved; with --min-nodes on as many machines as there are now.
-
-    The launcher starts workers only on numbers of machines that the rules allow (`usable_sizes`).
-    """
+    """Return the launcher's resolved run. With --min-nodes it is resolved again for the remaining machines;
+    the rules allow their number, because the launcher starts workers only on `usable_sizes`."""
     config = read_run(file)
     if config.parallel.min_nodes is None:
         return config
@@ -51,16 +49,16 @@ def _resolved_run(file: Path) -> RunConfig:
 
 
 def main(argv: list[str], script: str = __file__) -> int:
-    """Run the command line; returns the exit code (docs/resuming.md lists them).
+    """Run the command line; return the exit code (docs/resuming.md lists them).
 
     Args:
         argv: the command line without the program's name.
-        script: the file of the program that calls this, which its workers run again.
+        script: file of the calling program, which its workers run again.
     """
     configure_logging()
     try:
         if argv[:1] != [RESOLVED]:
-            from toolkits._start import start  # our launcher's workers need nothing of it
+            from toolkits._start import start  # workers of our launcher do not need it
 
             return start(argv, Path(script).resolve())
         config = _resolved_run(Path(argv[1]))
@@ -76,7 +74,7 @@ def main(argv: list[str], script: str = __file__) -> int:
             _logger.error("%s", user_message(error))
         announce_end(failure(error))
         return error.exit_code
-    except KeyboardInterrupt:  # training has not begun, so there is nothing to save
+    except KeyboardInterrupt:  # before training there is nothing to save
         return 130
 
 

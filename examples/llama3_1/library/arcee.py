@@ -1,4 +1,4 @@
-"""Train, plan and export models of a family that the project does not have: Arcee's AFM.
+"""Train, plan and export a model family that the project does not know: Arcee's AFM.
 
 python examples/llama3_1/library/arcee.py --load ARCEE_FOLDER FLAGS...  # or the 25 positions
 """
@@ -8,7 +8,7 @@ import sys
 from patch.families import Family, Traits, register_family
 from toolkits.train.__main__ import main
 
-ARCEE = Family(  # LLaMA's layers, but an MLP of two matrices with squared ReLU between them
+ARCEE = Family(  # LLaMA's layers, but with an ungated MLP and squared ReLU
     model_type="arcee",
     architecture="ArceeForCausalLM",
     traits=Traits(activation="relu2", gated_linear_unit=False),

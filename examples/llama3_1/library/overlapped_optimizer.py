@@ -1,4 +1,4 @@
-"""Train any torch module with ZeRO-2: torchrun's processes share gradients and optimizer states.
+"""Train any torch module with ZeRO-2: the ranks shard gradients and optimizer states.
 
 torchrun --nproc-per-node 2 examples/llama3_1/library/overlapped_optimizer.py  # writes rank*.pt
 """
@@ -21,10 +21,10 @@ inputs = torch.randn(10, 2, 8, 16, generator=torch.manual_seed(1 + dist.get_rank
 for micro_batches in inputs:
     optimizer.zero_grad(lr=1e-2)
     for index, batch in enumerate(micro_batches):
-        with optimizer.no_sync() if index == 0 else nullcontext():  # around all micro-batches but the last
+        with optimizer.no_sync() if index == 0 else nullcontext():  # for all micro-batches but the last
             loss = model(batch, batch).square().mean() / len(micro_batches) / dist.get_world_size()
-            optimizer.scale_loss(loss).backward()  # the gradients of micro-batches and ranks are summed
+            optimizer.scale_loss(loss).backward()  # gradients are summed over micro-batches and ranks
     print(f"gradient norm {optimizer.step().grad_norm:.4f}")
 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-torch.save(states, f"rank{dist.get_rank()}.pt")  # to go on: load_state_dict of both on the same rank
+torch.save(states, f"rank{dist.get_rank()}.pt")  # to resume: load_state_dict of both on the same rank
 dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""Plan a run for machines that are not here: does it fit, how long is a step, which layouts are faster?
+"""Plan a run for other machines: does it fit, how long is a step, which layouts are faster?
 
     python examples/llama3_1/library/plan_run.py MACHINE NODES FLAGS...
     python examples/llama3_1/library/plan_run.py h100 4 --model-size 70B --seq-length 8192 \\
         --global-batch-size 512 --tensor-model-parallel-size 8 --sequence-parallel
 
-Takes seconds and no GPU. All figures are computed from data sheets, none is measured.
+It takes seconds and no GPU. All figures are computed from data sheets; none is measured.
 """
 
 import sys
@@ -18,7 +18,7 @@ from patch.plan.timing.step_time import step_time
 machine, nodes, *flags = sys.argv[1:]
 try:
     planned = plan_run(flags, machine, int(nodes))
-except ConfigError as error:  # the message says what was got, what was expected, and the flag
+except ConfigError as error:  # the message names the found and the expected value, and the flag
     sys.exit(f"ERROR {error}")
 fit, time = fit_of(planned.resolved, planned.machine.facts), step_time(planned.resolved, planned.machine)
 needed, usable = fit.device_needed / 2**30, fit.device_usable / 2**30

@@ -1,4 +1,4 @@
-"""Fine-tune so that each conversation counts the same, however long it is; write a table of the losses.
+"""Fine-tune so that each conversation counts the same, whatever its length; write a table of the losses.
 
 python examples/llama3_1/library/sequence_mean.py --objective sequence-mean FLAGS...  # or the 25 positions
 """
@@ -12,12 +12,12 @@ from toolkits.train.__main__ import main
 
 
 def _sequence_mean(config: Any) -> Any:
-    from patch.training.objective import Objective  # only here: the launcher needs no torch
+    from patch.training.objectives import Objective  # imported here, because the launcher needs no torch
     class SequenceMean(Objective):
-        unit = "sequences"  # the sum of all weights is their number; it divides the loss of a step
+        unit = "sequences"  # all loss weights sum to this number, which divides the loss of a step
         def collate(self, samples: Any) -> Any:
             batch = super().collate(samples)
-            length, borders = batch.tokens.shape[1], batch.cu_seqlens  # of packed conversations
+            length, borders = batch.tokens.shape[1], batch.cu_seqlens  # borders of packed conversations
             sizes = length if borders is None else borders.diff().tolist()
             for weights in batch.loss_mask.flatten().split(sizes):
                 weights /= weights.sum().clamp(min=1)

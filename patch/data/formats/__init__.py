@@ -1,4 +1,4 @@
-"""Rows become conversations in the form that chat templates take.
+"""Conversion of rows to conversations in the form that chat templates take.
 
 `to_conversation` and `to_pair` recognise the format of each row by its keys.
 """

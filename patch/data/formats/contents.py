@@ -1,6 +1,6 @@
-"""The content of a message: text, parts of several kinds, tool calls; and the tools of a row.
+"""Content of a message: text, parts of several kinds, tool calls; and the tools of a row.
 
-A content may be a list of parts, OpenAI's or those of LLaMA-Factory's version 1:
+A content may be a list of parts, in the form of OpenAI or of LLaMA-Factory's version 1:
 
     [{"type": "text", "text": "..."}, "..."]
     [{"type": "reasoning", "value": "..."}, {"type": "tool_call", "value": JSON text of a call}]
@@ -12,8 +12,8 @@ Chat templates take tools and calls in one form:
     tool_calls  [{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}]
 
 Files have them as lists, as single objects or as JSON text, with or without the outer object. Templates write
-arguments with `tojson`, which would put a text in quotes again: so text that holds a JSON object becomes
-that object, with its keys in their order.
+arguments with `tojson`, which would quote a text again. Text that holds a JSON object therefore becomes that
+object, with its keys in their order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from patch.data.formats.keys import as_json, first_key, is_absent, missing_keys, quoted, text_of
+from patch.data.formats.keys import first_key, is_absent, missing_keys, parse_json_text, quoted, text_of
 from patch.errors import DataError
 
 _TEXT_KEYS = ("text", "value")
 _ORDER = {"reasoning": 0, "text": 1, "input_text": 1, "output_text": 1, "tool_call": 2, "tool_calls": 2}
-"""The kinds of parts, and the order in which chat templates write what becomes of them."""
+"""Kinds of parts, and the order in which chat templates write the contents of these parts."""
 _TOOLS = "tools"
 _CALL_EXPECTED = 'an object such as {"name": "search", "arguments": {"query": "crepes"}}, or JSON text of one'
 _TOOL_EXPECTED = "a list of tools, each with a name, or JSON text of one"
@@ -43,13 +43,10 @@ class MessageContent:
 
 
 def read_parts(parts: list[Any], where: str) -> MessageContent:
-    """The content that parts make; texts are concatenated.
+    """Return the content of the parts of a message; texts are concatenated.
 
-    Args:
-        parts: the content of a message.
-        where: its place, for messages.
     Raises:
-        DataError: a part is no text, of a kind that is not read, or behind one that templates write later.
+        DataError: a part is not text, is of an unsupported kind, or templates write its kind earlier.
     """
     content, order = MessageContent(), 0
     for number, part in enumerate(parts, start=1):
@@ -85,13 +82,10 @@ def read_parts(parts: list[Any], where: str) -> MessageContent:
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The tools of a row; None if it has none.
+    """Return the tools of a row, from the value under `tools` or `functions`; or None if there are none.
 
-    Args:
-        value: what the row has under `tools` or `functions`.
-        where: its place, for messages.
     Raises:
-        DataError: it is neither a list of tools nor JSON text of one.
+        DataError: the value is neither a list of tools nor JSON text of one.
     """
     return [
         {"type": "function", **({} if function is tool else tool), "function": function}
@@ -100,17 +94,14 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of one message.
+    """Return the calls of one message, from its tool_calls or function_call, or from a function_call turn.
 
-    Args:
-        value: what a message has under `tool_calls` or `function_call`, or a function_call turn's content.
-        where: its place, for messages.
     Raises:
-        DataError: it is neither a list of calls nor JSON text of one.
+        DataError: the value is neither a list of calls nor JSON text of one.
     """
     calls = []
     for call, function, place in _functions(value, where, _CALL_EXPECTED):
-        arguments = as_json(function.get("arguments"))
+        arguments = parse_json_text(function.get("arguments"))
         if arguments is None or arguments == "":
             arguments = {}
         if not isinstance(arguments, (dict, str)):
@@ -127,13 +118,13 @@ def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
 def _functions(
     value: Any, where: str, expected: str
 ) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
-    """The objects of a list, of JSON text or of a single object: each with its function and its place."""
-    value = as_json(value)
+    """Return the objects of a list, of JSON text or of one object: each with its function and its place."""
+    value = parse_json_text(value)
     if is_absent(value):
         return []
     items = value if isinstance(value, list) else [value]
     found = []
-    for number, item in enumerate(map(as_json, items), start=1):
+    for number, item in enumerate(map(parse_json_text, items), start=1):
         place = f"{where}: {number}" if len(items) > 1 else where
         if not isinstance(item, dict):
             raise DataError(f"{place}: got {quoted(item)}, expected {expected}")

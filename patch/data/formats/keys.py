@@ -1,4 +1,4 @@
-"""The keys of a row: the user's names for them, which ones it has, and what is said where one is missing."""
+"""Keys of a row: the user's names for them, the keys that a row has, and messages about missing keys."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ from patch.errors import DataError, nearest
 
 _KEYS_SHOWN = 50
 MISSPELLED = 0.75
-"""How alike a misspelled key is to the right one: `ouput`, but not a key of another meaning."""
+"""Least similarity of a misspelled key, such as `ouput`, to the right key."""
 _ABSENT: tuple[Any, ...] = (None, "", [], {})
 
 
 def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) -> str:
-    """A message with the keys of a row, the expected ones, and for each unknown key the nearest known one.
-
-    Args:
-        row: the row that lacks a key.
-        expected: the expected keys, in words.
-        known: the keys among which the nearest one is searched.
-    """
+    """Return a message with the row's keys, the expected keys, and the known keys nearest to unknown keys."""
     keys = list(islice(row, _KEYS_SHOWN))
     unknown = [(key, nearest(key, list(known), MISSPELLED)) for key in keys if key not in known]
     hints = [f"; {key:.60}{hint}" for key, hint in unknown if hint]
@@ -33,12 +27,12 @@ def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) ->
 
 
 def is_absent(value: Any) -> bool:
-    """Whether a value says nothing. Parquet and many writers of JSON give each row all keys of the file."""
+    """Return whether a value is null or empty. Parquet and many JSON writers give each row all keys."""
     return not value and value in _ABSENT
 
 
 def first_key(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The first of these keys under which the row has something, else the first that it has at all."""
+    """Return the first of `names` with a value in the row, else the first that is a key, or None."""
     first = None
     for name in names:
         if name in row:
@@ -49,17 +43,13 @@ def first_key(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def present(row: Mapping[str, Any], names: Set[str]) -> list[str]:
-    """The keys under which the row has a value, sorted."""
+    """Return the keys under which the row has a value, sorted."""
     return sorted(name for name in row.keys() & names if not is_absent(row[name]))
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The row with our names in place of the user's.
+    """Return the row with our names in place of the user's. `columns` maps our names to the row's names.
 
-    Args:
-        row: an object of the file.
-        columns: our name to the row's name (`--columns`).
-        where: its place, for the message.
     Raises:
         DataError: the row lacks one of the columns.
     """
@@ -76,19 +66,19 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> di
 
 
 def columns_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> frozenset[str]:
-    """The user's columns (our names) that a row has, or for role and content one of its turns."""
+    """Return the user's columns (our names) that a row has. Role and content are searched in its turns."""
     found = {ours for ours, theirs in columns.items() if theirs in row and ours not in COLUMNS_OF_TURNS}
     of_turns = [ours for ours in columns if ours in COLUMNS_OF_TURNS]
-    lists = (as_json(value) for value in row.values()) if of_turns else ()
+    lists = (parse_json_text(value) for value in row.values()) if of_turns else ()
     turns = [turn for items in lists if isinstance(items, list) for turn in items if isinstance(turn, dict)]
     return frozenset(found | {ours for ours in of_turns if any(columns[ours] in turn for turn in turns)})
 
 
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
-    """The text under a key that is there.
+    """Return the text under a key that the row has.
 
     Raises:
-        DataError: it is null, a number or anything else.
+        DataError: the value is null, a number or anything else.
     """
     if not isinstance(row[key], str):
         cure = 'where nothing is said: "", or leave the row out' if row[key] is None else "write it as a text"
@@ -97,13 +87,13 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value in a message, as JSON has it; the beginning of a long one."""
+    """Return a value as JSON has it, for messages. A long value is truncated."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else f"{value!r:.60}"
 
 
-def as_json(value: Any) -> Any:
-    """The value of a text that is JSON; any other value as it is."""
+def parse_json_text(value: Any) -> Any:
+    """Return the value of a text that is JSON, or any other value as it is."""
     if not isinstance(value, str):
         return value
     try:

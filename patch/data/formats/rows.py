@@ -3,21 +3,21 @@
     {"messages": [...]}, {"conversations": [...]}, {"conversation": [...]}        see turns.py
     {"instruction": ..., "input": ..., "output": ..., "history": [[question, answer], ...]}     alpaca
     {"query": ..., "response": ...}          the answer may also be `content` (Pai-Megatron-Patch)
-    {"prompt": ..., "completion": ...}       texts, or lists of messages; only the completion is learned
-    {"text": ...}                            learned as a whole, without a template
+    {"prompt": ..., "completion": ...}       texts, or lists of messages; only the completion is trained
+    {"text": ...}                            trained as a whole, without a template
 
-`to_pair` recognises a preferred and another answer; of both only what follows the prompt is learned:
+`to_pair` recognises a preferred and a rejected answer. Only the part after the prompt is trained:
 
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}       TRL's, with a chat template
     {"prompt": "...", "chosen": "...", "rejected": "..."}                      TRL's, plain texts without one
-    {"chosen": [messages], "rejected": [messages]}     whole conversations: what both begin with is the prompt
-    {"chosen": "...", "rejected": "..."}               transcripts as Anthropic's HH has them (`TURN`)
+    {"chosen": [messages], "rejected": [messages]}     whole conversations: the common beginning is the prompt
+    {"chosen": "...", "rejected": "..."}               transcripts as in Anthropic's HH (`_ANSWER_BEGINS`)
     {"messages" or "conversations": [...], "chosen": ..., "rejected": ...}     LLaMA-Factory's, and
     {"instruction": ..., "input": ..., "history": ..., "chosen": ..., "rejected": ...}    its alpaca's: an
                                                        answer is a message, a list of messages, or a text
 
-`system` and `tools` may stand beside each but plain texts. Each row is looked at on its own. What would
-change a row's meaning and is not supported is refused by name; other keys are ignored.
+`system` and `tools` may stand beside each form except plain texts. The format of each row is recognised on
+its own. Unsupported keys that would change a row's meaning are refused; other keys are ignored.
 
 Source of pairs: `extract_prompt` and `DPOTrainer` of TRL 1.16.
 """
@@ -36,10 +36,10 @@ from patch.config.data_spec import COLUMNS_OF_TURNS
 from patch.data.formats.contents import read_tools
 from patch.data.formats.keys import (
     MISSPELLED,
-    as_json,
     first_key,
     is_absent,
     missing_keys,
+    parse_json_text,
     present,
     quoted,
     rename,
@@ -60,7 +60,7 @@ _EXPECTED = (
 )
 _PAIR = ("chosen", "rejected")
 _ANSWER_BEGINS = "\n\nAssistant:"
-"""In a transcript."""
+"""Begin of an answer in a transcript."""
 _EXPECTED_PAIR = (
     "chosen and rejected, beside a prompt (or messages, instruction) or with what both begin with; where the "
     "rows have other names: --columns chosen=better,rejected=worse"
@@ -79,19 +79,16 @@ _NOT_SUPPORTED = {
 
 
 def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PLAIN) -> Conversation | Text:
-    """The conversation of one row, in the form that chat templates take; or the text of a row of `text`.
+    """Return the conversation of a row in the form that chat templates take, or the text of a row of `text`.
 
-    An assistant's message without words and without calls stays as context and is not learned. Where no
-    message is learned, `learned` is False throughout.
+    A message without words and calls is context only. If no message is trained, all of `learned` is False.
 
     Args:
-        row: one object of the file.
         where: file and row, for error messages.
-        options: what the user says about the rows.
     Raises:
-        DataError: keys are missing (the message says what was found and expected, and the nearest key) or do
-            not hold text; a role is unknown; another role than the user speaks first; or the row asks for
-            something that is not supported.
+        DataError: keys are missing (the message names the found, expected and nearest keys) or do not hold
+            text; a role is unknown; another role than the user speaks first; or the row needs something
+            unsupported.
     """
     of_row, of_turns = _split_columns(options.columns)
     if _is_of_another_shape(row, of_row):
@@ -112,7 +109,7 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
 
 
 def _split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The user's names of a row's keys, and of those inside its turns."""
+    """Split the user's names into keys of a row and keys inside its turns."""
     of_turns = {ours: name for ours, name in columns.items() if ours in COLUMNS_OF_TURNS}
     return {ours: name for ours, name in columns.items() if ours not in of_turns}, of_turns
 
@@ -120,15 +117,11 @@ def _split_columns(columns: Mapping[str, str]) -> tuple[dict[str, str], dict[str
 def to_pair(
     row: dict[str, Any], where: str, options: FormatOptions = PLAIN
 ) -> tuple[Conversation | Text, Conversation | Text]:
-    """The preferred and the other conversation of a row, or text; of each only the answer is learned.
+    """Return the preferred and the rejected conversation or text of a row; only the answers are trained.
 
-    Args:
-        row: one object of the file.
-        where: file and row, for error messages.
-        options: what the user says about the rows.
     Raises:
-        DataError: as `to_conversation`; or the row has no two answers, they are of different forms, or two
-            texts alone are no transcripts with a common beginning.
+        DataError: as `to_conversation`; or an answer is missing, the answers are of different forms, or two
+            texts without a prompt are not transcripts with a common beginning.
     """
     of_row, of_turns = _split_columns(options.columns)
     if not set(of_row.values()).isdisjoint(row) or not row.keys() >= set(_PAIR):
@@ -143,11 +136,14 @@ def to_pair(
         return _plain_texts(row, key, where)
     if any(are_texts) and not all(are_texts):
         first, second = (quoted(row[name]) for name in _PAIR)
-        raise DataError(f"{where}: got chosen {first} and rejected {second}, expected one form")
+        raise DataError(
+            f"{where}: chosen is {first} and rejected is {second}, expected both as texts, or both as lists "
+            "of messages; convert one of them"
+        )
     answers = [_turns_of(row, name, where, of_turns) for name in _PAIR]
     is_whole = any(turns[:1] and turns[0].message["role"] != "assistant" for turns in answers)
     if key is None or is_whole and not isinstance(row.get("prompt"), list):
-        size = _num_common(*answers)
+        size = _num_common_messages(*answers)
         prompt, answers = answers[0][:size], [turns[size:] for turns in answers]
     elif key in _MESSAGES:
         prompt = read_turns(row[key], key, where, of_turns)
@@ -159,7 +155,7 @@ def to_pair(
 
 
 def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[Text, Text]:
-    """Two texts, each behind a prompt that both share: the key's, or of transcripts the common beginning."""
+    """Return two texts with a shared prompt: the row's prompt, or the common beginning of two transcripts."""
     chosen, rejected = (text_of(row, name, where) for name in _PAIR)
     if key is not None:
         whole = Text(chosen, where, row[key])
@@ -176,7 +172,6 @@ def _plain_texts(row: Mapping[str, Any], key: str | None, where: str) -> tuple[T
 
 
 def _turns_of(row: Mapping[str, Any], name: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
-    """The messages of an answer that is a text, a message or a list of messages."""
     said = row[name]
     if isinstance(said, str):
         said = [{"role": "assistant", "content": said}]
@@ -184,20 +179,20 @@ def _turns_of(row: Mapping[str, Any], name: str, where: str, columns: Mapping[st
     return read_turns([said] if isinstance(said, dict) else said, f"{name}", f"{where}: {name}", columns)
 
 
-def _num_common(first: list[Turn], second: list[Turn]) -> int:
-    """How many messages both begin with; at least one of each is its answer."""
+def _num_common_messages(first: list[Turn], second: list[Turn]) -> int:
+    """Return how many messages both begin with. Each keeps at least one message as its answer."""
     most = min(len(first), len(second)) - 1
     return next((n for n in range(most) if first[n].message != second[n].message), max(most, 0))
 
 
 def _is_of_another_shape(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether a row has none of the columns and is understood without them: from another file of a blend."""
+    """Return whether a row has none of the columns and is readable without them: another file of a blend."""
     deciding = columns.keys() & {*_MESSAGES, *_PROMPTS, *_ANSWERS, "text"}
     return bool(deciding) and set(columns.values()).isdisjoint(row) and _format_key(row, {}) is not None
 
 
 def _format_key(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
-    """The key that decides the format: one that the user has named, else the first of ours; None: unknown."""
+    """Return the key that decides the format (the user's before ours), or None if the format is unknown."""
     prompts = _PROMPTS if first_key(row, _ANSWERS) is not None else ()
     candidates = [*_MESSAGES, *prompts, "text"]
     named = [key for key in candidates if key in columns]
@@ -207,7 +202,7 @@ def _format_key(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | Non
 
 
 def _refuse(row: Mapping[str, Any], where: str, read: Collection[str] = ()) -> None:
-    """Refuse a row that asks for what is not supported; `read` are keys that are."""
+    """Refuse a row that needs something unsupported. The caller supports the keys in `read`."""
     for key in present(row, _NOT_SUPPORTED.keys() - set(read)):
         raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
     if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
@@ -215,7 +210,7 @@ def _refuse(row: Mapping[str, Any], where: str, read: Collection[str] = ()) -> N
 
 
 def _refuse_misspelled(row: Mapping[str, Any], where: str) -> None:
-    """Refuse a key that means one of the optional ones: what stands under it would not be learned."""
+    """Refuse a misspelled optional key, because its value would not be trained."""
     for key in row:
         meant = _meant(key)
         if meant and meant not in row and not is_absent(row[key]):
@@ -235,7 +230,7 @@ def _meant(key: str) -> str:
 def _from_prompt(
     row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
 ) -> list[Turn]:
-    """The turns of a row with a prompt and an answer; each is a text or a list of messages."""
+    """Return the turns of a row with a prompt and an answer; each is a text or a list of messages."""
     answer_key = first_key(row, _ANSWERS)
     assert answer_key is not None, "_format_key asks for both"
     prompt = _prompt_turns(row, key, where, columns, join)
@@ -247,15 +242,7 @@ def _from_prompt(
 def _prompt_turns(
     row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: InputJoin
 ) -> list[Turn]:
-    """The turns of a row up to its question, which is a text or a list of messages.
-
-    Args:
-        row: the row.
-        key: the prompt's key.
-        where: file and row, for messages.
-        columns: the user's names for the role and the content of a message.
-        join: what stands between an instruction and its input.
-    """
+    """Return the turns of a row up to its question, which is a text or a list of messages."""
     has_input = not is_absent(row.get("input")) and text_of(row, "input", where).strip()
     if isinstance(row[key], list) and not has_input:
         prompt = [turn._replace(learned=False) for turn in read_turns(row[key], key, where, columns)]
@@ -266,8 +253,8 @@ def _prompt_turns(
 
 
 def _history(row: Mapping[str, Any], where: str) -> list[Turn]:
-    """Earlier turns: pairs of a question and its answer, which is learned too."""
-    history = as_json(row.get("history"))
+    """Return earlier turns: pairs of a question and its answer, which is trained too."""
+    history = parse_json_text(row.get("history"))
     if is_absent(history):
         return []
     turns = []
@@ -282,7 +269,7 @@ def _history(row: Mapping[str, Any], where: str) -> list[Turn]:
 
 
 def _system(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[Turn]:
-    """The system message that stands beside the turns, unless they begin with the same one."""
+    """Return the system message beside the turns, unless the turns begin with the same message."""
     key = first_key(row, _SYSTEMS)
     if key is None or is_absent(row[key]) or not (system := text_of(row, key, where)).strip():
         return []
@@ -296,15 +283,13 @@ def _system(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[Turn]
 
 
 def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conversation:
-    """The conversation of turns, and of the system message and the tools that stand beside them."""
     turns = [*_system(row, turns, where), *turns]
-    opening = next((turn.message["role"] for turn in turns if turn.message["role"] != "system"), "nobody")
+    opening = next((turn.message["role"] for turn in turns if turn.message["role"] != "system"), None)
     if opening != "user":
-        raise DataError(
-            f"{where}: {opening} speaks first, expected the user; what has no question can be a row of `text`"
-        )
+        found = f"the first message is from the {opening}" if opening else "the conversation has no message"
+        raise DataError(f"{where}: {found}, expected the user; drop it, or write the row as `text`")
     tools = _tools(row, turns, where)
-    # A system message of tools alone says nothing.
+    # A system message of tools alone has no words.
     turns = [
         turn
         for turn in turns
@@ -314,7 +299,6 @@ def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conv
 
 
 def _tools(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[dict[str, Any]] | None:
-    """The tools beside the messages, or in parts of their contents."""
     key = first_key(row, _TOOLS)
     beside = None if key is None else read_tools(row[key], f"{where}: {key}")
     within = [(number, turn.tools) for number, turn in enumerate(turns, start=1) if turn.tools]

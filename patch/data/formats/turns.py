@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from patch.config.choices import InputJoin
 from patch.data.formats.contents import MessageContent, read_calls, read_parts
 from patch.data.formats.keys import (
-    as_json,
     first_key,
     is_absent,
     missing_keys,
+    parse_json_text,
     present,
     quoted,
     rename,
@@ -30,33 +30,32 @@ from patch.data.formats.keys import (
 from patch.errors import DataError, nearest
 
 Message = dict[str, Any]
-"""One turn as chat templates take it: role, content and, if there are any, tool_calls, tool_call_id, name."""
+"""One turn as chat templates take it: role, content, and optionally tool_calls, tool_call_id and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of one row; a chat template writes them as one text."""
+    """Messages of one row; a chat template writes them as one text."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     """Tools that the assistant may call, as chat templates take them."""
     learned: tuple[bool, ...]
-    """For each message, whether it is learned; an assistant's message with False is context only."""
+    """Whether each message is trained. An assistant's message with False is context only."""
     where: str
     """File and row, for error messages."""
     is_answer: bool = False
-    """Whether everything from the first learned message to the last one is learned, as in a pair of TRL."""
+    """Whether text between the trained messages is trained too, as in a pair of TRL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A row that is one text: all of it is learned, and no chat template writes it."""
+    """A row that is one text. All of it is trained, and no chat template writes it."""
 
     text: str
     where: str
-    """File and row, for error messages."""
     prompt: str | None = None
-    """Context before an answer, which the text then is."""
+    """Context before the text, which is then an answer; or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +63,25 @@ class FormatOptions:
     """The user's settings for the rows of a file."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a key to the name that the rows have (`--columns`)."""
+    """Our name of a key to the name in the rows (`--columns`)."""
     alpaca_input_join: InputJoin = "newline"
     """The text between alpaca's instruction and input."""
 
 
 PLAIN = FormatOptions()
-"""The rows have the usual keys."""
+"""Options for rows with the usual keys."""
 
 
 _CALL = "function_call"
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant"),
-    # Of the templates of LLaMA-like models hardly one knows "developer", OpenAI's later word for the same.
+    # "developer" is OpenAI's later word for "system"; hardly any template of LLaMA-like models knows it.
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "observation", "function", "tool_response", "ipython"), "tool"),
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
 }
-"""Names of speakers in files, and the role of chat templates for each."""
+"""Names of speakers in files, and the chat templates' role for each."""
 _ROLES_NAMED = "system, user, assistant, tool (or human, gpt, observation, function_call)"
 
 _ROLE_KEYS = ("role", "from")
@@ -92,7 +91,7 @@ _EXPECTED = (
 )
 _REASONING = {"reasoning_content", "reasoning", "thinking"}
 _KEPT = {*_REASONING, "name", "tool_call_id"}
-"""Keys that templates read beside role, content and tool_calls, where they are text."""
+"""Keys with a text that templates read beside role, content and tool_calls."""
 _WEIGHTS = {"weight", "train", "loss", "loss_scale", "loss_weight"}
 _NOT_SUPPORTED = {
     **dict.fromkeys(("images", "videos", "audios", "audio"), "only text can be trained"),
@@ -102,29 +101,26 @@ _NOT_SUPPORTED = {
 
 
 class Turn(NamedTuple):
-    """One message, and whether it is learned."""
+    """One message, and whether it is trained."""
 
     message: Message
     learned: bool
     tools: Sequence[dict[str, Any]] = ()
-    """The tools that a part of its content offers to the assistant."""
 
 
 def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
-    """The turns of a list of messages.
+    """Return the turns of a list of messages, or of JSON text of it.
 
     Args:
-        value: the list, or JSON text of it.
-        key: the row's key that holds it, for messages.
-        where: file and row, for messages.
+        key: the row's key of the list, for messages.
         columns: the user's names for the role and the content of a message.
     Raises:
-        DataError: it is no list of messages; or a message has no role or content, an unknown role, or
-            something else than text.
+        DataError: it is not a list of messages; or a message has no role or content, an unknown role, or
+            something other than text.
     """
-    items = as_json(value)
+    items = parse_json_text(value)
     if isinstance(items, list):
-        items = [as_json(item) for item in items]  # of datasets' type Json
+        items = [parse_json_text(item) for item in items]  # of the type Json in Hugging Face datasets
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise DataError(
             f"{where}: {key}: got {quoted(value)}, expected a list of objects with role and content, or JSON "
@@ -141,13 +137,13 @@ def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> 
 
 
 def _has_column(item: dict[str, Any], ours: str, theirs: str) -> bool:
-    """Whether a message has the user's column, or must have it: it has no usual key and needs a content."""
+    """Return whether a message has the user's column, or must have it because it lacks the usual keys."""
     usual = _ROLE_KEYS if ours == "role" else (*_CONTENT_KEYS, "tool_calls")
     return theirs in item or first_key(item, usual) is None
 
 
 def _spoken(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """An object as objects of one speaker each: {"human": ..., "assistant": ...} holds two."""
+    """Split an object into objects of one speaker each: {"human": ..., "assistant": ...} holds two."""
     if first_key(item, _ROLE_KEYS) is not None:
         return [item]
     said = {key: value for key, value in item.items() if not is_absent(value)}
@@ -195,15 +191,8 @@ def _role(item: dict[str, Any], where: str) -> str:
 def _content(
     item: dict[str, Any], key: str | None, where: str, *, has_calls: bool, is_result: bool
 ) -> MessageContent:
-    """The content of a message; its text is "" where it only calls tools.
-
-    Args:
-        item: the message.
-        key: its key with the content; None if it has none.
-        where: its place, for messages.
-        has_calls: whether it calls tools; then the content may be null.
-        is_result: whether it is a tool's result, which may be an object; templates want its JSON text.
-    """
+    """Return the content of a message, which may be null beside tool calls. A tool's result may be an object;
+    templates want its JSON text."""
     if has_calls and (key is None or item[key] is None):
         return MessageContent()
     if key is None:
@@ -217,7 +206,7 @@ def _content(
 
 
 def _has_weight(item: dict[str, Any], where: str) -> bool:
-    """Whether no key of the message says that it is not learned."""
+    """Return whether no key of the message excludes it from the loss."""
     weights = {key: item[key] for key in item.keys() & _WEIGHTS if item[key] is not None}
     for key, value in weights.items():
         if value not in (0, 1):

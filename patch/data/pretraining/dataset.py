@@ -1,12 +1,12 @@
 """Pre-training sets: reads .bin/.idx with megatron-core's IndexedDataset, GPTDataset and BlendedDataset.
 
 Upstream writes index files for a run (documents, samples, their order; the turns of a blend) on rank 0. The
-other ranks read them from the run's folder. Upstream's BlendedMegatronDatasetBuilder is not called, because
-a rank that fails in it leaves the others at a barrier; what it builds is built here, in the same order.
+other ranks read them from the run's folder. Upstream's BlendedMegatronDatasetBuilder is not called: if a rank
+fails in it, the other ranks wait at a barrier. The same data sets are built here, in the same order.
 
 The index files decide which document each sample comes from, and upstream reads them without a check. They
-depend only on data and seed, so one that is damaged, or was half written by a killed run, is made again with
-the same contents.
+depend only on data and seed. A file that is damaged, or half written by a killed run, is therefore made again
+with the same contents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart, split_shares
 from patch.config.schema import DataConfig, ModelConfig
-from patch.data.order import passes_text, weights_of
+from patch.data.order import format_passes, weights_of
 from patch.data.pretraining.indexed_dataset import check_ids
 from patch.data.pretraining.run_sets import UNSPLIT, PretrainOptions, RunSet, open_set
 from patch.data.samples import Sample, lengths_between
@@ -44,13 +44,13 @@ from patch.storage.text_files import read_json
 _logger = get_logger(__name__)
 
 _SURPLUS = 1.005
-"""Upstream builds so many times a blended set's samples (`mid_level_dataset_surplus`). That decides how many
-epochs are shuffled together, and so the order."""
+"""Upstream builds a blended set's samples times this factor (`mid_level_dataset_surplus`). It decides how
+many epochs are shuffled together, and so the order."""
 _Built = TypeVar("_Built")
 
 
 class PretrainSource:
-    """Upstream's samples as our Sample. All tokens are learned but the padding of the last sample."""
+    """Upstream's samples as our Sample. All tokens are trained except the padding of the last sample."""
 
     is_shuffled = True
 
@@ -64,7 +64,7 @@ class PretrainSource:
         self._dataset, self._options = dataset, options
         self.parts = parts
         self.num_samples = num_samples
-        """How many the run takes; upstream makes a few more of them."""
+        """Samples that the run takes; upstream makes a few more."""
         for each in getattr(dataset, "datasets", [dataset]):
             # With its cache, gpt_dataset.py:230-240 uses the first sample's loss mask, which includes that
             # sample's padding, for all other samples. Without it each sample gets its own mask.
@@ -104,20 +104,14 @@ def load_run_sets(
     seed: int,
     index_folder: Path,
 ) -> tuple[PretrainSource, list[tuple[DataPart, PretrainSource]]]:
-    """The training sets of a run as one, and each validation set; a collective over the job.
+    """Return the training sets of a run as one, and each validation set. A collective over the job.
 
-    With a split, the validation documents are those that the split leaves for it in each training set.
+    With a split and no validation set, the validation documents are the split's share of each training set.
 
     Args:
-        data: what is done with the sets.
-        model: vocabulary and sequence length.
         tokenizer: a set that is known to have another vocabulary is refused.
-        train: the training sets.
-        valid: the validation sets.
-        num_train_samples: from the samples of one pass over the training sets, how many the run takes.
-        seed: decides the order of the samples.
-        index_folder: the folder of the index files; all ranks must share it.
-
+        num_train_samples: maps the samples of one pass over the training sets to the samples of the run.
+        index_folder: folder of the index files; all ranks must share it.
     Raises:
         DataError: on all ranks; see `load_training`.
     """
@@ -136,19 +130,15 @@ def load_training(
     options: PretrainOptions,
     num_samples: Callable[[int], int],
 ) -> PretrainSource:
-    """The training documents of one set or several; a collective in a job, usable without a process group.
+    """Return the training documents of one set or several. A collective in a job; needs no process group.
 
     Args:
         prefixes: paths of .bin and .idx without their endings.
-        weights: the share of each set in the samples, in any unit; None: in proportion to its samples, so
-            that all sets together are read as one.
-        options: see `PretrainOptions`.
-        num_samples: from the samples of one pass over all sets, how many the run takes, over as many epochs
-            as it needs.
-
+        weights: share of each set in the samples, in any unit. None: in proportion to the sets' samples.
+        num_samples: maps the samples of one pass over all sets to the samples of the run.
     Raises:
-        DataError: on all ranks, if files are missing or damaged, have ids beyond the vocabulary or those of
-            another tokenizer, have no documents for training, or none of an end where borders are asked for.
+        DataError: on all ranks, if files are missing or damaged, or have ids beyond the vocabulary or of
+            another tokenizer; if no documents are left for training; or if a needed end token is unknown.
     """
 
     length = options.sequence_length
@@ -165,18 +155,16 @@ def load_training(
         taken = source.num_samples * share
         _logger.info(
             "%s: the run takes %.0f samples of %d tokens, %s over its %d tokens",
-            part.prefix, taken, length, passes_text(taken * length / part.tokens), part.tokens,
+            part.prefix, taken, length, format_passes(taken * length / part.tokens), part.tokens,
         )  # fmt: skip
     return source
 
 
 def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
-    """The validation documents of one set, once; the last sample is padded. A collective in a job.
+    """Return the validation documents of one set, once; the last sample is padded. A collective in a job.
 
     Args:
-        prefix: path of .bin and .idx without their endings.
-        options: see `PretrainOptions`; with the split `UNSPLIT` all documents are for validation.
-
+        options: with the split `UNSPLIT`, all documents are for validation.
     Raises:
         DataError: see `load_training`.
     """
@@ -193,7 +181,7 @@ def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
 
 
 def _rank_zero_first(build: Callable[[], _Built]) -> _Built:
-    """Build something on rank 0, which writes the index files, then on the other ranks, which read them."""
+    """Build on rank 0, which writes the index files, then on the other ranks, which read them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     built: list[_Built] = []
     for is_my_turn in (rank == 0, rank != 0):
@@ -205,11 +193,8 @@ def _rank_zero_first(build: Callable[[], _Built]) -> _Built:
 
 @contextmanager
 def _index_files(parts: Sequence[RunSet], options: PretrainOptions, split: Split) -> Iterator[None]:
-    """A context in which upstream writes or reads index files; their names tell training from validation.
-
-    On entry, rank 0 removes those that differ from their checksum or have none; upstream writes them again.
-    On exit, it stores the checksums of new files.
-    """
+    """Let rank 0 remove index files without a right checksum on entry, so that upstream makes them again, and
+    store the checksums of new files on exit. File names tell training from validation."""
     folder = options.cache
     try:
         if dist.is_initialized() and dist.get_rank() != 0:
@@ -238,7 +223,7 @@ def _index_files(parts: Sequence[RunSet], options: PretrainOptions, split: Split
 
 
 def _checksums(path: Path) -> dict[str, Checksum]:
-    """The checksums by file name; empty if they cannot be read, so that all files are made again."""
+    """Return the checksums by file name; empty if they cannot be read, so that all files are made again."""
     try:
         return from_json(read_json(path))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -246,7 +231,6 @@ def _checksums(path: Path) -> dict[str, Checksum]:
 
 
 def _whole_samples(part: RunSet, length: int) -> int:
-    """The samples of one pass over a set; refuses one that has none."""
     if part.samples(length) == 0:
         raise DataError(
             f"{part.prefix}: has {part.tokens} tokens for training, expected at least {length + 1} in a set "
@@ -263,11 +247,7 @@ def _dataset(part: RunSet, num_samples: int | None, split: Split) -> GPTDataset:
 def _blend(
     parts: Sequence[RunSet], weights: Sequence[float] | None, num_samples: int, length: int
 ) -> tuple[GPTDataset | BlendedDataset, list[float]]:
-    """A set, or upstream's blend of several, and the share of each in the samples.
-
-    Upstream gives the blend as many samples as the rounded shares add up to, which may be more than its sets
-    have (blended_dataset.py:159 then raises). Here it has the run's samples, the first of upstream's.
-    """
+    """Return a set, or upstream's blend of several, and the share of each in the samples."""
     if len(parts) == 1:
         return _dataset(parts[0], num_samples, Split.train), [1.0]
     turns = [_whole_samples(part, length) for part in parts] if weights is None else normalize(weights)
@@ -279,4 +259,6 @@ def _blend(
     config = parts[0].config
     if not dist.is_initialized():  # with a folder, blended_dataset.py:139 asks for this process's rank
         config = dataclasses.replace(config, path_to_cache=None)
+    # Upstream gives the blend the sum of the rounded shares, which may be more samples than its sets have
+    # (blended_dataset.py:159 then raises). Here it has the run's samples, the first of upstream's.
     return BlendedDataset(datasets, turns, num_samples, config), shares

@@ -1,4 +1,4 @@
-"""Rows become documents, and their texts ids, in this process or in several, in the order of the rows."""
+"""Encodes rows as documents, in this process or in several, in the order of the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from patch.data.tokenizer import special_tokens, vocabulary_size
 from patch.errors import DataError
 
 Document = list[str]
-"""A document: its sentences, which Megatron-LM's index lists one by one. Most documents are one text."""
+"""Sentences of a document, which Megatron-LM's index lists one by one. Most documents are one text."""
 _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 20
 
@@ -26,13 +26,7 @@ _CHARACTERS_AT_ONCE = 1 << 20
 def document_reader(
     files: Sequence[Path], keys: Sequence[str], *, splits_text: bool = False
 ) -> SetReader[tuple[Document, ...]]:
-    """Reads the documents of all rows, one a key, in batches of about equal work.
-
-    Args:
-        files: read in this order.
-        keys: of the texts in a row.
-        splits_text: see `read_rows`.
-    """
+    """Return a reader of the documents of all rows, one per key, in batches of about equal work."""
 
     def documents(file: Path, row: Row) -> tuple[tuple[Document, ...], int]:
         found = tuple(_document(row, key, f"{file}: {row.place}") for key in keys)
@@ -52,34 +46,29 @@ def _document(row: Row, key: str, where: str) -> Document:
 
 
 class EncodedBatch(NamedTuple):
-    """The documents of some rows, for one key."""
+    """Documents of some rows, for one key."""
 
     ids: np.ndarray
-    """The ids of all documents, one after the other, in the type of the .bin."""
+    """Ids of all documents, concatenated, in the dtype of the .bin."""
     lengths: list[list[int]]
-    """For each document, the number of ids of each sentence that has any; [] for an empty text."""
+    """Ids of each sentence that has any, for each document; [] for an empty text."""
     with_special: int
-    """How many documents spell out a special token, which has become that token."""
+    """Documents that spell out a special token, which has become that token."""
 
 
 class Encoder:
-    """Encodes documents as Megatron-LM's preprocessing does: no begin-of-text token, then the end token.
-
-    Args:
-        tokenizer: encodes the texts.
-        eod: the id at the end of each document that is not empty; None: none is added.
-    """
+    """Encodes documents as Megatron-LM does: no begin-of-text token, and `eod` after non-empty documents."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
         self._tokenizer = tokenizer
         self._eod = [] if eod is None else [eod]
         self.dtype: type[np.number] = DType.optimal_dtype(vocabulary_size(tokenizer))
-        """The type of an id in the .bin."""
+        """Dtype of an id in the .bin."""
         special = {*special_tokens(tokenizer)} - {tokenizer.unk_token}
         self._special = tokenizer.convert_tokens_to_ids(sorted(special))
 
     def __call__(self, rows: list[tuple[Document, ...]]) -> list[EncodedBatch]:
-        """Encode some rows: for each row one document a key; for each key one batch is returned."""
+        """Encode rows with one document per key. Return one batch per key."""
         return [self._encode(documents) for documents in zip(*rows, strict=True)]
 
     def _encode(self, documents: Iterable[Document]) -> EncodedBatch:
@@ -109,15 +98,13 @@ class Encoder:
 def encode_in_order(
     batches: Iterator[list[tuple[Document, ...]]], encoder: Encoder, workers: int
 ) -> Generator[list[EncodedBatch], None, None]:
-    """The results of `encoder` for each batch of rows, in order.
+    """Yield the results of `encoder` for each batch of rows, in order.
 
     Args:
         batches: rows; read as far ahead as the workers need.
-        encoder: applied to each batch.
-        workers: processes, forked from this one; 1: this process does the work.
-
+        workers: forked processes; with 1, this process does the work.
     Raises:
-        DataError: what reading `batches` raises; or a worker was killed, for example for memory.
+        DataError: reading `batches` raised it; or a worker was killed, for example for memory.
         TrainingError: the processes cannot be started.
     """
     if workers == 1:
@@ -130,5 +117,5 @@ def encode_in_order(
     except ChildEndedError as error:
         raise DataError(
             f"one of {workers} worker processes was killed, perhaps because memory ran out; "
-            "expected all to live: give fewer (--workers)"
+            "expected enough memory for all; lower --workers"
         ) from error

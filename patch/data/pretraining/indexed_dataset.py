@@ -18,31 +18,31 @@ from patch.storage.places import open_to_read
 # Magic, version, code of the token type, sequences, documents. Source: indexed_dataset.py, _IndexWriter.
 _HEADER = struct.Struct("<9sQBQQ")
 _INTEGERS = {kind.value: DType.size(kind.value) for kind in DType if not kind.name.startswith("float")}
-"""The codes of integer types, which a token id can have -> bytes of a token."""
+"""Codes of the integer dtypes of token ids -> bytes per token."""
 _SEQUENCES_AT_ONCE = 1 << 22
 
 
 class _Index(NamedTuple):
-    """The memory-mapped .idx file, with N sequences in D documents."""
+    """Memory-mapped .idx file, with N sequences in D documents."""
 
     itemsize: int
-    """Bytes of a token."""
+    """Bytes per token."""
     lengths: np.ndarray
     """int32 [N]: tokens of each sequence."""
     pointers: np.ndarray
-    """int64 [N]: where each sequence begins in the .bin, in bytes."""
+    """int64 [N]: offset of each sequence in the .bin, in bytes."""
     documents: np.ndarray
     """int64 [D + 1]: the index of each document's first sequence, and N at the end."""
 
 
 def open_indexed(prefix: str) -> IndexedDataset:
-    """Upstream's reader of `prefix`.bin and `prefix`.idx, after a check that both are complete.
+    """Return upstream's reader of `prefix`.bin and `prefix`.idx, after a check that both are complete.
 
     Token ids are not checked here; see `check_ids`.
 
     Raises:
-        DataError: a file is missing, of another format, truncated, damaged or empty, or the two do not belong
-            together.
+        DataError: a file is missing, of another format, truncated, damaged or empty, or the two files do not
+            belong together.
     """
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (bin_path, idx_path):
@@ -54,7 +54,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
     index = _read_index(idx_path)
     size = bin_path.stat().st_size
     if size == 0:
-        raise DataError(f"{bin_path}: has no tokens")
+        raise DataError(f"{bin_path}: is empty, expected at least two tokens; make the set again")
     tokens = _check_index(idx_path, index)
     if size != tokens * index.itemsize:
         raise DataError(
@@ -62,25 +62,18 @@ def open_indexed(prefix: str) -> IndexedDataset:
             "cut short, or of another data set; copy or make both again"
         )
     if tokens < 2:
-        raise DataError(f"{bin_path}: one token, expected at least two: something to read and what follows")
+        raise DataError(f"{bin_path}: has one token, expected at least two; make the set again")
     return IndexedDataset(prefix)
 
 
 def total_tokens(indexed: IndexedDataset) -> int:
-    """Tokens of all documents in the set."""
+    """Return the tokens of all documents in the set."""
     return int(indexed.sequence_lengths.sum(dtype=np.int64))
 
 
 def check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
-    """Refuse token ids for which the model has no embedding.
-
-    Without this check they cause an index error in one layout and silently an embedding of zeros in another.
-
-    Args:
-        name: the data set, for the message.
-        smallest: the smallest id in it.
-        largest: the largest id in it.
-        vocab_size: rows of the model's vocabulary.
+    """Refuse token ids for which the model has no embedding. Without this check such an id causes an index
+    error in one layout, and silently an embedding of zeros in another layout.
 
     Raises:
         DataError: an id is negative or not below `vocab_size`; the message names both.
@@ -99,11 +92,14 @@ def _read_index(path: Path) -> _Index:
         raise DataError(f"{path}: {len(header)} bytes, expected a header of {_HEADER.size}: cut short?")
     magic, version, code, sequences, documents = _HEADER.unpack(header)
     if magic != b"MMIDIDX\0\0" or version != 1:
-        raise DataError(f"{path}: is no index of megatron-core (version 1)")
+        raise DataError(
+            f"{path}: is not a megatron-core index, expected version 1; make the set with llama-patch "
+            "preprocess"
+        )
     if code not in _INTEGERS:
         raise DataError(
-            f"{path}: type {code} of its tokens, expected one of {', '.join(map(str, _INTEGERS))} (whole "
-            "numbers): damaged, or of something else than tokens; copy or make it again"
+            f"{path}: the dtype code is {code}, expected an integer dtype "
+            f"({', '.join(map(str, _INTEGERS))}); copy or make the file again"
         )
     # Each sequence has a length (4 bytes) and a pointer (8 bytes), each document 8 bytes.
     expected = _HEADER.size + 12 * sequences + 8 * documents
@@ -118,7 +114,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _check_index(path: Path, index: _Index) -> int:
-    """Check what is true of every index that was written correctly; returns the number of tokens."""
+    """Refuse an index that was not written correctly. Return the number of tokens."""
     documents, sequences = index.documents, len(index.lengths)
     if documents[0] != 0 or documents[-1] != sequences:
         _refuse(path, f"documents that do not begin at 0 or end at its {sequences} sequences")

@@ -1,9 +1,9 @@
 """Fine-tuning sets as .bin/.idx, in the layout of Pai-Megatron-Patch's toolkits/sft_data_preprocessing.
 
-With S = SEQ_LEN a document has 2 S numbers: S token ids, then S labels, each the id that follows, or -100
-where nothing is learned. The last id of each conversation is stored as -1 - id, so a document may be a pack
-of several; after the last one comes padding. The files tell neither S nor the tokenizer, so what a document
-holds is checked when it is read: a learned label is the next token of the same conversation.
+With S = SEQ_LEN, a document has 2 S numbers: S token ids, then S labels. A label is the id that follows, or
+-100 without a loss. The last id of each conversation is stored as -1 - id, so a document may be a pack of
+several conversations. Padding follows the last conversation. The files contain neither S nor the tokenizer,
+so each document is checked when it is read: a trained label is the next token of the same conversation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _logger = get_logger(__name__)
 
 _NOT_LEARNED = -100
 _NUMBERS_CHECKED = 1 << 22
-"""At the start of a run; the others are checked when they are read."""
+"""Numbers checked at the start of a run; the other numbers are checked when they are read."""
 
 
 class IndexedSftSource:
-    """The documents of such a set, in their order; conversations in a pack are sequences of their own."""
+    """Documents of such a set, in order. The conversations of a pack are separate sequences."""
 
     is_shuffled = False
 
@@ -59,10 +59,10 @@ class IndexedSftSource:
         return f"{self._prefix}: document {index + 1}"
 
     def check(self) -> None:
-        """Check the sizes of all documents, and what the first ones hold.
+        """Check the sizes of all documents, and the contents of the first documents.
 
         Raises:
-            DataError: the set has another SEQ_LEN, or is none of these.
+            DataError: the set has another SEQ_LEN or another layout.
         """
         if np.issubdtype(self._indexed.index.dtype, np.unsignedinteger):
             self._refuse(f"ids of type {self._indexed.index.dtype.__name__}, which cannot hold -100")
@@ -91,13 +91,7 @@ class IndexedSftSource:
 def load_indexed_sft(
     prefix: str, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, vocab_size: int
 ) -> IndexedSftSource:
-    """Open a fine-tuning set in .bin/.idx.
-
-    Args:
-        prefix: path of the two files without their endings.
-        tokenizer: a set that is known to have another vocabulary is refused.
-        sequence_length: S, the run's SEQ_LEN.
-        vocab_size: rows of the model's vocabulary; larger ids are refused.
+    """Open a fine-tuning set in .bin/.idx; `prefix` is the path of the two files without their endings.
 
     Raises:
         DataError: files are missing or damaged, of another SEQ_LEN, another vocabulary, or of another kind.

@@ -1,7 +1,7 @@
 """Preprocesses a pre-training set: writes the texts of rows as megatron-core's .bin and .idx.
 
-The files have the bytes that Megatron-LM's tools/preprocess_data.py writes with the same tokenizer. So an
-empty text is a document without a sequence, and a list of texts is one document of several sequences. One
+The files have the bytes that Megatron-LM's tools/preprocess_data.py writes with the same tokenizer. An empty
+text is a document without a sequence, and a list of texts is one document of several sequences. There is one
 difference: a document that ends with the end-of-text token gets no second one.
 """
 
@@ -31,10 +31,9 @@ _logger = get_logger(__name__)
 
 
 class WrittenSet(NamedTuple):
-    """The files written for one key, and their counts."""
+    """Counts of the files written for one key."""
 
     documents: int = 0
-    """All rows."""
     empty: int = 0
     """Documents whose text is empty."""
     tokens: int = 0
@@ -53,17 +52,14 @@ def write_indexed(
 ) -> dict[str, WrittenSet]:
     """Write a .bin, an .idx and a .meta.json for each key, with one document for each row.
 
-    The .idx appears last, and an old one disappears first, so that whatever interrupts this, no .bin has the
-    .idx of another. No begin-of-text token is added. A special token that a text spells out becomes that
-    token, as in Megatron-LM; such documents are counted.
+    An old .idx is removed first, and the new .idx appears last. After an interruption, no .bin therefore has
+    the .idx of another .bin. No begin-of-text token is added. A special token that a text spells out becomes
+    that token, as in Megatron-LM; such documents are counted.
 
     Args:
-        files: rows, in this order; see `read_rows`.
-        tokenizer: encodes the texts.
         outputs: for each key of a row, the path of its files without their endings.
         append_eod: end each document with the tokenizer's end-of-text token.
-        workers: processes that encode; 1: this one.
-        splits_text: blank lines divide the documents of .txt files.
+        splits_text: blank lines separate the documents of .txt files.
     Raises:
         DataError: see `read_rows`; a row lacks a key; the tokenizer has no end-of-text token; all texts under
             a key are empty; or the files cannot be written.
@@ -104,10 +100,7 @@ def write_indexed(
 
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
-    """Refuse to write a set where there is one, which may be the work of hours.
-
-    Args:
-        prefixes: the paths of the sets' files without their endings.
+    """Refuse to overwrite a set, which may be the work of hours.
 
     Raises:
         DataError: a .bin or .idx exists.
@@ -121,7 +114,7 @@ def refuse_existing(prefixes: Iterable[str]) -> None:
 
 
 class _Set:
-    """The files of one key while they are written, under a temporary name."""
+    """Files of one key while they are written, under a temporary name."""
 
     def __init__(self, key: str, prefix: str, encoder: Encoder) -> None:
         self.key, self._prefix = key, prefix
@@ -168,8 +161,7 @@ class _Set:
             )  # fmt: skip
 
     def discard(self) -> None:
-        """Remove the temporary files, if there still are any."""
-        with suppress(OSError):  # what it could not write is thrown away
+        with suppress(OSError):  # data that it could not write is discarded
             self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
             Path(self._partial + suffix).unlink(missing_ok=True)

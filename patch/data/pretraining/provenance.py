@@ -1,7 +1,7 @@
-"""The origin of a pre-training set: which tokenizer made its ids, and how documents end.
+"""Origin of a pre-training set: the tokenizer that made its ids, and the end of its documents.
 
-Neither .bin nor .idx tells it. PREFIX.meta.json does, which llama-patch preprocess writes beside them.
-Sets that other tools have made have no such file.
+.bin and .idx do not contain the origin. llama-patch preprocess writes it to PREFIX.meta.json beside them.
+Sets of other tools have no such file.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The contents of PREFIX.meta.json."""
+    """Contents of PREFIX.meta.json."""
 
     tokenizer: str
-    """The folder or the name it was loaded from."""
+    """Folder or name from which the tokenizer was loaded."""
     vocabulary_size: int
-    """Its largest id plus one."""
+    """Largest id plus one."""
     vocabulary_sha256: str
     """See `vocabulary_hash`."""
     eod: int | None
-    """The id that ends each document; None: documents have no end."""
+    """Id that ends each document, or None if documents have no end."""
     json_key: str
     documents: int
     """Documents, empty ones included."""
     tokens: int
     """Ids in the .bin."""
     made_by: str
-    """The program and its version."""
 
     def write(self, prefix: str) -> None:
         """Write PREFIX.meta.json atomically.
@@ -58,15 +57,13 @@ class Provenance:
 
 
 def path_of(prefix: str) -> Path:
-    """The file beside PREFIX.bin and PREFIX.idx."""
+    """Return the path of PREFIX.meta.json."""
     return Path(f"{prefix}.meta.json")
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """SHA-256 over the meaning of the ids below `size`, in hexadecimal digits.
-
-    Tokens that are added later have larger ids and do not change it, nor does a chat template.
-    """
+    """Return the SHA-256 of the tokens whose ids are below `size`, in hexadecimal digits. Tokens that are
+    added later have larger ids and do not change it. A chat template does not change it either."""
     by_id = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < size)
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
@@ -78,14 +75,11 @@ def read_provenance(
     *,
     warns: bool = True,
 ) -> Provenance | None:
-    """The contents of PREFIX.meta.json; None if it says nothing about these files.
+    """Return the contents of PREFIX.meta.json, or None if it does not describe these files.
 
     Args:
-        prefix: path of the set without the endings.
-        indexed: the opened set.
-        tokenizer: the vocabulary of the set must be the same in it; None: not checked.
-        warns: say so in the log if nothing is said about the files.
-
+        tokenizer: must have the vocabulary of the set; None skips this check.
+        warns: log a warning if the result is None.
     Raises:
         DataError: the set was made with another vocabulary.
     """
@@ -108,7 +102,7 @@ def read_provenance(
 
 
 def _parse(values: Any) -> Provenance:
-    """Raises ValueError, TypeError, KeyError or AttributeError for what is no such file."""
+    """Raise ValueError, TypeError, KeyError or AttributeError if the values are not those of such a file."""
     if values.pop("format") != _FORMAT:
         raise ValueError("another format")
     found = Provenance(**values)
@@ -120,7 +114,7 @@ def _parse(values: Any) -> Provenance:
 
 
 def _check_tokenizer(prefix: str, found: Provenance, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a set whose ids mean other tokens to this tokenizer; one with more tokens is accepted."""
+    """Refuse a set whose ids mean other tokens to this tokenizer. The tokenizer may have more tokens."""
     if vocabulary_hash(tokenizer, found.vocabulary_size) != found.vocabulary_sha256:
         raise DataError(
             f"{prefix}.bin: was made with tokenizer {found.tokenizer} (says {path_of(prefix).name}), whose "

@@ -1,4 +1,4 @@
-"""One set of a pre-training run: its files, the documents of a split, and what ends them, all checked."""
+"""One set of a pre-training run: its files, the documents of a split, and their end token, all checked."""
 
 from __future__ import annotations
 
@@ -19,31 +19,28 @@ from patch.data.pretraining.provenance import read_provenance
 from patch.errors import DataError
 
 UNSPLIT = "1"
-"""The split of a set that is not split."""
 _TOKENS_CHECKED = 1 << 24
 _PURPOSE = {Split.train: "training", Split.valid: "validation"}
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainOptions:
-    """How the sets of a run are read."""
+    """Options for reading the sets of a run."""
 
     sequence_length: int
-    """Tokens of one sample."""
     vocab_size: int
     """Rows of the model's vocabulary; larger ids are refused."""
     seed: int
-    """Decides the order of the samples."""
     cache: Path
-    """The folder of the index files, which state where each sample is; all ranks must share it."""
+    """Folder of the index files, which locate each sample; all ranks must share it."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """A set that is known to have another vocabulary is refused; None: not checked."""
+    """A set that is known to have another vocabulary is refused. None skips this check."""
     split: str = UNSPLIT
     """Shares of each set's documents for training, validation and neither, as in Megatron-LM: 99,1,0."""
     reset_attention_mask: bool = False
-    """A sample's documents are sequences of their own (`Sample.lengths`)."""
+    """Whether a sample's documents are separate sequences (`Sample.lengths`)."""
     eod_mask_loss: bool = False
-    """The token after an end of document is not learned."""
+    """Whether the token after an end token is excluded from the loss."""
 
     @classmethod
     def of(
@@ -54,7 +51,7 @@ class PretrainOptions:
         seed: int = 0,
         cache: Path = Path(),
     ) -> PretrainOptions:
-        """The options of a run; without a seed and a folder nothing can be read but the sizes."""
+        """Return the options of a run. Without a seed and a folder, only sizes can be read."""
         return cls(
             sequence_length=model.seq_length,
             vocab_size=model.vocab_size,
@@ -68,14 +65,14 @@ class PretrainOptions:
 
 
 class RunSet(NamedTuple):
-    """The documents of one set that a run trains on, or evaluates."""
+    """Documents of one set that a run trains on, or evaluates."""
 
     prefix: str
     eod: int | None
-    """The id that ends its documents."""
+    """Id that ends its documents, or None."""
     indexed: IndexedDataset
     documents: range
-    """The documents of the split; upstream counts sequences, of which a document may have several."""
+    """Documents of the split. Upstream counts sequences instead, and a document may have several."""
     config: GPTDatasetConfig
 
     @property
@@ -85,12 +82,12 @@ class RunSet(NamedTuple):
         return int(lengths.sum(dtype=np.int64))
 
     def samples(self, length: int) -> int:
-        """Whole samples of `length` tokens in one pass."""
+        """Return the whole samples of `length` tokens in one pass."""
         return (self.tokens - 1) // length
 
 
 def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
-    """Open a set's files and check the first token ids; the others are checked when they are read."""
+    """Open a set's files and check the first token ids. The other ids are checked when they are read."""
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
     check_ids(prefix, int(head.min()), int(head.max()), options.vocab_size)
@@ -122,13 +119,7 @@ def open_set(prefix: str, options: PretrainOptions, split: Split) -> RunSet:
 def train_samples(
     part: DataPart, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Samples of one pass over a training set. No index file is read or written.
-
-    Args:
-        part: the set.
-        data: what is done with the sets of the run.
-        model: vocabulary and sequence length.
-        tokenizer: a set that is known to have another vocabulary is refused.
+    """Return the samples of one pass over a training set. No index file is read or written.
 
     Raises:
         DataError: see `load_training`.
@@ -140,7 +131,7 @@ def train_samples(
 def _documents(
     indexed: IndexedDataset, config: GPTDatasetConfig, options: PretrainOptions, split: Split
 ) -> range:
-    """The documents of a split, by upstream's rule (blended_megatron_dataset_builder.py:441)."""
+    """Return the documents of a split, by upstream's rule (blended_megatron_dataset_builder.py:441)."""
     shares = (0.0, 1.0) if options.split == UNSPLIT else config.split_matrix[split.value]
     first, last = (0, 0) if shares is None else (int(round(share * len(indexed))) for share in shares)
     return range(first, last)
@@ -149,11 +140,7 @@ def _documents(
 def _end_of_document(
     prefix: str, indexed: IndexedDataset, options: PretrainOptions, *, warns: bool
 ) -> int | None:
-    """The id that ends documents: what the set's file says, or else the tokenizer's end-of-text token.
-
-    Raises:
-        DataError: the set was made with another vocabulary; or no id ends its documents, but one is needed.
-    """
+    """Return the id that ends documents: from PREFIX.meta.json, or else the tokenizer's end-of-text token."""
     provenance = read_provenance(prefix, indexed, options.tokenizer, warns=warns)
     if provenance is not None:
         eod, why = provenance.eod, "was made with --no-append-eod"
@@ -170,11 +157,11 @@ class _Vocabulary:
     """The attributes of a tokenizer that GPTDataset reads."""
 
     pad = int(np.iinfo(np.int64).min)
-    """A value that no token id can have, so that upstream never takes a token of the set for padding."""
+    """Value that no token id can have, so that upstream never takes a token of the set for padding."""
 
     def __init__(self, prefix: str, vocab_size: int, eod: int | None) -> None:
         self.vocab_size, self.eod = vocab_size, eod
         file = Path(f"{prefix}.bin").stat()
-        # Upstream names its index files by a hash of this and of the path. With size and time in it, it does
-        # not use old index files after the data at the path has changed.
+        # Upstream names its index files by a hash of this and of the path. With size and time in the hash,
+        # upstream does not use old index files after the data at the path has changed.
         self.unique_identifiers = {"bytes": file.st_size, "modified_ns": file.st_mtime_ns}

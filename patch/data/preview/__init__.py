@@ -1,4 +1,4 @@
-"""Shows training data: rows as tokens, learned and not learned, and figures of the sets; see README.md."""
+"""Preview of training data: rows as tokens, trained or not, and figures of the data sets; see README.md."""
 
 from patch.data.preview.preview import Preview, show_data
 from patch.data.preview.terminal import terminal

@@ -1,4 +1,4 @@
-"""Figures of a set: lengths, drops, duplicates, and what padding and packing make of it."""
+"""Figures of a data set: lengths, dropped rows, duplicates, and the effect of padding and packing."""
 
 from __future__ import annotations
 
@@ -16,42 +16,30 @@ from patch.data.sft.source import SftSource
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The printed figures of a set, of rows or of .bin/.idx."""
+    """Printed figures of a data set, of rows or of .bin/.idx."""
 
     name: str
-    """The set as it was named, with its weight."""
+    """Name of the set as the user gave it, with its weight."""
     table: list[tuple[str, str]]
-    """The figures in words: a name and a value each."""
+    """Name and value of each figure, in words."""
     values: dict[str, Any]
-    """The figures as plain values."""
     report: SetReport | None = None
-    """The report on its rows."""
+    """Report on the rows, or None for .bin/.idx."""
 
 
-def lengths_text(sizes: np.ndarray, longest: str) -> str:
-    """How long samples, documents or conversations are.
-
-    Args:
-        sizes: integer [N], tokens of each; not empty.
-        longest: what is said of the longest.
-    """
+def format_lengths(sizes: np.ndarray, longest: str) -> str:
+    """Return a text about the lengths in tokens, integer [N], N > 0; `longest` is text about the longest."""
     half, most = np.percentile(sizes, (50, 90)).astype(int)
     return f"median {half:,}, 90% have at most {most:,}, {longest}"
 
 
 def name_of(part: DataPart) -> str:
-    """A set as it was named, with its weight."""
+    """Return the name of a set as the user gave it, with its weight."""
     return part.path if part.weight is None else f"{part.weight:g} {part.path}"
 
 
 def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures:
-    """The figures of a set of rows; reads all its tokens.
-
-    Args:
-        part: names the set.
-        source: the set.
-        capacity: tokens of a sample as the model sees it, padding included.
-    """
+    """Return the figures of a set of rows. Reads all tokens. `capacity` is a sample's tokens with padding."""
     sizes, report = np.asarray(source.sizes), source.report
     if report.pairs:
         pairs = PairSource(source, capacity, is_packed=True)
@@ -70,7 +58,7 @@ def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures
         (kind, f"{found:,} of at most {capacity:,} tokens"),
         ("tokens", f"{packing.num_tokens:,}"),
         ("learned", f"{packing.num_learned:,} ({packing.num_learned / packing.num_tokens:.1%})"),
-        ("length", lengths_text(sizes, f"longest row {report.longest:,}")),
+        ("length", format_lengths(sizes, f"longest row {report.longest:,}")),
         *[(f"dropped: {reason}", _places(rows)) for reason, rows in report.dropped.items()],
         *([] if report.dropped else [("dropped", "none")]),
         ("too long, cut", f"{_places(report.cut)}{lost}"),
@@ -96,7 +84,7 @@ def figures_of_rows(part: DataPart, source: SftSource, capacity: int) -> Figures
 
 
 def _hashes(source: SftSource) -> np.ndarray:
-    """uint64 [N]: a hash of the tokens of each sample. Of 10 million, two collide with probability 3e-6."""
+    """Return a hash of each sample's tokens, uint64 [N]. Among 10 million, two collide with chance 3e-6."""
     conversations = (source.conversation(index)[0] for index in range(len(source)))
     digests = (blake2b(ids.tobytes(), digest_size=8).digest() for ids in conversations)
     return np.fromiter((int.from_bytes(digest) for digest in digests), np.uint64, len(source))

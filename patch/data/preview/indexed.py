@@ -1,7 +1,7 @@
-"""Sets in .bin/.idx: the beginnings of their documents as tokens, and figures of the whole set.
+"""Preview of .bin/.idx sets: the beginnings of their documents as tokens, and figures of the whole set.
 
-A pre-training set has documents, all tokens of which are learned. A fine-tuning set of Pai-Megatron-Patch is
-known by its negative numbers (see `indexed_sft`); its documents are packs of conversations.
+In a pre-training set, all tokens of a document are trained. A fine-tuning set of Pai-Megatron-Patch is
+recognised by its negative numbers (see `indexed_sft`); its documents are packs of conversations.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from patch.config.data_spec import DataPart
 from patch.data.pretraining.indexed_dataset import open_indexed
 from patch.data.pretraining.indexed_sft import IndexedSftSource
 from patch.data.pretraining.provenance import read_provenance
-from patch.data.preview.figures import Figures, lengths_text, name_of
+from patch.data.preview.figures import Figures, format_lengths, name_of
 from patch.data.preview.tokens import ShownRow, TokenTexts
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 
 _BEGINNING = 512
-"""Tokens of a document that are shown."""
+"""Tokens of each document that are shown."""
 
 _Conversation = tuple[np.ndarray, np.ndarray]
-"""Token ids int64 [size], and bool [size], whether each is learned."""
+"""Token ids int64 [size], and whether each token is trained, bool [size]."""
 
 
 class IndexedPreview:
-    """The documents of a set in .bin/.idx.
-
-    Args:
-        part: names the set.
-        tokenizer: says what ids stand for.
+    """Documents of a .bin/.idx set.
 
     Raises:
         DataError: the files cannot be used, or were made with another vocabulary.
@@ -55,10 +51,10 @@ class IndexedPreview:
             self._packs.check()
 
     def rows(self, numbers: Sequence[int]) -> Iterator[ShownRow]:
-        """Documents by their numbers, from 1; those that the set does not have are left out.
+        """Yield documents by their numbers, from 1. Numbers that the set does not have are left out.
 
         Raises:
-            DataError: the set has none of them; or a fine-tuning set is damaged.
+            DataError: the set has none of the documents; or a fine-tuning set is damaged.
         """
         there = [number for number in numbers if number <= len(self._sizes)]
         if not there:
@@ -72,7 +68,6 @@ class IndexedPreview:
             yield ShownRow(where, [texts.shown(*sample) for sample in samples], remarks)
 
     def _shown(self, index: int) -> tuple[list[_Conversation], list[str]]:
-        """The shown part of a document, and remarks."""
         if self._packs is not None:
             conversations = self._conversations(index)
             padding = self._length - sum(len(ids) for ids, _ in conversations)
@@ -85,19 +80,17 @@ class IndexedPreview:
         return [(ids, np.ones(len(ids), bool))], remarks
 
     def _numbers(self, index: int, most: int) -> np.ndarray:
-        """int64: the first numbers of a document."""
         dtype = self._indexed.index.dtype
         offset = int(self._ends[index]) * np.dtype(dtype).itemsize
         count = min(int(self._sizes[index]), most)
         return self._indexed.bin_reader.read(dtype, count, offset).astype(np.int64)
 
     def _conversations(self, index: int) -> list[_Conversation]:
-        """The conversations of a pack, without the padding."""
         assert self._packs is not None
         sample = self._packs[index]
         assert sample.lengths is not None, "sets of this kind have them"
         borders = np.cumsum(sample.lengths.numpy())[:-1]
-        # A label is learned one token before the token that it is.
+        # The loss mask covers labels, and a label is the next token.
         learned = np.concatenate(([False], sample.loss_mask.numpy()[:-1] > 0))
         ids = np.split(sample.tokens.numpy(), borders)
         has_padding = self._numbers(index, self._length)[-1] >= 0
@@ -105,10 +98,7 @@ class IndexedPreview:
         return pairs[:-1] if has_padding else pairs
 
     def figures(self, sequence_length: int) -> Figures:
-        """Figures of the set.
-
-        Args:
-            sequence_length: SEQ_LEN of the run; a fine-tuning set has one of its own.
+        """Return figures of the set. A fine-tuning set has its own sequence length.
 
         Raises:
             DataError: a fine-tuning set is damaged.
@@ -144,7 +134,7 @@ class IndexedPreview:
         longest, stored_as = int(sizes.max()), np.dtype(self._indexed.index.dtype).name
         table = [
             *[(what, f"{count:,}") for what, count in counts.items()],
-            ("length", lengths_text(sizes, f"longest {longest:,} tokens of a {counted}")),
+            ("length", format_lengths(sizes, f"longest {longest:,} tokens of a {counted}")),
             ("stored as", stored_as),
             *origin,
         ]

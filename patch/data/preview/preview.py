@@ -1,7 +1,7 @@
-"""The preview of a run's training data: rows as tokens and figures of each set, printed and as JSON.
+"""Preview of a run's training data: rows as tokens and figures of each set, printed and as JSON.
 
-How many samples a set has is said as far as that can be known before the run: those of .bin/.idx follow from
-the .idx; those of rows are in the token cache, and a small set is tokenized at once.
+The number of samples is shown if it is known before the run. For .bin/.idx it follows from the .idx. For rows
+it is in the token cache, or a small set is tokenized at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_spec import DataPart, files_of, format_data, parse_data
+from patch.config.data_spec import DataPart, files_of, format_data, sets_of
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import PairSource, pack
@@ -32,8 +32,8 @@ from patch.data.sft.rows import Item, TokenizedRow
 from patch.data.sft.source import find_sft, load_sft, start_workers
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
 from patch.errors import ConfigError, DataError, about
-from patch.numbers import counted
 from patch.storage.names import DATA_CACHE_FOLDER
+from patch.text import counted
 
 if TYPE_CHECKING:
     from patch.data.preview.indexed import IndexedPreview
@@ -42,7 +42,7 @@ _FIELD = "train_data_path"
 _FEW_LINES = 30
 """Lines of a sample that `--dry-run` shows."""
 _SMALL_BYTES = 1 << 20
-"""Bytes of a set whose rows are tokenized by `--dry-run`: a second or two."""
+"""Largest set, in bytes, whose rows `--dry-run` tokenizes, in a second or two."""
 _UNKNOWN = (
     "its samples are counted when it is tokenized, by the run or before it: llama-patch preview "
     "--config FILE (what --dry-run prints, in a file)"
@@ -62,25 +62,22 @@ class Preview:
 
     @property
     def parts(self) -> tuple[DataPart, ...]:
-        """The sets.
+        """Training sets of the run.
 
         Raises:
-            ConfigError: they cannot be read.
+            ConfigError: their names cannot be parsed.
         """
-        return parse_data(self.data.train_data_path, _FIELD)
+        return sets_of(self.data)[_FIELD]
 
     def show_rows(
         self, console: Console, count: int = 1, number: int | None = None, max_lines: int | None = None
     ) -> None:
-        """Print rows, or documents of .bin/.idx, as tokens. No other is read, and no file is written.
+        """Print rows, or documents of .bin/.idx, as tokens. No other row is read, and no file is written.
 
         Args:
-            console: where they are printed.
-            count: print so many rows of each set.
-            number: print the row that messages call line or row `number` of each file instead, or this
-                document, from 1.
-            max_lines: print at most so many lines of tokens for each sample; None: all.
-
+            count: rows to print of each set.
+            number: print instead this document, or this line or row of each file, counted from 1.
+            max_lines: most lines of tokens to print for each sample; None prints all.
         Raises:
             DataError: a row, a file or the chat template cannot be used, or no file has this row.
         """
@@ -91,10 +88,10 @@ class Preview:
             self.rows.append(row)
 
     def show_statistics(self, console: Console) -> None:
-        """Print figures of the sets. Rows are tokenized as a run does it, into the token cache that it uses.
+        """Print figures of the sets. Rows are tokenized as in a run, into the run's token cache.
 
         Raises:
-            DataError: a file or a row cannot be used, or no row has anything to learn.
+            DataError: a file or a row cannot be used, or no row has trained tokens.
         """
         length = self.data.max_padding_length
         for part in self.parts:
@@ -103,7 +100,7 @@ class Preview:
             self.sets.append(figures)
 
     def check(self) -> None:
-        """Refuse the sets that a run would refuse although they could be shown.
+        """Refuse sets that a run would refuse although they could be shown.
 
         Raises:
             DataError: too large a share of a set's rows is dropped.
@@ -113,7 +110,7 @@ class Preview:
                 figures.report.refuse_drops(part.path, self.data.max_dropped_share)
 
     def write(self, file: Path) -> None:
-        """Write what was shown as JSON.
+        """Write everything that was shown as JSON.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -127,11 +124,12 @@ class Preview:
         try:
             file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+            what = f"cannot be written: {error.strerror}; expected a writable file; name another"
+            raise ConfigError(f"{file} {what}") from error
 
     @property
     def _has_rows(self) -> bool:
-        """Whether the sets hold rows; else they are .bin/.idx."""
+        """Whether the sets hold rows, not .bin/.idx."""
         return self.data.dataset_type == "raw"
 
     def _indexed(self, part: DataPart) -> IndexedPreview:
@@ -139,6 +137,38 @@ class Preview:
 
         with about(_FIELD):
             return IndexedPreview(part, self.tokenizer)
+
+    def known_samples(
+        self, part: DataPart, model: ModelConfig, fallback_cache: Path, *, sft: bool
+    ) -> int | None:
+        """Return the samples of one pass over a set, as the run counts them, or None. Write no file.
+
+        Args:
+            part: one of the run's sets.
+            model: the shape of the model.
+            fallback_cache: the folder of the token cache if the run names none.
+            sft: whether .bin/.idx holds conversations.
+        """
+        data, tokenizer, length = self.data, self.tokenizer, self.data.max_padding_length
+        if not self._has_rows:
+            # These import megatron-core, which raw rows do not need.
+            if sft:
+                from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+                sizes = {"sequence_length": model.seq_length, "vocab_size": model.vocab_size}
+                return len(load_indexed_sft(part.path, tokenizer, **sizes))
+            from patch.data.pretraining.run_sets import train_samples
+
+            return train_samples(part, data, model, tokenizer)
+        options = self._options(fallback_cache)
+        source = find_sft(Path(part.path), tokenizer, length, options)
+        if source is None:
+            if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
+                return None
+            source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
+        if self.pairs:
+            return len(PairSource(source, length, is_packed=data.packing))
+        return len(pack(source.sizes, length)) if data.packing else len(source)
 
     def _options(self, fallback_cache: Path) -> SftOptions:
         return sft_options(self.data, fallback_cache, pairs=self.pairs)
@@ -156,7 +186,7 @@ class Preview:
                 yield from self._indexed(part).rows(numbers)
             return
         ensure_chat_template(self.tokenizer, self.data.chat_template, self.data.chat_template_kwargs)
-        # Rows are shown without the token cache, and a few of them need one process.
+        # Showing a few rows needs no token cache, and only one process.
         options = replace(self._options(Path()), cache_dir=None, num_workers=1)
         length, texts = self.data.max_padding_length, TokenTexts(self.tokenizer)
         for part in self.parts:
@@ -175,14 +205,10 @@ def _items(files: Sequence[Path]) -> Iterator[Item]:
 
 
 def _numbered(files: Sequence[Path], number: int) -> list[Item]:
-    """The row that messages call line `number` or row `number` (from 1), of each file that has one.
-
-    Raises:
-        DataError: no file has it; or as when the whole set is read.
-    """
+    """Return the row that messages call line or row `number` (from 1), of each file that has it."""
     found = []
     for file in files:
-        # Numbers, with which places end, ascend within a file.
+        # A place ends with a number, and the numbers ascend within a file.
         placed = ((int(item.place.rsplit(" ", 1)[1]), item) for item in _items([file]))
         place, item = next((pair for pair in placed if pair[0] >= number), (0, None))
         if item is not None and place == number:
@@ -201,7 +227,6 @@ def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
 
 
 def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
-    """Remarks on a row that was dropped, cut or changed."""
     remarks = []
     if row.dropped is not None:
         remarks.append(f"dropped: {row.dropped}")
@@ -218,69 +243,23 @@ def show_data(
     data: DataConfig, model: ModelConfig, tokenizer: str | None, *, sft: bool, output: Path, stream: TextIO,
     pairs: bool = False,
 ) -> int | None:
-    """Show the first row or document that a run reads, and the samples of its training sets. Writes no file.
-
-    Args:
-        data: the run's data.
-        model: vocabulary and sequence length.
-        tokenizer: folder or name of the tokenizer.
-        sft: whether the run is a fine-tuning.
-        output: the run's folder.
-        stream: where it is printed.
-        pairs: whether its rows have two answers.
+    """Show the first row or document that a run reads, and the samples of its training sets. Write no file.
 
     Returns:
-        Samples of one pass over all training sets; None if that is not known before they are tokenized.
-
+        Samples of one pass over all training sets, or None if they are unknown before tokenization.
     Raises:
         DataError: the tokenizer, the row, or a set whose samples can be counted cannot be used.
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, model.vocab_size)
-    parts = parse_data(data.train_data_path, _FIELD)
-    preview = Preview(replace(data, train_data_path=format_data(parts[:1])), loaded, pairs)
-    preview.show_rows(terminal(stream), max_lines=_FEW_LINES)
-    known = []
-    for part in parts:
+    whole, known = Preview(data, loaded, pairs), []
+    first = Preview(replace(data, train_data_path=format_data(whole.parts[:1])), loaded, pairs)
+    first.show_rows(terminal(stream), max_lines=_FEW_LINES)
+    for part in whole.parts:
         with about(_FIELD):
-            samples = _known_samples(part, data, model, loaded, sft, output / DATA_CACHE_FOLDER, pairs)
+            samples = whole.known_samples(part, model, output / DATA_CACHE_FOLDER, sft=sft)
         packs = " (packs)" if data.packing and data.dataset_type == "raw" else ""
         words = _UNKNOWN if samples is None else f"{counted(samples, 'sample')}{packs} in one epoch"
         stream.write(f"data        {part.path}: {words}\n")
         known.append(samples)
     return None if None in known else sum(samples for samples in known if samples is not None)
-
-
-def _known_samples(
-    part: DataPart,
-    data: DataConfig,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    sft: bool,
-    fallback_cache: Path,
-    pairs: bool,
-) -> int | None:
-    """Samples of one pass over a training set, as the run counts them; None if not known. Writes no file.
-
-    Raises:
-        DataError: the set cannot be used; of rows that are not read this is not known.
-    """
-    if data.dataset_type != "raw":
-        # These import megatron-core, which raw rows do not need.
-        if sft:
-            from patch.data.pretraining.indexed_sft import load_indexed_sft
-
-            length, rows = model.seq_length, model.vocab_size
-            return len(load_indexed_sft(part.path, tokenizer, sequence_length=length, vocab_size=rows))
-        from patch.data.pretraining.run_sets import train_samples
-
-        return train_samples(part, data, model, tokenizer)
-    options, length = sft_options(data, fallback_cache, pairs=pairs), data.max_padding_length
-    source = find_sft(Path(part.path), tokenizer, length, options)
-    if source is None:
-        if sum(file.stat().st_size for file in files_of(part.path, _FIELD)) > _SMALL_BYTES:
-            return None
-        source = load_sft(Path(part.path), tokenizer, length, replace(options, cache_dir=None))
-    if pairs:
-        return len(PairSource(source, length, is_packed=data.packing))
-    return len(pack(source.sizes, length)) if data.packing else len(source)

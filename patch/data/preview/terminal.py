@@ -1,10 +1,10 @@
-"""Rows as coloured tokens on a terminal. Without colours (pipes, NO_COLOR) the same text shows the same.
+"""Rows as coloured tokens on a terminal. Without colours (pipes, NO_COLOR) the text has the same content.
 
     samples.jsonl: line 1: 11 tokens and a last label, 2 learned
             | [[<|begin_of_text|>]]|user|...
     learned | 4|[[<|eot_id|>]]
 
-A line is learned as a whole or not at all, and its margin says so.
+All tokens of a line are trained, or none is; its margin says which.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from patch.data.preview.tokens import (
 
 _MARGINS = {True: "learned \u2503 ", False: "        \u2503 "}
 _LEFT_TO_RIGHT = "\u200e"
-"""An invisible mark on both sides of a token that is written from right to left, so that a terminal does not
-exchange tokens."""
+"""Invisible mark on both sides of a right-to-left token, so that a terminal does not exchange tokens."""
 
 _STYLES = {True: ("black on green", "black on bright_green"), False: ("default", "dim")}
-"""Colours of learned and other tokens; two each, so that neighbours differ."""
+"""Colours of trained and other tokens; two each, so that neighbours differ."""
 _SPECIAL_STYLES = {True: "bold underline", False: "magenta"}
 _BORDER_STYLE = "dim"
 
 
 def terminal(stream: TextIO) -> Console:
-    """A console on a stream. What its encoding lacks is shown as an escape, such as \\u2502."""
+    """Return a console on a stream. Characters that its encoding lacks become escapes, such as \\u2502."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return Console(file=stream, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_legend(console: Console) -> None:
-    """Print what the signs mean."""
+    """Print the meaning of the signs."""
     legend = Text.assemble(
         ("learned \u2503", "bold"), " the loss covers this line; ", f"{BORDER} between tokens, ",
         f"{INNER_BORDER} between two tokens within a character; {SPECIAL[0]}special token{SPECIAL[1]}; "
@@ -62,13 +61,7 @@ def print_legend(console: Console) -> None:
 
 
 def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> None:
-    """Print a row: its place, what happened to it, and the tokens of its samples.
-
-    Args:
-        console: where it is printed; its width decides where lines are wrapped.
-        row: the row.
-        max_lines: print at most so many lines of tokens; None: all.
-    """
+    """Print a row: its place, remarks on it, and at most `max_lines` lines of tokens for each sample."""
     for number, sample in enumerate(row.samples or [[]], start=1):
         heading = Text(visible_name(row.where), style="bold")
         if row.is_pair and row.samples:
@@ -98,7 +91,7 @@ def print_figures(console: Console, figures: Figures) -> None:
 
 
 def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:
-    """The tokens, wrapped between tokens where a line is longer than `width` cells."""
+    """Yield lines of tokens, wrapped between tokens at `width` cells."""
     index = 0
     for tokens in lines_of(sample):
         line = _begun(tokens[0].is_learned)
@@ -115,7 +108,6 @@ def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:
 
 
 def _begun(is_learned: bool) -> Text:
-    """A line with its margin."""
     return Text.assemble((_MARGINS[is_learned], "bold" if is_learned else "dim"))
 
 

@@ -1,11 +1,11 @@
-"""Rows as tokens: what each stands for, whether it is learned, and texts in which every character is seen.
+"""Rows as tokens: the text of each token, whether it is trained, and texts with every character visible.
 
-A token of a byte-level vocabulary, or a byte token of a SentencePiece one, may be a part of a character. So
-tokens are first bytes; the bytes of all tokens together are characters; and each character is shown at the
-token in which it begins.
+A token of a byte-level vocabulary, or a byte token of a SentencePiece vocabulary, may be part of a character.
+Tokens therefore become bytes first, and the bytes of all tokens become characters. Each character is shown at
+the token in which it begins.
 
-Texts are shown so that no character acts on a terminal: escape sequences, control characters and characters
-that change the direction of writing by name.
+No shown character acts on a terminal. Escape sequences, control characters and characters that change the
+direction of writing are shown by name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 """Byte-level vocabularies write each byte as a printable character. Source: GPT-2."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
-"""How vocabularies of SentencePiece write a space."""
 
 SPACE, NEWLINE, TAB = "\u2423", "\u21b5", "\u21e5"
-"""Symbols for a space, a line feed and a tabulator: an open box, and two arrows."""
+"""Symbols for a space, a line feed and a tab: an open box, and two arrows."""
 _SYMBOLS = {
     **{code: chr(0x2400 + code) for code in range(0x20)},  # such as ESC; the "control pictures" of Unicode
     0x7F: "\u2421",
@@ -40,15 +39,15 @@ _SYMBOLS = {
     ord("\t"): TAB,
 }
 _DOTTED_CIRCLE = "\u25cc"
-"""Carries a mark (an accent, a vowel sign) whose letter is in another token."""
+"""Carrier of a mark (an accent, a vowel sign) whose letter is in another token."""
 BORDER, INNER_BORDER = "\u2502", "\u2506"
-"""Between two tokens; and between two tokens that share a character, which is shown in the first of them."""
+"""Borders between two tokens, and between two tokens that share a character, shown in the first of them."""
 SPECIAL = ("\u27e6", "\u27e7")
-"""Around a special token: white square brackets."""
+"""White square brackets around a special token."""
 _TAKEN = {SPACE, NEWLINE, TAB, _DOTTED_CIRCLE, BORDER, INNER_BORDER, *SPECIAL}
-"""Data that has these characters is shown with their names, so that each of them means one thing."""
+"""Characters with a meaning in the preview. Data that has them is shown with their names."""
 _ESCAPED_BYTES = range(0xDC80, 0xDD00)
-"""How `surrogateescape` writes the bytes from 0x80 on."""
+"""Lone surrogates by which `surrogateescape` writes the bytes from 0x80 on."""
 
 
 class ShownToken(NamedTuple):
@@ -56,8 +55,8 @@ class ShownToken(NamedTuple):
 
     id: int
     text: str
-    """The characters that begin in this token; a byte that is no part of a character is a lone surrogate, as
-    Python's `surrogateescape` has it. Empty if the token only continues a character."""
+    """Characters that begin in this token; empty if the token only continues a character. A byte outside a
+    character is a lone surrogate, as in Python's `surrogateescape`."""
     is_special: bool
     continues: bool
     """Whether its first byte continues a character that began in an earlier token."""
@@ -65,11 +64,7 @@ class ShownToken(NamedTuple):
 
 
 class TokenTexts:
-    """Says what tokens stand for.
-
-    Args:
-        tokenizer: a fast tokenizer.
-    """
+    """Texts of the tokens of a fast tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._special = set(special_tokens(tokenizer))
@@ -79,12 +74,7 @@ class TokenTexts:
         self._steps = {step.get("type") for step in decoder.get("decoders", [decoder])}
 
     def shown(self, ids: np.ndarray, learned: np.ndarray) -> list[ShownToken]:
-        """The tokens of a sample, in their order.
-
-        Args:
-            ids: integer [S].
-            learned: bool [S], whether each is learned.
-        """
+        """Return the tokens of a sample: `ids` integer [S], `learned` bool [S], whether each is trained."""
         parts = [self._bytes_of(id_) for id_ in ids.tolist()]
         text = b"".join(parts).decode(errors="surrogateescape")
         starts = [0, *accumulate(len(character.encode(errors="surrogateescape")) for character in text)]
@@ -116,21 +106,20 @@ class TokenTexts:
 
 
 class ShownRow(NamedTuple):
-    """A row, or a document, and what became of it."""
+    """Row or document, its samples, and remarks on it."""
 
     where: str
-    """File and row."""
     samples: list[list[ShownToken]]
     """Empty if the row is dropped."""
     remarks: list[str]
-    """Remarks on the sample: dropped, cut, special tokens that became text."""
+    """Remarks: dropped, truncated, special tokens that became text."""
     is_pair: bool = False
-    """Whether its samples are a preferred answer and another one."""
+    """Whether the samples are a preferred and a rejected answer."""
     has_label: bool = False
-    """Whether the last token of a sample is only a label, which takes no place in a sequence."""
+    """Whether the last token of a sample is only a label, which takes no slot in a sequence."""
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain values: for each sample its ids, their texts, and 1 for those that are learned."""
+        """Return the row as plain values: ids and texts of each sample, and 1 for each trained token."""
         return {
             "where": self.where,
             "remarks": self.remarks,
@@ -146,8 +135,8 @@ class ShownRow(NamedTuple):
 
 
 def lines_of(sample: list[ShownToken]) -> Iterator[list[ShownToken]]:
-    """The tokens of a sample in lines: a line ends after a line break in the text, and where learning begins
-    or ends, so all tokens of a line are learned, or none is."""
+    """Yield the tokens of a sample in lines, so that all tokens of a line are trained, or none is. A line
+    ends after a line break in the text, and where the loss begins or ends."""
     for _, tokens in groupby(sample, key=lambda token: token.is_learned):
         line: list[ShownToken] = []
         for token in tokens:
@@ -160,16 +149,14 @@ def lines_of(sample: list[ShownToken]) -> Iterator[list[ShownToken]]:
 
 
 def visible(text: str) -> str:
-    """The text with a symbol, or a name such as <U+202E>, for each character that cannot be seen.
-
-    A byte that is no part of a character, written as a lone surrogate, becomes <0xE4>.
-    """
+    """Return the text with a symbol, or a name such as <U+202E>, for each invisible character. A byte outside
+    a character, written as a lone surrogate, becomes <0xE4>."""
     shown = "".join(map(_shown, text))
     return _DOTTED_CIRCLE + shown if text and unicodedata.category(text[0]).startswith("M") else shown
 
 
 def visible_name(text: str) -> str:
-    """A name or a message: its spaces stay as they are."""
+    """Return the visible form of a name or a message, with its spaces as they are."""
     return " ".join(map(visible, text.split(" ")))
 
 

@@ -1,4 +1,4 @@
-"""Files become rows: JSON objects with the place they came from."""
+"""Readers of files: rows are JSON objects with their place in the file."""
 
 from patch.data.readers.rows import Row, SetReader, read_rows, shown_progress
 

@@ -1,4 +1,4 @@
-"""Reads the values of JSON text: one on each line (JSONL), or a text that is held whole, such as a list."""
+"""Reads the values of JSON text: one on each line (JSONL), or a text held whole in memory, such as a list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patch.errors import DataError
 
 LONGEST_ROW = 1 << 28
 LONGEST_TEXT = 1 << 32
-"""Bytes of a text that is not JSONL, which memory holds."""
+"""Most bytes of a text that is not JSONL; memory holds it whole."""
 NOT_UTF8 = "which is not UTF-8; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
 _PIECE_BYTES = 1 << 18
 _BLANKS = " \t\r\n"
@@ -25,11 +25,7 @@ _BLANK = re.compile(f"[{_BLANKS}]*")
 
 
 def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
-    """Place and value of each row. Of JSONL memory holds one row, of other JSON the whole text.
-
-    Args:
-        path: the file, for messages.
-        stream: its text in UTF-8.
+    """Yield place and value of each row of a UTF-8 text. Memory holds one row of JSONL, or all of other JSON.
 
     Raises:
         DataError: malformed JSON, a line of JSONL over 256 MiB, or another text over 4 GiB.
@@ -51,7 +47,7 @@ def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
                 value = orjson.loads(line)
             except orjson.JSONDecodeError as error:
                 if not error.msg.startswith(("unexpected end of data", "unexpected content after")):
-                    _parse(path, line, number)  # raises: more text would not mend it
+                    _parse(path, line, number)  # raises: more text would not help
                 break  # the rest is no JSONL
             yield f"line {number}", value
         else:
@@ -64,13 +60,7 @@ def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
 
 
 def _values(path: Path, text: bytes, line: int) -> Iterator[tuple[str, Any]]:
-    """Place and value of each value of a text, and of each one of its lists.
-
-    Args:
-        path: the file, for messages.
-        text: one value, or several one after another.
-        line: where it begins in the file.
-    """
+    """Yield place and value of each value in a text, or of each item of a list. The text begins at `line`."""
     found: Iterable[tuple[int, Any]]
     try:
         found = [(line, orjson.loads(text))]
@@ -85,13 +75,8 @@ def _values(path: Path, text: bytes, line: int) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(path: Path, text: str, line: int) -> Iterator[tuple[int, Any]]:
-    """Line and value of each of several values. Python's scanner finds where a value ends; orjson reads it.
-
-    Args:
-        path: the file, for messages.
-        text: a character for each byte: its signs are ASCII, and orjson checks that the rest is UTF-8.
-        line: where it begins in the file.
-    """
+    """Yield line and value of each of several values. Python's scanner finds the end of a value; orjson reads
+    it. `text` has a character per byte: JSON's signs are ASCII, and orjson checks that the rest is UTF-8."""
     scan, end = json.JSONDecoder(parse_int=len).raw_decode, 0  # int refuses 4,300 digits
     while (start := _BLANK.match(text, end).end()) < len(text):  # type: ignore[union-attr]  # it may be empty
         line += text.count("\n", end, start)
@@ -109,7 +94,6 @@ def _joined(path: Path, text: str, line: int) -> Iterator[tuple[int, Any]]:
 
 
 def _parse(path: Path, data: bytes, line: int) -> Any:
-    """The value of a text that begins at this line."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -120,7 +104,7 @@ def _parse(path: Path, data: bytes, line: int) -> Any:
             what = f"{error.msg}, got {found!r}"
         try:
             data.decode()
-        except UnicodeDecodeError as undecodable:  # orjson reports each at the first character
+        except UnicodeDecodeError as undecodable:  # orjson reports it at the first character
             before = data.count(b"\n", 0, undecodable.start)
             what = f"got {data[undecodable.start : undecodable.end]!r}, {NOT_UTF8}"
         raise _malformed(path, line + before, what) from error

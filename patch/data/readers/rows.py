@@ -1,7 +1,7 @@
-"""Reads the rows of a file (JSON, JSONL, CSV, all also compressed, parquet or Arrow), and those of a set.
+"""Reads the rows of a file (JSON, JSONL, CSV, each also compressed, parquet or Arrow) or of a data set.
 
-The file's first bytes decide what it is. CSV has none of its own, so there the name counts too. Memory does
-not grow with the file: it holds one row, or one batch of a parquet file's rows.
+The first bytes of a file decide its kind. CSV has no such bytes, so its name counts too. Memory holds one
+row or one batch of parquet rows; only a JSON list is held whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rich.progress import TextColumn
 
 from patch.data.readers.json_rows import json_rows
-from patch.data.readers.tables import KINDS, Reached, arrow_rows, csv_rows, text_rows
+from patch.data.readers.tables import KINDS, ReadShare, arrow_rows, csv_rows, text_rows
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.progress import LineTimer, ProgressBar, is_terminal
@@ -47,37 +47,38 @@ _OTHER_KINDS = {
     **dict.fromkeys(_CODECS, "compressed twice; unpack it"),
     **{magic: f"a compressed {kind} file or stream; unpack it" for magic, kind in KINDS.items()},
 }
-"""Files that users give by mistake: their first bytes, and what they are."""
+"""Files that users give by mistake: their first bytes, and their kind."""
 
 
 class Row(NamedTuple):
     """One object of the file."""
 
     place: str
-    """Its position, for messages: "line 7" of JSONL or CSV, "row 7" of a list or parquet; counted from 1."""
+    """Position for messages: "line 7" of JSONL or CSV, "row 7" of a list or parquet; counted from 1."""
     value: dict[str, Any]
 
 
-def read_rows(path: Path, *, splits_text: bool = False, reached: Reached | None = None) -> Iterator[Row]:
-    """The rows of a file in their order.
+def read_rows(path: Path, *, splits_text: bool = False, reached: ReadShare | None = None) -> Iterator[Row]:
+    """Yield the rows of a file in order: JSON, CSV, TSV, parquet, Arrow or plain text.
 
-    A file is a JSON list of objects, one JSON object on each line (JSONL), JSON objects one after another
-    over any number of lines, one object with the list of them under `data`, CSV or TSV, any of these
-    compressed by gzip or zstd; or parquet or Arrow. A UTF-8 byte-order mark and blank lines are skipped. In
-    rows of a parquet or Arrow file, keys without a value (null) are absent. A .txt file that is no JSON is
-    one row with the key `text`; with `splits_text` each run of lines between blank ones is a row.
-    `reached` is kept up to date.
+    JSON is a list of objects, one object on each line (JSONL), or objects one after another over any number
+    of lines. JSON may also be one object with the list under `data`. JSON, CSV and TSV may be compressed by
+    gzip or zstd. A UTF-8 byte-order mark and blank lines are skipped. In rows of parquet or Arrow, keys with
+    a null value are absent. A .txt file that is not JSON is one row with the key `text`.
 
+    Args:
+        splits_text: each run of lines between blank lines of a .txt file is a row.
+        reached: is kept up to date.
     Raises:
-        DataError: the file cannot be read, is damaged, of another kind or in another encoding, has malformed
-            JSON (the message names the line), a row over 256 MiB, a row that is not an object, or no rows; or
-            there is not enough memory for a row. The rows before the fault are given first.
+        DataError: the file cannot be read, is damaged, or is of another kind or encoding. Or it has malformed
+            JSON (the message names the line), a row over 256 MiB, a row that is not an object, or no rows. Or
+            a row needs more memory than there is. The rows before the fault are given first.
     """
     empty = True
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path}: is a pipe or a device, expected a file of rows")
     try:
-        for place, value in _without_wrapper(_places_and_values(path, splits_text, reached or Reached())):
+        for place, value in _without_wrapper(_places_and_values(path, splits_text, reached or ReadShare())):
             if not isinstance(value, dict):
                 raise DataError(f"{path}: {place}: got {_json_type(value)}, expected an object")
             empty = False
@@ -87,13 +88,14 @@ def read_rows(path: Path, *, splits_text: bool = False, reached: Reached | None 
             f"{path}: cannot be read: {error.strerror or error}; expected a file of rows"
         ) from error
     except MemoryError as error:
-        raise DataError(f"{path}: there is not enough memory for a row of this file") from error
+        what = "a row does not fit into memory, expected rows that fit; free memory or split the row"
+        raise DataError(f"{path}: {what}") from error
     if empty:
         raise DataError(f"{path}: has no rows, expected at least one JSON object")
 
 
 def _without_wrapper(rows: _Places) -> _Places:
-    """The rows; of a file that is one object, those under its key `data`."""
+    """Yield the rows, or the list under the key `data` if the file is one object."""
     first = next(rows, None)
     if first is None:
         return
@@ -107,7 +109,7 @@ def _without_wrapper(rows: _Places) -> _Places:
     yield from chain([first], rows)
 
 
-def _places_and_values(path: Path, splits_text: bool, reached: Reached) -> _Places:
+def _places_and_values(path: Path, splits_text: bool, reached: ReadShare) -> _Places:
     size = max(1, path.stat().st_size)
     with open_to_read(path) as file:
         head = file.read(8)
@@ -131,7 +133,7 @@ def _places_and_values(path: Path, splits_text: bool, reached: Reached) -> _Plac
         except OSError as error:
             if codec is None or error.errno is not None:
                 raise
-            # pyarrow's errors have nothing but a text, such as "Truncated compressed stream".
+            # pyarrow's errors have only a text, such as "Truncated compressed stream".
             what = "ends early" if "Truncated" in str(error) else "is damaged"
             after = "in its first row" if place is None else f"after {place}"
             raise DataError(
@@ -141,16 +143,15 @@ def _places_and_values(path: Path, splits_text: bool, reached: Reached) -> _Plac
 
 
 def _known(head: bytes, kinds: dict[bytes, str]) -> bytes | None:
-    """The first bytes of the kind of which this is the beginning."""
     return next((magic for magic in kinds if head.startswith(magic)), None)
 
 
 def _opened(path: Path, file: Any, codec: str | None) -> io.BufferedReader:
-    """The text of a file, decompressed, from behind its byte-order mark; what is no UTF-8 text is refused."""
+    """Open the decompressed text of a file after its byte-order mark. Refuse anything but UTF-8 text."""
     if codec is not None:
         import pyarrow  # only tables and compressed files need it
 
-        # It refuses data that ends early, and zstd windows over 128 MiB.
+        # pyarrow refuses data that ends early, and zstd windows over 128 MiB.
         file = pyarrow.CompressedInputStream(file, codec)
     stream = io.BufferedReader(file, _BUFFER_BYTES)
     head = stream.peek(8)
@@ -176,15 +177,12 @@ def _json_type(value: Any) -> str:
 
 
 class SetReader(Generic[Made]):
-    """Reads the rows of files in batches, and knows how much of the files has been read.
+    """Reader of the rows of files in batches, which knows how much of the files has been read.
 
     Args:
-        files: read in this order.
-        make: from a file and its row, what is wanted, and its size: of plain JSON about as many bytes as were
-            read of the file.
-        most_rows: a batch has no more.
+        make: maps a file and a row to a result and its size: for plain JSON, about the bytes that were read.
+        most_rows: most rows of a batch.
         most_bytes: a batch ends with the row that reaches this size.
-        splits_text: see `read_rows`.
     """
 
     def __init__(
@@ -199,22 +197,21 @@ class SetReader(Generic[Made]):
         self._most_rows, self._most_bytes = most_rows, most_bytes
         self._sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
         self._read = 0
-        """Bytes of the files that were read, estimated."""
 
     @property
     def share(self) -> float:
-        """The share of all bytes that is read, estimated."""
+        """Estimated share of all bytes that was read."""
         return self._read / max(1, sum(self._sizes))
 
     def batches(self) -> Iterator[list[Made]]:
-        """The results for all rows, in order."""
+        """Yield the results for all rows, in order."""
         batch: list[Made] = []
         num_bytes = end = 0
         for file, size in zip(self._files, self._sizes, strict=True):
-            end, own, reached = end + size, 0, Reached()
+            end, own, reached = end + size, 0, ReadShare()
             for row in read_rows(file, splits_text=self._splits_text, reached=reached):
                 made, length = self._make(file, row)
-                # Rows of a compressed file are longer than what is read of it; a short file is read at once.
+                # Rows of a compressed file are longer than the bytes read; a short file is read at once.
                 own += length
                 self._read = end - size + int(min(own, size * reached.share))
                 batch.append(made)
@@ -229,13 +226,7 @@ class SetReader(Generic[Made]):
 
 @contextmanager
 def shown_progress(title: str, reader: SetReader[Made]) -> Iterator[Callable[[str], None]]:
-    """A context with a function that shows how far the work is: in a bar on a terminal, else in log lines.
-
-    Args:
-        title: what is done.
-        reader: knows how much is read.
-    Yields:
-        the function; it is given what was done, such as "12 rows".
+    """Yield a function that shows what was done, such as "12 rows": in a bar, or without terminal in the log.
     """
     timer = LineTimer()
 

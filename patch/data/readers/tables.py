@@ -1,4 +1,4 @@
-"""Reads the rows of a table, a few at a time: CSV, TSV, parquet, Arrow; and the documents of plain text."""
+"""Reads the rows of tables, a few at a time: CSV, TSV, parquet, Arrow; and the documents of plain text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DELIMITERS = ",\t;"
 
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 KINDS = {_PARQUET: "parquet", _ARROW_FILE: "Arrow", _ARROW_STREAM: "Arrow"}
-"""The first bytes of binary tables. Hugging Face's `save_to_disk` writes streams."""
+"""First bytes of binary tables. Hugging Face's `save_to_disk` writes streams."""
 
 _ROWS_AT_ONCE = 128
 """Few, because compression hides how long the rows are."""
@@ -30,25 +30,21 @@ _Rows = Iterator[tuple[str, dict[str, str]]]
 
 
 @dataclass
-class Reached:
-    """How much of a file was read for the rows so far, as a share; 1 if that is not known."""
+class ReadShare:
+    """Share of a file that was read for the rows so far; 1 if unknown."""
 
     share: float = 1.0
 
 
 def csv_rows(path: Path, stream: BufferedReader) -> _Rows:
-    """Place and value of each row; memory holds one row. Every cell is a text.
+    """Yield place and value of each row of a UTF-8 text. Memory holds one row. Every cell is a text.
 
-    What separates the cells is the comma, tabulator or semicolon that the first line has most of. A cell in
-    quotation marks may hold it, and line feeds; a quotation mark is doubled there.
-
-    Args:
-        path: the file, for messages.
-        stream: its text in UTF-8; the first row names the columns.
+    The first row names the columns. The delimiter is the comma, tab or semicolon that is most frequent in the
+    first line. A quoted cell may hold delimiters and line feeds; a quotation mark is doubled there.
 
     Raises:
-        DataError: the text is not UTF-8, a row has not as many cells as the first one, a quotation mark is
-            not closed, a cell is over 256 MiB, or two columns have one name.
+        DataError: the text is not UTF-8; a row has more or fewer cells than the first row; a quotation mark
+            is not closed; a cell is over 256 MiB; or two columns have the same name.
     """
     csv.field_size_limit(LONGEST_ROW)
     lines = _lines(path, stream)
@@ -76,12 +72,7 @@ def csv_rows(path: Path, stream: BufferedReader) -> _Rows:
 
 
 def text_rows(path: Path, stream: BufferedReader, splits_text: bool) -> _Rows:
-    """Place and text of each document, which memory holds: the whole file, or lines between blank ones.
-
-    Args:
-        path: the file, for messages.
-        stream: its text in UTF-8.
-        splits_text: whether blank lines divide documents.
+    """Yield place and text of each document: the whole file, or with `splits_text` lines between blank lines.
 
     Raises:
         DataError: the text is not UTF-8.
@@ -105,19 +96,14 @@ def _lines(path: Path, stream: BufferedReader, kind: str = "CSV") -> Iterator[st
             raise DataError(f"{path}: line {number}: malformed {kind}: got {got!r}, {NOT_UTF8}") from error
 
 
-def arrow_rows(path: Path, magic: bytes, reached: Reached) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and value of each row; memory holds few rows, of parquet also one page of each column.
+def arrow_rows(path: Path, magic: bytes, reached: ReadShare) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and value of each row. Memory holds a few rows, and of parquet one page of each column.
 
-    A null in a struct is an absent key: all rows have the same keys. Dates, decimals and binary columns
-    become Python's objects.
-
-    Args:
-        path: the file.
-        magic: its first bytes, of `KINDS`.
-        reached: is kept up to date where a file says how many rows it has.
+    A null in a struct is an absent key, because all rows have the same keys. Dates, decimals and binary
+    columns become Python's objects. `reached` is kept up to date if the file says how many rows it has.
 
     Raises:
-        DataError: the file is damaged or ends early, or two columns have one name.
+        DataError: the file is damaged or ends early, or two columns have the same name.
         OSError: the file cannot be read.
     """
     number = 0
@@ -138,10 +124,10 @@ def arrow_rows(path: Path, magic: bytes, reached: Reached) -> Iterator[tuple[str
         ) from error
 
 
-def _parquet_batches(path: Path, reached: Reached) -> Iterator[Any]:
+def _parquet_batches(path: Path, reached: ReadShare) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile  # only parquet files need it
 
-    # Threads would be in the way of forked workers; the buffer replaces reading whole columns.
+    # Threads would interfere with forked workers; the buffer replaces reading whole columns.
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         for number, batch in enumerate(file.iter_batches(_ROWS_AT_ONCE, use_threads=False), start=1):
             reached.share = min(1.0, number * _ROWS_AT_ONCE / file.metadata.num_rows)
@@ -157,7 +143,7 @@ def _arrow_batches(path: Path, magic: bytes) -> Iterator[Any]:
             reader = pyarrow.ipc.open_file(file)
             batches: Any = map(reader.get_batch, range(reader.num_record_batches))
         else:
-            # pyarrow takes a stream that is cut between two batches as whole.
+            # pyarrow accepts a stream that is truncated between two batches.
             if file.read_at(len(_STREAM_END), max(0, file.size() - len(_STREAM_END))) != _STREAM_END:
                 raise ValueError("the end of the stream is missing")
             batches = pyarrow.ipc.open_stream(file)
@@ -168,14 +154,13 @@ def _arrow_batches(path: Path, magic: bytes) -> Iterator[Any]:
 
 
 def _check_names(path: Path, names: list[str]) -> None:
-    """Refuse two columns of one name, of which a row could have only one."""
     doubled = [name for name, count in Counter(names).items() if count > 1]
     if doubled:
-        raise DataError(f"{path}: has two columns {doubled[0]!r}, expected a name for each column")
+        raise DataError(f"{path}: two columns are named {doubled[0]!r}, expected unique names; rename one")
 
 
 def _without_nulls(value: Any) -> Any:
-    """A struct has every field that any row has; the ones that this row lacks are null."""
+    """Drop null fields: a struct has every field that any row has."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Conversations become text and tokens, of which the assistant's words are learned; see README.md."""
+"""Rendering of conversations as text and tokens; the assistant's words are trained. See README.md."""
 
 from patch.data.rendering.chat import ChatRenderer
 from patch.data.rendering.encoder import SpanEncoder

@@ -1,6 +1,6 @@
-"""A pool of processes that run foreign code, such as a chat template, with bounded CPU time and memory.
+"""Pool of processes that run foreign code, such as a chat template, with bounded CPU time and memory.
 
-Jinja's sandbox bounds neither, and a signal handler cannot interrupt an operation that does not return to the
+Jinja's sandbox bounds neither. A signal handler cannot interrupt an operation that does not return to the
 interpreter (10 ** 10 ** 10). The kernel's limits bound both. CPU time is limited, not elapsed time, so a busy
 machine causes no refusal.
 """
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import RawArray, active_children, get_context
+from multiprocessing import RawArray, get_context
 from typing import Any
 
 import psutil
@@ -27,16 +27,11 @@ from patch.errors import TrainingError
 SECONDS = 15
 """CPU time for one item; a normal item takes milliseconds."""
 BYTES = 2 << 30
-"""Memory in addition to what the parent has when it forks."""
+"""Bytes of memory beyond what the parent has when it forks."""
 
 
 class ChildEndedError(Exception):
-    """A process of a pool ended while it worked on one item.
-
-    Args:
-        item: what it worked on.
-        code: the exit code of the process.
-    """
+    """A process of a pool ended while it worked on one item."""
 
     def __init__(self, item: Any, code: int | None) -> None:
         takes_long = code == -signal.SIGXCPU
@@ -45,42 +40,37 @@ class ChildEndedError(Exception):
 
 
 class BoundedMap:
-    """Applies a function to lists of items in forked processes, which live as long as this object.
+    """Map of a function over lists of items, in forked processes that live as long as this object.
 
-    The object cannot be used again after an error, nor after the end of the thread that made it. The function
-    must not use what does not survive a fork (CUDA, threads).
-
-    Args:
-        function: applied to each item, in one of the processes.
-        processes: their number.
-        bounded: limit time and memory; code of our own, which ends, needs as much as a row takes.
+    The object cannot be used after an error, or after the end of the thread that made it. The function must
+    not use anything that does not survive a fork (CUDA, threads). Time and memory are not `bounded` for our
+    own code, which ends and needs memory only for its rows.
 
     Raises:
         TrainingError: a process cannot be started.
     """
 
     def __init__(self, function: Callable[[Any], Any], processes: int = 1, bounded: bool = True) -> None:
-        self._ahead, others = 3 * processes, set(active_children())
+        self._ahead = 3 * processes
         self._slots = RawArray("q", self._ahead)
-        """For each list in work: the process, in the upper 32 bits, and the index of its item."""
+        """For each list in work: the process id in the upper 32 bits, and the index of its item."""
         initial = (function, self._slots, bounded)
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, initial)
-        was_frozen = gc.get_freeze_count() > 0  # by `quick_start`
-        gc.freeze()  # a child must not end garbage of the parent, and wait for threads that it does not have
+        self._processes = self._pool._processes  # which the pool drops at its end
+        gc.collect()  # a child must not finalize the parent's garbage, and wait for threads that it lacks
         try:
             self._pool.submit(int)  # the first call forks all processes
         except OSError as error:
-            for process in set(active_children()) - others:
-                process.kill()  # without a pool the end of this program would wait for them
+            self._kill()
             what = f"no process can be started for the rows: {error.strerror}"
             raise TrainingError(f"{what}; free memory or raise ulimit -u") from error
-        finally:
-            if not was_frozen:
-                gc.unfreeze()
-        self._processes = set(active_children()) - others
+
+    def _kill(self) -> None:
+        for process in [*self._processes.values()]:
+            process.kill()
 
     def __call__(self, lists: Iterable[list[Any]]) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Each list with its results, in order. Meanwhile the processes work on the lists after it.
+        """Yield each list with its results, in order. The processes already work on later lists.
 
         Raises:
             ChildEndedError: an item took too much time, or crashed the interpreter.
@@ -98,19 +88,15 @@ class BoundedMap:
                 yield items, results.result()
         except BrokenProcessPool:
             raise self._ended(pending, items[0]) from None
-        except (KeyboardInterrupt, SystemExit):
-            for process in self._processes:
-                process.kill()  # otherwise the end of this program waits for the lists in work
-            raise
-        except Exception:
-            # The error's traceback keeps the pool alive; a multiprocessing child would wait for it at exit.
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            self._kill()  # otherwise the end of this program waits for the lists in work
             raise
 
     def _ended(self, pending: Iterable[Any], item: Any) -> ChildEndedError:
-        """The error for the process that ended by itself; the pool ends the others by SIGTERM."""
+        """Return the error for the process that ended by itself. The pool ends the others by SIGTERM."""
         self._pool.shutdown()
-        codes = {p.pid: p.exitcode for p in self._processes if p.exitcode not in (0, -signal.SIGTERM)}
+        ended = {pid: process.exitcode for pid, process in self._processes.items()}
+        codes = {pid: code for pid, code in ended.items() if code not in (0, -signal.SIGTERM)}
         for items, slot, results in pending:
             pid, index = divmod(self._slots[slot], 1 << 32)
             if pid in codes and results.exception() is not None:
@@ -119,7 +105,7 @@ class BoundedMap:
 
 
 _work: tuple[Callable[[Any], Any], Any, bool]
-"""The function for each item, the slots, and whether it is bounded, in a process of a pool."""
+"""In a process of a pool: the function for each item, the slots, and whether the function is bounded."""
 
 
 def _begin(*work: Any) -> None:
@@ -129,14 +115,13 @@ def _begin(*work: Any) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     _limit(resource.RLIMIT_CORE, 0)
     if work[2]:
         _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + BYTES)
 
 
 def _results(slot: int, items: list[Any]) -> list[Any]:
-    """The results of a list, in a process of a pool."""
     (function, slots, is_bounded), results = _work, []
     for index, item in enumerate(items):
         slots[slot] = os.getpid() << 32 | index

@@ -1,4 +1,4 @@
-"""Renders rows as samples: lists of spans, of which the assistant's words are learned (see turns.py).
+"""Renders rows as samples: lists of spans, in which the assistant's words are trained (see turns.py).
 
 A chat template is code that comes with a tokenizer, so it runs in other processes (see bounded_process.py).
 """
@@ -18,13 +18,12 @@ from patch.data.tokenizer import backend_of, special_tokens
 from patch.errors import DataError
 
 Samples: TypeAlias = list[list[Span]]
-"""The samples of one row."""
 
 _PROBE = Conversation(PROBE, None, (True, True), "chat template")
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of the token with which the chat template ends an answer; None if there is no such template."""
+    """Return the id of the token that ends an answer, or None if no chat template can be used."""
     try:
         ((*_, answer),) = ChatRenderer(tokenizer).render(_PROBE)
     except DataError:
@@ -34,12 +33,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template, and plain texts without one.
-
-    Args:
-        tokenizer: has the chat template.
-        options: which turns are learned, and what special tokens in the rows mean; None: see `RenderOptions`.
-    """
+    """Renderer of conversations with a tokenizer's chat template, and of plain texts without one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions | None = None) -> None:
         self._options = options or RenderOptions()
@@ -50,18 +44,16 @@ class ChatRenderer:
         self._is_probed = False
 
     def render(self, row: Conversation | Text) -> Samples:
-        """The samples of one row, made in a process of their own; see `samples`."""
+        """Return the samples of one row, made in a separate process; see `samples`."""
         try:
             ((_, (samples,)),) = BoundedMap(self.samples)([[row]])
         except ChildEndedError as error:
-            raise self.blame(error) from error
+            raise self.child_error(error) from error
         return samples
 
-    def blame(self, error: ChildEndedError) -> DataError:
-        """The error for an item, which has a `where`, on which template or tokenizer ended their process.
-
-        The kernel kills a process for want of memory, whichever process needs it.
-        """
+    def child_error(self, error: ChildEndedError) -> DataError:
+        """Return the error for an item (it has a `where`) whose template or tokenizer ended the process. If
+        memory is short, the kernel may kill this process although another process needs the memory."""
         if error.was_killed:
             return DataError(
                 f"{error.item.where}: the process that tokenizes this row was killed, perhaps because the "
@@ -72,13 +64,14 @@ class ChatRenderer:
         return DataError(f"{error.item.where}: {both} {error}; {FOREIGN_CURE}")
 
     def samples(self, row: Conversation | Text) -> Samples:
-        """The samples of one row: usually one, none if there is nothing to learn, several if a template
-        writes earlier turns differently once others follow. The spans of a sample, concatenated, are the text
-        up to the last learned turn.
+        """Return the samples of one row: usually one, or none if there are no trained tokens.
 
-        It runs the template, so call it where time and memory are bounded. A turn without words stays as
-        context and is not learned. Before the first conversation the template is tried on a short one of our
-        own.
+        There are several samples if the template writes earlier turns differently once later turns follow.
+        The spans of a sample, concatenated, are the text up to the last trained turn. A turn without words is
+        context only.
+
+        This runs the template, so call it where time and memory are bounded. Before the first conversation,
+        the template is tried on a short probe.
 
         Raises:
             DataError: the template fails, refuses a conversation, loses a part of it, does not let an answer
@@ -100,19 +93,16 @@ class ChatRenderer:
 
     @property
     def headers(self) -> tuple[str, str]:
-        """The template's text before a question that follows an answer, and before an answer.
-
-        "" where it is unknown. It tries the template in this process, whose time and memory must be bounded.
-        """
+        """Template text before a question that follows an answer, and before an answer; "" if unknown. This
+        runs the template in this process, whose time and memory must be bounded."""
         return self._template.question_header, self._template.prompt
 
     def holds_special_token(self, row: Conversation | Text) -> bool:
-        """Whether a text of the row spells out a special token."""
+        """Return whether a text of the row spells out a special token."""
         parts = [*self._words(row)] if isinstance(row, Text) else [row.messages, row.tools]
         return self._marker.is_in(parts)
 
     def _turns(self, row: Conversation) -> list[int]:
-        """The indices of the messages that are learned."""
         answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
         first = 0
         if self._options.train_on == "last" and answers:
@@ -139,7 +129,7 @@ class ChatRenderer:
         return [[*([Span(self._bos, False)] if self._bos else []), *context, answer]]
 
     def _words(self, row: Text) -> tuple[str, str]:
-        """The prompt ("" if there is none) and the text, without the bos and eos tokens that are written."""
+        """Return prompt ("" if there is none) and text, without bos and eos tokens, which follow later."""
         text = row.text.removesuffix(self._tokenizer.eos_token or "")
         if row.prompt:
             return row.prompt.removeprefix(self._bos), text
@@ -150,7 +140,7 @@ class ChatRenderer:
 
 
 def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The bos token, if the tokenizer writes it before a text; otherwise ""."""
+    """Return the bos token if the tokenizer writes it before a text, else ""."""
     backend = backend_of(tokenizer)
     # Not `tokenizer("")`: it starts the threads of tokenizers, which do not survive a fork.
     ids = [] if backend is None else backend.encode("").ids
@@ -159,12 +149,12 @@ def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """The spans of a sample, in which one learned span reaches from the first such span to the end."""
+    """Join all spans from the first trained span to the end into one trained span."""
     begin = next(index for index, span in enumerate(spans) if span.learned)
     return [*spans[:begin], spans[begin]._replace(text="".join(span.text for span in spans[begin:]))]
 
 
 def _normal(message: Message) -> Message:
-    """The message as templates expect it: a content that is a text, and no keys without a value."""
+    """Return the message as templates expect it: a text as content, and no keys without a value."""
     kept = {key: value for key, value in message.items() if value is not None and value != []}
     return {**kept, "content": kept.get("content", "")}

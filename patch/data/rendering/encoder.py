@@ -1,13 +1,14 @@
-"""Encodes spans with any tokenizer; special tokens that the row's own text spells out become text.
+"""Encodes spans with any fast tokenizer. Special tokens that a row's own text spells out become text.
 
 A copy of the tokenizer knows every special token under another name, which no text can spell, with the same
-id. The special tokens that the chat template wrote are renamed before a text is encoded; what else looks like
-one is text to the copy. Where no row spells out a special token, the ids are those of the tokenizer itself.
+id. Special tokens that the chat template wrote are renamed before a text is encoded. Any other text that
+looks like a special token is plain text to the copy. If no row spells out a special token, the ids are those
+of the tokenizer itself.
 
-The prefix space that tokenizers of LLaMA 2's kind write is left out where a span continues a text.
+Tokenizers like LLaMA 2's write a prefix space. It is left out where a span continues a text.
 
-Prompt and answer are encoded separately, because generation encodes the prompt alone; encoded together,
-byte-level BPE could merge the last characters of the header with the first ones of the answer.
+Prompt and answer are encoded separately, because generation encodes the prompt alone. If they were encoded
+together, byte-level BPE could merge the end of the header with the beginning of the answer.
 """
 
 from __future__ import annotations
@@ -29,26 +30,22 @@ _NAME_BYTES = 16
 
 
 class _Piece(NamedTuple):
-    """A text to encode, and which tokenizer encodes it."""
+    """Text to encode, and the choice of the tokenizer for it."""
 
     text: str
     has_prefix: bool
     """Whether the tokenizer may write its prefix space."""
     skipped: int = 0
-    """Number of ids at its begin that belong to the span before."""
+    """Ids at its beginning that belong to the span before."""
 
 
 class SpanEncoder:
-    """Encodes the spans of samples.
-
-    With a large vocabulary it takes seconds to make: make it once. It can be used after a fork.
+    """Encoder of the spans of samples. It can be used after a fork. Make it once: it takes seconds.
 
     Args:
-        tokenizer: a fast tokenizer, one with a `tokenizers.Tokenizer` behind it.
-        allow_special_tokens: special tokens that a row's text spells out are encoded as such, not as text.
-
+        allow_special_tokens: encode special tokens that a row's text spells out as such, not as text.
     Raises:
-        DataError: the tokenizer is not a fast one.
+        DataError: the tokenizer is not a fast one, with a `tokenizers.Tokenizer` behind it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
@@ -61,7 +58,7 @@ class SpanEncoder:
         described = orjson.loads(backend.to_str())
         added = described["added_tokens"]
         spelled_out: set[str] = set()
-        """The special tokens that are text where a row spells them out."""
+        """Special tokens that become text where a row spells them out."""
         if not allow_special_tokens:
             spelled_out = {token["content"] for token in added if token["special"]}
             spelled_out |= {token["content"] for token in added} & set(tokenizer.all_special_tokens)
@@ -77,7 +74,7 @@ class SpanEncoder:
         )
         self._longest = max((len(token["content"]) for token in added), default=0)
         self._names = {token: secrets.token_hex(_NAME_BYTES) for token in spelled_out}
-        """The other name of each special token."""
+        """Replacement name of each special token."""
         _rename(described, self._names)
         self._tokenizer = self._without_prefix = _made(described)
         schemes = _remove_prefix(described)
@@ -87,7 +84,7 @@ class SpanEncoder:
         """Whether the prefix space is also written after each added token."""
 
     def encode(self, samples: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
-        """The ids of each span of each sample. The tokenizer's threads share the work.
+        """Return the ids of each span of each sample. The tokenizer's threads share the work.
 
         Raises:
             Exception: the tokenizer cannot encode a text (tokenizers raises no other class).
@@ -111,14 +108,13 @@ class SpanEncoder:
         return ids
 
     def _pieces(self, sample: Sequence[Span]) -> list[list[_Piece]]:
-        """The pieces of each span; most spans are one piece."""
         pieces: list[list[_Piece]] = []
         before = ""
         for span in sample:
             if span.begins_text or not before:
                 pieces.append([_Piece(self._renamed(span.text), True)])
             elif (token := self._last_added(before)) is not None:
-                # After its token, as the whole text would be encoded: some tokens take the blanks after them.
+                # Encode the token too, as in the whole text: some tokens absorb the blanks after them.
                 pieces.append([_Piece(self._renamed(token + span.text), True, skipped=1)])
             else:
                 pieces.append(self._continued(span.text))
@@ -126,7 +122,7 @@ class SpanEncoder:
         return pieces
 
     def _continued(self, text: str) -> list[_Piece]:
-        """The pieces of a text that continues other text."""
+        """Return the pieces of a text that continues other text."""
         if self._without_prefix is self._tokenizer:
             return [_Piece(self._renamed(text), True)]
         found = self._added_with_blanks.search(text) if self._is_prefix_after_tokens else None
@@ -135,27 +131,20 @@ class SpanEncoder:
         return head if end == len(text) else [*head, _Piece(self._renamed(text[end:]), True)]
 
     def _last_added(self, text: str) -> str | None:
-        """The added token that a text ends with."""
         found = self._added_at_end.search(text, max(0, len(text) - self._longest))
         return None if found is None else found[0]
 
     def _renamed(self, text: str) -> str:
-        """The text for the tokenizer: with the template's special tokens renamed, and without marks."""
+        """Rename the template's special tokens in a text, and remove the marks."""
         return unmarked(self._added.sub(lambda match: self._names.get(match[0], match[0]), text))
 
 
 def _made(described: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a description."""
     return Tokenizer.from_str(orjson.dumps(described).decode())
 
 
 def _rename(described: dict[str, Any], names: dict[str, str]) -> None:
-    """Give tokens other names, in place, wherever the description of a tokenizer has them.
-
-    Args:
-        described: what `tokenizers.Tokenizer.to_str` writes.
-        names: the new name of each token that gets one.
-    """
+    """Rename tokens, in place, wherever a tokenizer description (`tokenizers.Tokenizer.to_str`) has them."""
 
     def renamed(token: Any) -> Any:
         return names.get(token, token)
@@ -167,7 +156,7 @@ def _rename(described: dict[str, Any], names: dict[str, str]) -> None:
         model["unk_token"] = renamed(model["unk_token"])
     if isinstance(model["vocab"], dict):
         if names.keys().isdisjoint(model["vocab"]):
-            return  # the usual case with BPE: only the list of added tokens has them, so no merge does
+            return  # the usual case with BPE: the tokens are only in the list of added tokens, so in no merge
         model["vocab"] = {renamed(token): id_ for token, id_ in model["vocab"].items()}
     else:  # Unigram: a list with the score of each token
         model["vocab"] = [[renamed(token), score] for token, score in model["vocab"]]
@@ -176,13 +165,13 @@ def _rename(described: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _makes(pair: str | list[str], names: dict[str, str]) -> bool:
-    """Whether a merge of BPE makes one of the tokens out of text, or needs one."""
+    """Return whether a BPE merge makes or needs one of the tokens."""
     first, second = pair.split(" ", 1) if isinstance(pair, str) else pair
     return first + second in names or first in names or second in names
 
 
 def _remove_prefix(described: Any) -> set[str]:
-    """Remove the prefix space from the description of a tokenizer, in place; where it was written."""
+    """Remove the prefix space from a tokenizer description, in place. Return the schemes that wrote it."""
     if isinstance(described, list):
         return set().union(*map(_remove_prefix, described))
     if not isinstance(described, dict):
@@ -203,5 +192,4 @@ def _remove_prefix(described: Any) -> set[str]:
 
 
 def _steps_of(described: dict[str, Any]) -> list[Any]:
-    """The parts of a normalizer or pre-tokenizer that is a sequence."""
     return [*described.get("normalizers", ()), *described.get("pretokenizers", ())]

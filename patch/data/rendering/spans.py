@@ -1,8 +1,8 @@
-"""Spans: pieces of a rendered conversation; how rows are rendered; special tokens in them.
+"""Spans: pieces of a rendered conversation; options of rendering; marks in special tokens.
 
-Special tokens that a row's own text spells out are marked, so that they can be encoded as text. A lone
-surrogate inside such a token separates it from those that the chat template writes. No text of a file holds
-one, Jinja passes it on, and the encoder takes it out again.
+Special tokens that a row's own text spells out are marked, so that they can be encoded as text. The mark is a
+lone surrogate inside the token, which distinguishes it from the chat template's tokens. No text of a file
+holds a lone surrogate, Jinja passes it on, and the encoder removes it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,26 @@ from patch.config.choices import TrainOn
 
 
 class Span(NamedTuple):
-    """A piece of a sample's text, whose tokens are all learned or all not learned.
-
-    The text is *marked*: special tokens that the row's own text spells out are interrupted by
-    `special_tokens.MARK`, so every special token that can be found in it was written by the template.
-    `special_tokens.unmarked` gives the text as people read it.
-    """
+    """Piece of a sample's text. All of its tokens are trained, or none is. The text is *marked*: `MARK`
+    is inserted into special tokens that the row's own text spells out, so an intact special token comes from
+    the template. `unmarked` returns the readable text."""
 
     text: str
     learned: bool
     begins_text: bool = False
-    """Encoded as the beginning of a text, with the prefix space of tokenizers that write one, although other
-    spans come before. The first span of a sample is always encoded so."""
-    begins_turn: bool = False
-    """The user speaks here, and what comes before is not learned."""
+    """Whether the span is encoded as the beginning of a text, with the prefix space of some tokenizers,
+    although other spans precede it. The first span of a sample is always encoded so."""
+    begins_user_turn: bool = False
+    """Whether the user speaks here, after text that is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """How rows are rendered: by default all turns are learned, and special tokens in the rows are text.
+    """Options of rendering. By default all turns are trained, and special tokens in the rows are text.
 
     Args:
-        train_on: learn all turns of the assistant, or only what it says after the last message of the user.
-        allow_special_tokens: special tokens that a row's text spells out are encoded as such, not as text.
+        train_on: "all" turns of the assistant, or "last": only turns after the last message of the user.
+        allow_special_tokens: encode special tokens that a row's text spells out as such, not as text.
     """
 
     train_on: TrainOn = "all"
@@ -50,31 +47,27 @@ MARK = "\ud800"
 
 
 def unmarked(text: str) -> str:
-    """The text without marks."""
+    """Return the text without marks."""
     return text.replace(MARK, "")
 
 
 def any_of(tokens: Iterable[str]) -> str:
-    """A pattern of the tokens; the longest comes first, as tokenizers prefer it."""
+    """Return a pattern of the tokens. The longest token comes first, as tokenizers prefer it."""
     return "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or r"(?!)"
 
 
 class SpecialTokenMarker:
-    """Marks the special tokens that are spelled out in texts.
-
-    Args:
-        tokens: the special tokens.
-    """
+    """Marks the special tokens that are spelled out in texts."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         tokens = list(tokens)
         self._tokens = re.compile(any_of(tokens))
-        # The first characters of a token at the end of a text: a template could write the others after it.
+        # The first characters of a token at the end of a text: a template could write the rest after them.
         self._beginnings = tuple({token[:size] for token in tokens for size in range(1, len(token))})
         self._ends = frozenset(text[-1] for text in self._beginnings)
 
     def marked(self, value: Any) -> Any:
-        """A copy of JSON-like data in which every special token in a text, or in a key, is marked."""
+        """Return a copy of JSON-like data with every special token in texts and keys marked."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
@@ -84,7 +77,7 @@ class SpecialTokenMarker:
         return value
 
     def is_in(self, value: Any) -> bool:
-        """Whether a text or a key of JSON-like data spells out a special token."""
+        """Return whether a text or a key of JSON-like data spells out a special token."""
         if isinstance(value, str):
             return self._tokens.search(value) is not None
         if isinstance(value, dict):
@@ -99,5 +92,5 @@ class SpecialTokenMarker:
 
 
 def _interrupted(token: str) -> str:
-    """The token with a mark after each character, as tokens may contain each other."""
+    """Put a mark after each character, because tokens may contain each other."""
     return MARK.join(token) + (MARK if len(token) == 1 else "")

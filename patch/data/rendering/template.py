@@ -24,32 +24,31 @@ from patch.logger import get_logger
 _logger = get_logger(__name__)
 
 PROBE: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-"""A short conversation of our own, which shows how a template writes an answer."""
+"""Short conversation that shows how a template writes an answer."""
 _ANSWERS: list[Message] = [PROBE[1], {"role": "assistant", "content": "reply"}]
 CURE = "use a chat template that writes the generation prompt before, and a special token after, each answer"
 FOREIGN_CURE = "use the chat template that the model was published with"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _FRAME_LENGTH = 1 << 16
 _LENGTH_RATIO = 16
-"""A template may write _FRAME_LENGTH characters for a message, and this many for each of its characters."""
+"""A template may write _FRAME_LENGTH characters per message, and this many per character of the message."""
 
 
 @dataclass(frozen=True)
 class MarkedChat:
-    """A conversation as the template gets it: its texts are marked."""
+    """Conversation as the template gets it, with marked texts."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     where: str
-    """File and row, for error messages."""
 
     def beginning(self, count: int) -> MarkedChat:
-        """The first messages of the chat."""
+        """Return the chat with only its first messages."""
         return MarkedChat(self.messages[:count], self.tools, self.where)
 
     @cached_property
     def longest_text(self) -> int:
-        """Characters that a template may write for this chat."""
+        """Most characters that a template may write for this chat."""
         num_frames = len(self.messages) + len(self.tools or ())
         return _FRAME_LENGTH * num_frames + _LENGTH_RATIO * _length((self.messages, self.tools))
 
@@ -58,11 +57,7 @@ _PROBE_CHAT = MarkedChat(PROBE, None, "chat template")
 
 
 class Template:
-    """Applies a tokenizer's chat template; a template is foreign code, which can raise anything.
-
-    Args:
-        tokenizer: has the template.
-    """
+    """Chat template of a tokenizer. It is foreign code, which can raise anything."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +68,7 @@ class Template:
         self.name = template_name(tokenizer)
 
     def marks_answers(self, chat: MarkedChat) -> bool:
-        """Whether the template for this row has `{% generation %}` around what the assistant says."""
+        """Return whether the template for this row has `{% generation %}` around the assistant's words."""
         if self._tokenizer.chat_template is None:
             raise DataError(
                 f"tokenizer: {self._tokenizer.name_or_path} has no chat template, which conversations need; "
@@ -85,7 +80,7 @@ class Template:
             return _GENERATION.search(self._tokenizer.get_chat_template(None, chat.tools)) is not None
 
     def write(self, chat: MarkedChat, *, generate: bool = False) -> str:
-        """The text of a conversation; with `generate` the prompt for the next answer follows.
+        """Return the text of a conversation; with `generate`, the prompt for the next answer follows.
 
         Raises:
             DataError: the template fails, refuses the conversation, or writes far more than it was given.
@@ -98,13 +93,13 @@ class Template:
         return str(text)
 
     def write_marked(self, chat: MarkedChat) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where each `{% generation %}` block of it begins and ends.
+        """Return the text of a conversation, and the begin and end of each `{% generation %}` block.
 
         Raises:
             DataError: see `write`.
         """
         with self._refusing(chat):
-            # The second of what it returns, which its annotation leaves out, is where the blocks are.
+            # It also returns the positions of the blocks, which its annotation leaves out.
             rendered: Any = render_jinja_template(
                 [chat.messages],
                 tools=cast(list, chat.tools),
@@ -117,31 +112,23 @@ class Template:
         return text, blocks
 
     def has_words(self, text: str) -> bool:
-        """Whether there is more in a text than special tokens and blanks."""
+        """Return whether a text has more than special tokens and blanks."""
         return bool(self._special.sub("", text).strip())
 
     def begin_of_block(self, text: str, start: int) -> int:
-        """Where the answer begins that a `{% generation %}` block writes: after the header, if that is in it.
-
-        Args:
-            text: the text of the conversation.
-            start: where the block begins.
-        """
+        """Return where the answer of a `{% generation %}` block begins: after the header, if it has one."""
         size = len(self.prompt)
         header = text.find(self.prompt, max(0, start - size), start + size)
         return start if header < 0 else max(start, header + size)
 
     def end_of_turn(self, text: str, start: int, end: int, where: str) -> int:
-        """Where a turn ends: after the tokens that end it, which may follow the turn's block.
+        """Return the position after the turn's end tokens, which may stand after `end`.
 
         Args:
-            text: the text of the conversation.
-            start: where the turn's words begin.
-            end: where that ends which the template writes for the turn.
-            where: file and row, for error messages.
-
+            start: begin of the turn's words.
+            end: end of the template's text for the turn.
         Raises:
-            DataError: no special token is the last of the turn, or follows it.
+            DataError: no special token ends the turn or follows it.
         """
         following = self._special_with_blanks.match(text, end)
         assert following is not None, "it matches nothing too"
@@ -154,7 +141,7 @@ class Template:
         return last
 
     def turns_of(self, text: str) -> list[str]:
-        """A text, divided where the user speaks after an answer (see `question_header`)."""
+        """Split a text where the user speaks after an answer (see `question_header`)."""
         if not self.question_header:
             return [text]
         first, *others = text.split(self._end_token + self.question_header)
@@ -164,14 +151,14 @@ class Template:
 
     @cached_property
     def question_header(self) -> str:
-        """The template's text between an answer and the user's next words; "" if that is unknown."""
+        """Template text between an answer and the user's next words; "" if unknown."""
         after_end = self._after_answer([PROBE[0]]).partition(self._end_token)[2]
         header, question, _ = after_end.partition(PROBE[0]["content"])
         return header if question else ""
 
     @cached_property
     def header(self) -> str:
-        """The template's text before an answer, where it has no generation prompt."""
+        """Template text before an answer if the template has no generation prompt, else ""."""
         question = _PROBE_CHAT.beginning(1)
         if self.write(question, generate=True) != self.write(question) or not self.prompt:
             return ""
@@ -185,11 +172,9 @@ class Template:
 
     @cached_property
     def prompt(self) -> str:
-        """The template's text before an answer: its generation prompt, or else its header.
-
-        The header is what two different answers have in common at their beginning. Blanks before the words
-        belong to the words, as LLaMA 2's tokenizer has them.
-        """
+        """Template text before an answer: the generation prompt, or else the header. The header is the common
+        beginning of two different answers. Whitespace before the words belongs to the words, as LLaMA 2's
+        tokenizer has them."""
         question = _PROBE_CHAT.beginning(1)
         told, prompt = self.write(question), self.write(question, generate=True)
         answers = [self.write(MarkedChat([PROBE[0], answer], None, _PROBE_CHAT.where)) for answer in _ANSWERS]
@@ -200,14 +185,8 @@ class Template:
 
     @cached_property
     def _end_token(self) -> str:
-        """The special token that ends an answer, or several that follow each other.
-
-        It is what the template writes after our own answer, whether a question follows or not: neither that
-        question's header nor what only ends the whole conversation.
-
-        Raises:
-            DataError: the template writes none.
-        """
+        """Special tokens that end an answer, whether a question follows or not. They include neither the
+        question's header nor tokens that end only the whole conversation."""
         ends = [self._after_answer([]), self._after_answer([PROBE[0]])]
         found = [*self._special.finditer(os.path.commonprefix([end for end in ends if end]))]
         if not found:
@@ -215,7 +194,7 @@ class Template:
         return ends[0][found[0].start() : found[-1].end()]
 
     def _after_answer(self, more: list[Message]) -> str:
-        """The template's text after our own answer if messages follow; "" if it refuses them."""
+        """Return the template's text after the probe's answer if messages follow; "" if it refuses them."""
         try:
             text = self.write(MarkedChat([*PROBE, *more], None, _PROBE_CHAT.where))
         except DataError:
@@ -232,7 +211,6 @@ class Template:
 
     @contextmanager
     def _refusing(self, chat: MarkedChat) -> Iterator[None]:
-        """Whatever the template raises becomes a DataError."""
         try:
             yield
         except TemplateError as error:
@@ -251,7 +229,6 @@ class Template:
 
 
 def _length(value: Any) -> int:
-    """Characters of all texts of JSON-like data."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -1,16 +1,18 @@
-"""Cuts the text of a conversation where learning begins and ends.
+"""Splits the text of a conversation into spans with and without a loss.
 
-What the assistant says is known in one of two ways. A template with `{% generation %}` says it itself. Of any
-other template, an answer is what the text lacks without it: the prompt for the answer must be the beginning
-of the text with the answer. The loss covers the assistant's words and the token that ends its turn, so that
-the model learns to stop. The header before the words is not learned, because generation starts after it; what
-the template writes after the turn (such as ChatML's line break) is not learned either.
+Answers are found in one of two ways. A template with `{% generation %}` marks them itself. For any other
+template, an answer is the difference to the text without it. The prompt for the answer must be the beginning
+of the text with the answer.
 
-Some templates write earlier turns otherwise once others follow (Qwen 3 drops their thoughts). Then the
-conversation becomes several samples, each with the text that generation would see.
+The loss covers the assistant's words and the token that ends the turn, so that the model learns to stop. The
+header before the words is not trained, because generation starts after it. The template's text after the turn
+(such as ChatML's line break) is not trained either.
 
-What a template does not write would be lost without a word, so it is noticed: many templates know nothing of
-tools, and write neither them nor their answers.
+Some templates write earlier turns differently once later turns follow (Qwen 3 drops their thoughts). The
+conversation then becomes several samples, each with the text that generation would see.
+
+A conversation is refused if the template leaves out a part of it, because the part would be lost silently.
+Many templates write neither tools nor their results.
 """
 
 from __future__ import annotations
@@ -25,21 +27,19 @@ from patch.data.rendering.template import CURE, MarkedChat, Template
 from patch.errors import DataError
 
 MOST_SAMPLES = 64
-"""Samples that may be made of one conversation; each has the whole text before its answer."""
+"""Most samples of one conversation; each has the whole text before its answer."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END_OF_THOUGHTS = "</think>"
-"""The end of thoughts within the words, which templates take apart."""
+"""End of thoughts within the words; templates separate the thoughts."""
 _WRITING_CURE = "use a chat template that writes it, such as that of the instruct model (--chat-template)"
 
 
 def samples_of(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
-    """The samples of a conversation.
+    """Return the samples of a conversation.
 
     Args:
-        template: writes the conversation.
-        chat: its last message is the last turn to learn.
-        turns: the indices of the assistant's messages that are learned; at least one.
-
+        chat: its last message is the last trained turn.
+        turns: indices of the trained assistant messages; at least one.
     Raises:
         DataError: prompt and answer cannot be separated; the answer has no end; the template loses something;
             or there are too many samples.
@@ -51,16 +51,16 @@ def samples_of(template: Template, chat: MarkedChat, turns: Sequence[int]) -> li
 
 
 def _divided(template: Template, spans: list[Span]) -> list[Span]:
-    """The spans, also divided where turns begin in text that is not learned."""
+    """Split spans without a loss also where turns begin."""
     divided: list[Span] = []
     for span in spans:
         first, *others = [span.text] if span.learned else template.turns_of(span.text)
-        divided += [span._replace(text=first), *(Span(text, False, begins_turn=True) for text in others)]
+        divided += [span._replace(text=first), *(Span(text, False, begins_user_turn=True) for text in others)]
     return divided
 
 
 def _from_blocks(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[Span]:
-    """One sample, of a template that marks what the assistant says."""
+    """Return one sample, from a template that marks the assistant's words."""
     text, blocks = template.write_marked(chat)
     _check_row(template.name, chat, text)
     answers = [
@@ -79,8 +79,8 @@ def _from_blocks(template: Template, chat: MarkedChat, turns: Sequence[int]) -> 
                 field="allow_special_tokens",
             )
         raise DataError(
-            f"{chat.where}: {template.name} has {len(blocks)} blocks of generation for {len(answers)} "
-            "answers; expected one for each (--chat-template)",
+            f"{chat.where}: {template.name} has {len(blocks)} `{{% generation %}}` blocks for {len(answers)} "
+            "answers, expected one per answer; choose another --chat-template",
             field="chat_template",
         )
     spans: list[Span] = []
@@ -96,7 +96,7 @@ def _from_blocks(template: Template, chat: MarkedChat, turns: Sequence[int]) -> 
 
 
 def _from_prefixes(template: Template, chat: MarkedChat, turns: Sequence[int]) -> list[list[Span]]:
-    """The samples, from the text up to each turn; a new one where that text is not what it was before."""
+    """Return the samples, from the text up to each turn. A new sample begins if earlier text has changed."""
     samples: list[list[Span]] = [[]]
     done = ""
     for index in turns:
@@ -117,7 +117,7 @@ def _from_prefixes(template: Template, chat: MarkedChat, turns: Sequence[int]) -
 
 
 def _turn(template: Template, chat: MarkedChat, index: int) -> tuple[str, str]:
-    """The text up to an answer, and the answer with the token that ends it."""
+    """Return the text up to an answer, and the answer with the token that ends it."""
     prompt = template.write(chat.beginning(index), generate=True) + template.header
     text = template.write(chat.beginning(index + 1))
     if not text.startswith(prompt):
@@ -133,7 +133,7 @@ def _turn(template: Template, chat: MarkedChat, index: int) -> tuple[str, str]:
 
 
 def words_of(message: Message) -> str:
-    """The text of a message, stripped; the texts of a content in parts are concatenated."""
+    """Return the text of a message, stripped; the texts of a content in parts are concatenated."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -141,22 +141,12 @@ def words_of(message: Message) -> str:
 
 
 def says_something(message: Message) -> bool:
-    """Whether there are words, thoughts or calls of tools in a message."""
+    """Return whether a message has words, thoughts or tool calls."""
     return bool(words_of(message) or message.get("tool_calls") or any(map(message.get, _REASONING)))
 
 
 def _check_answer(name: str, chat: MarkedChat, index: int, answer: str) -> None:
-    """Check that an answer has the end of the assistant's words, and its calls of tools.
-
-    Args:
-        name: of the template, for error messages.
-        chat: the conversation.
-        index: of the message in it.
-        answer: what the template wrote for it.
-
-    Raises:
-        DataError: something is missing; the message names it.
-    """
+    """Refuse an answer that lacks the last line of words, the thoughts or a tool call of its message."""
     message = chat.messages[index]
     # Templates may write thoughts, which stand before the words, in another way.
     last_line = words_of(message).rpartition("\n")[2].rpartition(_END_OF_THOUGHTS)[2].strip()
@@ -172,16 +162,7 @@ def _check_answer(name: str, chat: MarkedChat, index: int, answer: str) -> None:
 
 
 def _check_row(name: str, chat: MarkedChat, text: str) -> None:
-    """Check that a text has the tools, the answers of tools, and what the system says.
-
-    Args:
-        name: of the template, for error messages.
-        chat: the conversation.
-        text: what the template wrote for it.
-
-    Raises:
-        DataError: something is missing; the message names it.
-    """
+    """Refuse a text that lacks the tools, the answers of tools or the system message."""
     for tool in chat.tools or ():
         tool_name = tool.get("function", tool).get("name", "")
         if not _is_in(text, tool_name):
@@ -199,7 +180,6 @@ def _loss(name: str, chat: MarkedChat, index: int | None, what: str, value: str)
 
 
 def _texts_of_call(call: Any) -> Iterator[str]:
-    """The name of the tool and the texts among its arguments."""
     function = call.get("function", call)
     yield function.get("name", "")
     yield from _texts(function.get("arguments"))
@@ -217,7 +197,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_in(text: str, value: str) -> bool:
-    """Whether a text has a value as it is, or as it is written in JSON, or in JSON within JSON."""
+    """Return whether a text has a value as it is, in JSON, or in JSON within JSON."""
     for _ in range(3):
         if value.strip() in text:
             return True

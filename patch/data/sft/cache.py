@@ -1,13 +1,13 @@
-"""The token cache: tokenized sets on disk, shared by all ranks of a machine and by all runs.
+"""Token cache: tokenized sets on disk, shared by all ranks of a machine and by all runs.
 
     CACHE/README.txt                what this folder is
     CACHE/sets/KEY/                 ids.bin  learned.bin  ends.bin  report.json
     CACHE/file_hashes/              the hashes of data files and entries, so that they are not read again
 
 KEY is a hash of everything that decides the tokens (`set_key`). An entry is written under a temporary name
-and renamed when it is complete, so it exists as a whole or not at all. One process makes it; the others wait
-for its lock, without a collective, and for no longer than it lives. Every use compares the entry's files with
-their hashes; one that is damaged is made again.
+and renamed when it is complete, so it exists as a whole or not at all. One process makes the entry. The other
+processes wait for its lock, without a collective, while that process lives. Every use compares the entry's
+files with their hashes; a damaged entry is made again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _logger = get_logger(__name__)
 _REPORT = "report.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ABANDONED_S = 3600.0
-"""A temporary folder of another machine counts as abandoned when its files are unchanged for so long."""
+"""Seconds without a change after which a temporary folder of another machine counts as abandoned."""
 
 _README = """\
 Tokenized training sets of llama-megatron-patch. Each folder in sets/ is one set for one tokenizer, chat
@@ -53,33 +53,23 @@ while no run is starting; it is made again when needed. A folder in sets/ that b
 """
 
 TYPES: dict[str, type[np.generic]] = {"ids": np.int32, "learned": np.bool_, "ends": np.int64}
-"""The arrays, 5 bytes for each token: ids int32 [T], the tokens of all samples, concatenated; learned bool
-[T], whether the loss covers each; ends int64 [N], where each sample ends in `ids`."""
+"""Arrays of a set, 5 bytes per token. ids int32 [T]: tokens of all samples, concatenated. learned bool [T]:
+whether the loss covers the token. ends int64 [N]: end of each sample in `ids`."""
 
 
 class TokenWriter:
-    """Writes the arrays piece by piece, and hashes them meanwhile.
-
-    Args:
-        streams: where each array goes.
-    """
+    """Writes the arrays to their streams piece by piece, and hashes them."""
 
     def __init__(self, streams: Mapping[str, BinaryIO]) -> None:
         self._streams = streams
         self.share = 0.0
-        """The share of the set that is written, as far as it is known; set by those who write."""
+        """Share of the set that is written, as far as known; the caller sets it."""
         self.num_bytes = 0
-        """Written so far."""
         self._hashes = {name: sha256() for name in TYPES}
         self._num_tokens = 0
 
     def write(self, ids: bytes, learned: bytes, sizes: list[int]) -> None:
-        """Append samples.
-
-        Args:
-            ids: of int32 [T].
-            learned: of bool [T].
-            sizes: ids of each sample; the sum is T.
+        """Append samples, as bytes of int32 [T] and bool [T]; `sizes` are the ids of each sample, T in sum.
 
         Raises:
             OSError: there is no room for them.
@@ -92,7 +82,7 @@ class TokenWriter:
             self.num_bytes += len(content)
 
     def sha256(self) -> dict[str, str]:
-        """The hash of each array, in hexadecimal digits."""
+        """Return the hash of each array, in hexadecimal digits."""
         return {name: each.hexdigest() for name, each in self._hashes.items()}
 
 
@@ -100,17 +90,16 @@ Build = Callable[[TokenWriter], SetReport]
 
 
 class TokenizedSet(NamedTuple):
-    """The tokens of a set, and what happened to its rows."""
+    """Tokens of a set, and the report on its rows."""
 
     arrays: Mapping[str, np.ndarray]
-    """The arrays of `TYPES`, by name."""
+    """Arrays of `TYPES`, by name."""
     report: SetReport
     sha256: dict[str, str]
-    """The hash of each array."""
 
 
 def tokenized_in_memory(build: Build) -> TokenizedSet:
-    """The set that `build` writes, without a cache."""
+    """Return the set that `build` writes, without a cache."""
     streams = {name: BytesIO() for name in TYPES}
     writer = TokenWriter(streams)
     report = build(writer)
@@ -119,11 +108,7 @@ def tokenized_in_memory(build: Build) -> TokenizedSet:
 
 
 class TokenCache:
-    """A folder of tokenized sets.
-
-    Args:
-        folder: it is created when a set is added.
-    """
+    """Folder of tokenized sets. It is created when a set is added."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -131,15 +116,11 @@ class TokenCache:
         self.hashes = FileHashes(folder / "file_hashes")
 
     def get(self, key: str, name: str, build: Build) -> TokenizedSet:
-        """The set of this key. If the cache does not have it, one process builds it and the others wait.
-
-        Args:
-            key: of `set_key`.
-            name: of the set, for the log.
-            build: writes the tokens; called in the process that makes the entry.
+        """Return the set of this key (see `set_key`). If the cache lacks it, one process builds it, others
+        wait.
 
         Raises:
-            DataError: of `build`, in all processes that waited for it; or the folder cannot be written.
+            DataError: `build` raised it, in all waiting processes too; or the folder cannot be written.
         """
         entry = self._sets / key[:32]
         if (found := self._read(entry, key)) is None:
@@ -150,11 +131,11 @@ class TokenCache:
         return found
 
     def find(self, key: str) -> TokenizedSet | None:
-        """The set of this key; None if the cache does not have it."""
+        """Return the set of this key, or None if the cache lacks it."""
         return self._read(self._sets / key[:32], key)
 
     def _read(self, entry: Path, key: str) -> TokenizedSet | None:
-        """The set in a folder; None if there is none, or if it is damaged, which is logged."""
+        """Return the set in a folder, or None if it is missing or damaged. Damage is logged."""
         if not entry.is_dir():
             return None
         try:
@@ -187,7 +168,7 @@ class TokenCache:
             try:
                 found = self._build(entry, key, name, build)
             except DataError as error:
-                # Those who wait should not fail one after the other at the same row.
+                # Waiting processes should not fail one after another at the same row.
                 content = {"message": str(error), "field": error.field, "time_ns": time.time_ns()}
                 with suppress(OSError):
                     write_atomically(note, json.dumps(content))
@@ -198,7 +179,6 @@ class TokenCache:
         return found
 
     def _build(self, entry: Path, key: str, name: str, build: Build) -> TokenizedSet:
-        """Write the entry. This process has its lock."""
         own = f".{entry.name}.{socket.gethostname()}.{os.getpid()}"
         draft = StagedFolder(entry, entry.with_name(f"{own}.tmp"), entry.with_name(f"{own}.old.tmp"))
         writer = TokenWriter({})
@@ -214,7 +194,7 @@ class TokenCache:
             check_held(entry)
             draft.publish()
         except OSError as error:
-            draft.discard()  # what was written is free again
+            draft.discard()  # frees the space of the partial entry
             raise self._no_room(error, writer) from error
         finally:
             draft.discard()
@@ -252,7 +232,7 @@ def _file(folder: Path, array: str) -> Path:
 
 
 def _mapped(entry: Path, report: SetReport, hashes: dict[str, str]) -> TokenizedSet:
-    """The arrays of an entry, mapped and read-only, so that all processes of a machine share their memory."""
+    """Map the arrays of an entry, read-only, so that all processes of a machine share their memory."""
     arrays = {}
     for name, kind in TYPES.items():
         with open_to_read(_file(entry, name)) as file:
@@ -261,10 +241,8 @@ def _mapped(entry: Path, report: SetReport, hashes: dict[str, str]) -> Tokenized
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Remove what killed processes left of this entry; its lock is held, so no other process here writes.
-
-    A file system may not lock between machines, so those of others must also be old.
-    """
+    """Remove what killed processes left of this entry, whose lock this process holds. Folders of other
+    machines must also be old, because a file system may not lock between machines."""
     for folder in entry.parent.glob(f".{entry.name}.*.tmp"):
         is_own = folder.name.startswith(f".{entry.name}.{socket.gethostname()}.")
         with suppress(OSError):

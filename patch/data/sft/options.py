@@ -1,7 +1,4 @@
-"""The settings of a fine-tuning set, all that decides its tokens, and the folder of the user's cache.
-
-The folder is that of the XDG Base Directory Specification.
-"""
+"""Settings of a fine-tuning set, all that decides its tokens, and the user's (XDG) cache folder."""
 
 from __future__ import annotations
 
@@ -26,23 +23,20 @@ from patch.device import usable_cores
 from patch.storage.places import StrPath
 
 TOKEN_RULES = 5
-"""The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
-every change of them that changes a token or a mask, so that older entries are not used."""
+"""Version of the rules that turn rows into tokens: formats, rendering, encoding, truncation. Raise it with
+every change of a token or a mask, so that older cache entries are not used."""
 
 _PACKAGES = ("jinja2", "tokenizers", "transformers")
-"""Their versions are part of the key: they render and encode."""
+"""Packages that render and encode. Their versions are part of the key."""
 _NAME = "llama-megatron-patch"
 
 
 def user_cache(fallback: Path) -> Path:
-    """This project's folder in XDG_CACHE_HOME or ~/.cache, which is created.
-
-    Args:
-        fallback: the folder to use where there is no home, or one that cannot be written.
-    """
+    """Return this project's folder in XDG_CACHE_HOME or ~/.cache, and create it. Return `fallback` if there
+    is no home, or if the folder cannot be written."""
     home = os.path.expanduser("~")
     chosen = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home != "~" else "")
-    if not os.path.isabs(chosen):  # the specification: other values are to be ignored
+    if not os.path.isabs(chosen):  # the specification ignores other values
         return fallback
     folder = Path(chosen, _NAME)
     try:
@@ -53,39 +47,32 @@ def user_cache(fallback: Path) -> Path:
 
 
 _MOST_WORKERS = 32
-"""The default's limit: one process reads the rows for all workers."""
+"""Limit of the default, because one process reads the rows for all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SftOptions:
-    """How rows become samples, and what the work may use."""
+    """Rules for making samples from rows, and resources for the work."""
 
     format: FormatOptions = field(default_factory=FormatOptions)
-    """The keys of the rows."""
     pairs: bool = False
-    """Each row has a preferred and another answer, and gives two sequences."""
+    """Whether each row has a preferred and a rejected answer, and gives two sequences."""
     render: RenderOptions = field(default_factory=RenderOptions)
-    """Which turns are learned, and what special tokens in the rows mean."""
+    """Trained turns, and the meaning of special tokens in the rows."""
     long_samples: LongSamples = "cut-end"
-    """How a conversation is treated that is longer than a sample (see cuts.py)."""
+    """Rule for a conversation that is longer than a sample (see truncation.py)."""
     max_dropped_share: float = 0.1
-    """Largest share of rows that may be dropped."""
     num_workers: int = 1
     """Processes that render and encode."""
     cache_dir: StrPath | None = None
-    """Folder of the token cache; None: the tokens are kept in memory."""
+    """Folder of the token cache, or None to keep the tokens in memory."""
 
 
 def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOptions:
-    """The options of a run.
-
-    Args:
-        data: the run's settings.
-        pairs: whether its rows are pairs.
-        fallback_cache: the folder of the token cache if none is chosen and the user's own cannot be written.
+    """Return the options of a run. `fallback_cache` is for a user whose own cache folder cannot be written.
 
     Raises:
-        ConfigError: the map of columns cannot be read.
+        ConfigError: `--columns` cannot be parsed.
     """
     return SftOptions(
         format=FormatOptions(parse_columns(data.columns), data.alpaca_input_join),
@@ -99,13 +86,7 @@ def sft_options(data: DataConfig, fallback_cache: Path, *, pairs: bool) -> SftOp
 
 
 def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
-    """All that decides the tokens of a set, beside its rows: a name for messages, and its value or hash.
-
-    Args:
-        tokenizer: the tokenizer with its chat template.
-        options: how rows become samples.
-        length: tokens of a sample.
-    """
+    """Return all that decides a set's tokens except its rows: names for messages, and values or hashes."""
     backend = tokenizer.backend_tokenizer.to_str().encode()
     named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {
@@ -121,11 +102,10 @@ def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: i
 
 
 def set_key(files: Sequence[tuple[str, str]], origin: dict[str, str]) -> str:
-    """A hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
+    """Return a hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
 
     Args:
         files: for each file, its name in the report and the hash of its content.
-        origin: of `origin_of`.
     """
     return _hash([files, origin])
 

@@ -1,4 +1,4 @@
-"""The report on the rows of a set: counts, and the places of the first rows of each kind."""
+"""Report on the rows of a set: counts, and the places of the first rows of each kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patch.logger import get_logger
 _logger = get_logger(__name__)
 
 _PLACES = 5
-"""Rows of each kind that are named."""
+"""Rows of each kind whose places are listed."""
 
 _CUTS: dict[LongSamples, str] = {
     "cut-end": "cut to",
@@ -30,7 +30,7 @@ class Rows:
 
     count: int = 0
     first: list[str] = field(default_factory=list)
-    """The places of the first ones, such as "line 7"."""
+    """Places of the first rows, such as "line 7"."""
 
     def add(self, place: str) -> None:
         """Count a row."""
@@ -44,52 +44,50 @@ class Rows:
 
 @dataclass
 class SetReport:
-    """The report on the rows of a set. It is stored as JSON beside the tokens.
-
-    `tokens` and `learned` are those of the samples that are kept.
-    """
+    """Report on the rows of a set. It is stored as JSON beside the tokens. `tokens` and `learned` count the
+    samples that are kept."""
 
     length: int
     """Tokens of a sample."""
     long_samples: LongSamples
     allow_special_tokens: bool
     pairs: bool = False
-    """Whether each row gives two samples, which fit into one together; then row and pair mean the same."""
+    """Whether each row gives two samples that fit into one sequence together. Then a row is a pair."""
     rows: int = 0
     samples: int = 0
     tokens: int = 0
     learned: int = 0
     longest: int = 0
-    """Tokens of the longest row that has learned tokens, before it is cut; a text that is too long to be
-    encoded as a whole counts with the part that is."""
+    """Tokens of the longest row with trained tokens, before truncation. A text that is too long to be encoded
+    as a whole counts with its encoded part."""
     dropped: dict[str, Rows] = field(default_factory=dict)
-    """By reason."""
+    """Dropped rows, by reason."""
     longest_dropped: int = 0
-    """The same of the rows that are dropped because of their length."""
+    """Tokens of the longest row that is dropped because of its length."""
     cut: Rows = field(default_factory=Rows)
     """Rows that are longer than a sample, and not dropped."""
     unlearned: int = 0
-    """Number of cut rows that lost learned tokens."""
+    """Truncated rows that lost trained tokens."""
     special: Rows = field(default_factory=Rows)
     """Rows whose text spells out a special token."""
     partly_encoded: Rows = field(default_factory=Rows)
     """Rows so long that only a part of them was encoded."""
     unseen_columns: dict[str, str] = field(default_factory=dict)
-    """Columns that `--columns` names and no row has: our name and the column."""
+    """Columns of `--columns` that no row has: our name to the column."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SetReport:
-        """The inverse of `dataclasses.asdict`.
+        """Return the report from the values of `to_json`.
 
         Raises:
-            KeyError, TypeError: the values were not made by it.
+            KeyError, TypeError: `to_json` did not make the values.
         """
         rows = {name: Rows(**values[name]) for name in ("cut", "special", "partly_encoded")}
         dropped = {reason: Rows(**kept) for reason, kept in values["dropped"].items()}
         return cls(**{**values, **rows, "dropped": dropped})
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return asdict(self)
 
     @property
@@ -99,16 +97,11 @@ class SetReport:
 
     @property
     def found(self) -> tuple[int, str]:
-        """How many samples or pairs the rows gave, and which of them."""
+        """Number of samples or pairs of the rows, and which of the two is counted."""
         return (self.samples // 2, "pairs") if self.pairs else (self.samples, "samples")
 
     def add(self, place: str, row: TokenizedRow) -> None:
-        """Count a row.
-
-        Args:
-            place: the row's name in the log.
-            row: what became of it.
-        """
+        """Count a row; `place` is its name in the log."""
         self.rows += 1
         self.samples += len(row.sizes)
         self.tokens += sum(row.sizes) - len(row.sizes)  # a sample's last token is only a target
@@ -130,9 +123,6 @@ class SetReport:
     def refuse_empty(self, name: str) -> None:
         """Refuse a set without samples.
 
-        Args:
-            name: of the set.
-
         Raises:
             DataError: no row gives a sample.
         """
@@ -146,12 +136,8 @@ class SetReport:
     def log(self, name: str, max_dropped_share: float) -> None:
         """Log the counts, and a warning for each kind of row that a user should know of.
 
-        Args:
-            name: of the set.
-            max_dropped_share: the largest share of rows that may be dropped.
-
         Raises:
-            DataError: a larger share is dropped.
+            DataError: a larger share of rows than `max_dropped_share` is dropped.
         """
         _logger.info(
             "%s: %d rows, %d %s, %d of %d tokens learned (%.1f %%), %d tokens in the longest row",
@@ -183,12 +169,8 @@ class SetReport:
     def refuse_drops(self, name: str, most: float) -> None:
         """Refuse a set that loses too many rows.
 
-        Args:
-            name: of the set.
-            most: the largest share of rows that may be dropped.
-
         Raises:
-            DataError: a larger share is dropped.
+            DataError: a larger share of rows than `most` is dropped.
         """
         if self.num_dropped > most * self.rows:
             raise DataError(

@@ -1,4 +1,4 @@
-"""One row becomes tokens: its format, its text, their ids, and samples that are not too long.
+"""Tokenizes one row: its format, its text, their ids, and samples that are not too long.
 
 All of it runs in worker processes with bounded time and memory (see rendering/bounded_process.py).
 """
@@ -15,60 +15,54 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Text, columns_in, to_conversation, to_pair
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
-from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
+from patch.data.sft.truncation import Headers, Tokens, cut
 from patch.errors import DataError
 
 LONG_TEXT = 1 << 20
-"""Characters. Of a longer sample only as much is encoded as is needed, if it is cut or dropped."""
+"""Characters. A longer sample that is truncated or dropped is encoded only as far as needed."""
 _SPARE_TOKENS = 256
-"""Tokens encoded beyond those that are needed, because cutting a text may change the tokens there."""
+"""Tokens encoded beyond the needed ones, because truncating a text may change the tokens at its end."""
 _NEAR = 4096
-"""Characters before the end of a piece, among which a blank is looked for."""
+"""Characters before the end of a piece in which a blank is searched."""
 
 
 class Item(NamedTuple):
-    """A row on its way to a worker."""
+    """Row as a worker receives it."""
 
     where: str
-    """File and row, for error messages."""
     place: str
-    """The same in the report of its set, which does not repeat the set's name."""
+    """Place in the report of the data set, without the name of the data set."""
     value: bytes
     """The pickled row."""
 
 
 class TokenizedRow(NamedTuple):
-    """The samples of a row, concatenated."""
+    """Samples of a row, concatenated."""
 
     ids: bytes
-    """The bytes of int32 [T]. Bytes go to another process faster than an array."""
+    """Bytes of int32 [T]. Bytes go to another process faster than an array."""
     learned: bytes
-    """The bytes of bool [T]; False for the first token of each sample, which is never a label."""
+    """Bytes of bool [T]; False for the first token of each sample, which is never a label."""
     sizes: list[int]
     """Ids of each sample; the sum is T."""
     num_learned: int
     longest: int
-    """Tokens of the row's longest sample before it was cut, without the last one; 0 if none is learned."""
+    """Tokens of the row's longest sample before truncation, without the last token; 0 if no token is trained.
+    A pair counts with both samples."""
     dropped: str | None
-    """Why the row gives no sample."""
+    """Reason why the row gives no sample, or None."""
     loses_learned: bool
-    """Whether learned tokens are in no sample."""
+    """Whether some trained token is in no sample."""
     is_special: bool
     """Whether its text spells out a special token."""
     is_partly_encoded: bool
     columns: frozenset[str]
-    """The names in `--columns` whose column the row has."""
+    """Names in `--columns` whose column the row has."""
 
 
 class RowTokenizer:
-    """Makes the samples of rows.
-
-    Args:
-        tokenizer: has a chat template.
-        options: how rows become samples.
-        length: tokens of a sample.
-    """
+    """Makes samples of at most `length` tokens from rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> None:
         self.renderer = ChatRenderer(tokenizer, options.render)
@@ -79,10 +73,10 @@ class RowTokenizer:
         self._options, self._length = options, length
 
     def __call__(self, item: Item) -> TokenizedRow:
-        """The samples of one row.
+        """Return the samples of one row.
 
         Raises:
-            DataError: the row is not one of a known format, or cannot be rendered or encoded.
+            DataError: the row has no known format, or cannot be rendered or encoded.
         """
         value = pickle.loads(item.value)
         rows: Sequence[Conversation | Text] = (
@@ -129,14 +123,12 @@ class RowTokenizer:
         return cut(tokens, length, self._options.long_samples, self._begin_of_text, headers)
 
     def _cut_pair(self, whole: list[Tokens], rows: Sequence[Conversation | Text]) -> list[Tokens]:
-        """Both sequences if they fit into one sample together and both learn something; else none.
-
-        Where they are too long, both are cut to the same length: half a sample, or what a shorter one leaves.
-        """
+        """Return both sequences if they fit into one sample and both have trained tokens, else none. If they
+        are too long, truncate both to half a sample, or one to the room that the shorter one leaves."""
         if len(whole) > len(rows):
             raise DataError(
-                f"{rows[0].where}: the chat template writes earlier answers anew once others follow, so the "
-                "pair has more than two sequences, expected one for each answer: learn the last ones alone",
+                f"{rows[0].where}: the chat template writes earlier answers differently after later turns, "
+                "expected one sequence per answer; set --train-on last",
                 field="train_on",
             )
         sizes = [len(tokens.ids) - 1 for tokens in whole]
@@ -150,7 +142,6 @@ class RowTokenizer:
 
     @cached_property
     def _headers(self) -> Headers:
-        """Sizes of the headers that the template writes after other text."""
         before = Span(self._end_of_text, False)
         ids = self._encoder.encode([[before, Span(header, False)] for header in self.renderer.headers])
         return Headers(*(len(of_header) for _, of_header in ids))
@@ -163,7 +154,7 @@ class RowTokenizer:
         return f"nothing to learn in the {self._length} tokens that are kept"
 
     def _encode(self, spans: list[Span], where: str) -> tuple[Tokens, bool]:
-        """The tokens of a sample, and whether they are all."""
+        """Return the tokens of a sample, and whether they are complete."""
         try:
             ids, is_whole = self._ids(spans)
         except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
@@ -174,7 +165,7 @@ class RowTokenizer:
         turns = [0]
         begin, was_learned = 0, False
         for span, part in zip(spans, ids, strict=True):
-            if span.begins_turn or (was_learned and not span.learned):
+            if span.begins_user_turn or (was_learned and not span.learned):
                 turns.append(begin)
             end = begin + len(part)
             learned[begin:end] = was_learned = span.learned
@@ -182,7 +173,7 @@ class RowTokenizer:
         return Tokens(tokens, learned, turns), is_whole
 
     def _ids(self, spans: list[Span]) -> tuple[list[list[int]], bool]:
-        """The ids of each span of a sample, and whether they are all."""
+        """Return the ids of each span of a sample, and whether they are complete."""
         total = sum(len(span.text) for span in spans)
         if total <= LONG_TEXT:
             return self._encoder.encode([spans])[0], True
@@ -200,7 +191,7 @@ class RowTokenizer:
         return self._encoder.encode([spans])[0], True
 
     def _ids_at_end(self, spans: list[Span], size: int) -> list[list[int]]:
-        """The first id, which may be the begin-of-text token, and those of the last `size` characters."""
+        """Return the first id, which may be begin-of-text, and the ids of the last `size` characters."""
         end = _clipped(spans, size, at_end=True)
         skipped = len(spans) - len(end)
         ids = self._encoder.encode([end])[0]
@@ -209,7 +200,7 @@ class RowTokenizer:
         return [head + at_end[0], *at_end[1:]]
 
     def _ids_of_pieces(self, spans: list[Span]) -> list[list[int]]:
-        """All ids of long spans, each encoded in pieces, so that no piece needs much memory and time."""
+        """Return all ids of long spans, encoded in pieces, so that no piece needs much memory and time."""
         pieces = [_pieces(span) for span in spans]
         encoded = iter(self._encoder.encode([[piece for of_span in pieces for piece in of_span]])[0])
         return [[token for _ in of_span for token in next(encoded)] for of_span in pieces]
@@ -220,7 +211,6 @@ def _num_learned(tokens: Tokens) -> int:
 
 
 def _clipped(spans: list[Span], size: int, *, at_end: bool = False) -> list[Span]:
-    """The spans of the first `size` characters, or of the last ones."""
     taken: list[Span] = []
     for span in reversed(spans) if at_end else spans:
         taken.append(span._replace(text=span.text[-size:] if at_end else span.text[:size]))
@@ -231,7 +221,7 @@ def _clipped(spans: list[Span], size: int, *, at_end: bool = False) -> list[Span
 
 
 def _pieces(span: Span) -> list[Span]:
-    """A long span in pieces that end at a blank, if there is one near."""
+    """Split a long span into pieces that end at a blank, if there is one near."""
     pieces: list[Span] = []
     begin = 0
     while len(span.text) - begin > LONG_TEXT:

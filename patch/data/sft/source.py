@@ -1,6 +1,6 @@
-"""Fine-tuning sets from rows: each sample is one padded sequence; the assistant's words are learned.
+"""Fine-tuning sets from rows: each sample is one padded sequence; the assistant's words are trained.
 
-Rows are tokenized by several processes, in their order, in bounded memory.
+Several processes tokenize the rows, in order, in bounded memory.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from patch.storage.places import StrPath
 _DEFAULT = SftOptions()
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 1 << 18
-"""Limits of one batch. Each worker has one, and a few more wait, so they also limit the memory."""
+"""Limits of one batch. They also limit the memory: each worker has a batch, and a few more batches wait."""
 
 Work = Callable[[Iterable[list[Item]]], Iterator[tuple[list[Item], list[TokenizedRow]]]]
-"""For batches of rows: each batch and what became of its rows, in order. It raises a DataError for a row of
-no known format, or one that cannot be rendered or encoded."""
+"""Function that returns each batch of rows with its tokenized rows, in order. It raises a DataError for a row
+that has no known format, or cannot be rendered or encoded."""
 
 
 class SftSource(Dataset[Sample]):
     """Tokenized conversations; a sample is padded when it is read.
 
     Args:
-        tokens: the tokens, at 5 bytes each; those of a token cache are mapped, not loaded.
+        tokens: 5 bytes per token; those of a token cache are mapped, not loaded.
         name: of the set, for `place` and messages.
-        tokenizer: encoded them. The loss mask excludes padding by position, so any id can be that of padding.
-        length: tokens S of one sample.
-        origin: what decides the tokens (see `origin_of`), with a hash of the rows if they have a cache.
+        length: S, tokens of one sample.
+        origin: what decides the tokens (see `origin_of`), with a hash of the rows if there is a cache.
     """
 
     is_shuffled = False
@@ -65,13 +64,12 @@ class SftSource(Dataset[Sample]):
         self._offsets = np.concatenate(([0], tokens.arrays["ends"]))
         self._length, self.padding, self._name = length, padding_id(tokenizer), name
         self.sizes = np.diff(self._offsets) - 1
-        """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
+        """int64 [N]: tokens of each conversation, without the last token, which is only a label."""
         self.report: SetReport = tokens.report
-        """The report on the rows."""
         self.num_learned = self.report.learned
-        """Tokens that the loss covers. A first token is never a label."""
+        """Trained tokens. A first token is never a label."""
         self.fingerprint = sha256(f"{length} {sorted(tokens.sha256.items())}".encode()).hexdigest()
-        """The same on two machines if and only if their samples are the same, up to padding."""
+        """Hash that is equal on two machines if and only if their samples are equal, up to padding."""
         self._hash_of_sizes, self._origin = tokens.sha256["ends"], origin
         self._reads_clock = "strftime_now" in str(tokenizer.chat_template)
 
@@ -79,29 +77,21 @@ class SftSource(Dataset[Sample]):
         return len(self._offsets) - 1
 
     def record(self, path: str) -> SetRecord:
-        """A record of the set, by which a resume notices that its tokens have changed.
-
-        Args:
-            path: the set as the run names it.
-        """
+        """Return a record of the set, by which a resume notices changed tokens; `path` names the set."""
         return SetRecord(path, self.fingerprint, self._hash_of_sizes, self._origin, self._reads_clock)
 
     def __getitem__(self, index: int) -> Sample:
         return packed_sample(self, [index], self._length)._replace(lengths=None)
 
     def place(self, index: int) -> str:
-        """See `SampleSource`. Rows are counted from 1 over all files; where some gave no sample or several,
-        the samples are counted."""
+        """See `SampleSource`. Count rows from 1 over all files, or samples if a row gave none or several."""
         found, kind = self.report.found
         is_row = not self.report.num_dropped and self.report.rows == found
         index //= 2 if self.report.pairs else 1
         return f"{self._name}: {'row' if is_row else kind[:-1]} {index + 1}"
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned.
-
-        The first id is never learned. The arrays are read-only.
-        """
+        """Return read-only token ids, int32 [size + 1], and whether each is trained, bool [size + 1]."""
         part = slice(self._offsets[index], self._offsets[index + 1])
         return self._ids[part], self._learned[part]
 
@@ -114,19 +104,17 @@ def load_sft(
 ) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
-    With a token cache (`options.cache_dir`) this is done once for the same rows, tokenizer and options; later
-    calls, also of other processes and runs, map the tokens. The log says what became of the rows. Time and
-    memory for each row are bounded, however long the row is.
+    With a token cache (`options.cache_dir`) this happens once for the same rows, tokenizer and options. Later
+    calls map the tokens, also in other processes and runs. The log reports on the rows. Time and memory are
+    bounded for each row, however long it is.
 
     Args:
         path: rows (see `files_of`) in one of the formats of `to_conversation`.
-        tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
+        tokenizer: a LLaMA-3 tokenizer without a chat template gets the built-in `llama3`.
         sequence_length: tokens of one sample; the labels are shifted by one token.
-        options: how rows become samples, and what the work may use.
-
     Raises:
         DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; the cache cannot
-            be written; no row gives a sample, or a larger share than `options.max_dropped_share` gives none.
+            be written; no row gives a sample; or more than `options.max_dropped_share` of the rows give none.
     """
     ensure_chat_template(tokenizer)
     name, files = str(path), files_of(str(path))
@@ -150,15 +138,8 @@ def load_sft(
 def find_sft(
     path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: SftOptions
 ) -> SftSource | None:
-    """The set as `load_sft` returns it, if the token cache has it and no file has changed; else None.
-
-    No row is read and none is tokenized.
-
-    Args:
-        path: see `load_sft`, also for the others.
-        tokenizer: it has its chat template.
-        sequence_length: tokens of one sample.
-        options: how rows become samples; without a cache nothing is found.
+    """Return the set as `load_sft` does if the token cache has it and no file has changed, else None. No row
+    is read or tokenized. The tokenizer must already have its chat template.
 
     Raises:
         DataError: there is no such file, or a larger share than `options.max_dropped_share` is dropped.
@@ -185,7 +166,6 @@ def _origin(
     options: SftOptions,
     length: int,
 ) -> tuple[str, dict[str, str]]:
-    """The key of a set in the cache, and what decides its tokens."""
     origin = origin_of(tokenizer, options, length)
     key = set_key(list(zip(names_of(files), hashes, strict=False)), origin)
     rows = {"the rows": sha256(" ".join(hashes).encode()).hexdigest()} if hashes else {}
@@ -193,7 +173,7 @@ def _origin(
 
 
 def _hash(files: list[Path], cache: TokenCache | None) -> list[str]:
-    """The hashes of files' contents; none without a cache."""
+    """Return the hashes of the files' contents, or an empty list without a cache."""
     for file in files:
         if file.exists() and not file.is_file():
             raise DataError(f"{file}: is a pipe or a device, expected a file of rows")
@@ -213,18 +193,10 @@ def tokenize(
     length: int,
     writer: TokenWriter,
 ) -> SetReport:
-    """Tokenize the rows of files, write the samples, and report.
-
-    Args:
-        files: the files of the set.
-        name: of the set, for the progress and the report.
-        tokenizer: renders and encodes the rows.
-        options: how rows become samples, and how many processes share the work.
-        length: tokens of a sample.
-        writer: gets the samples.
+    """Tokenize the rows of files to samples of `length` tokens, write the samples, and return the report.
 
     Raises:
-        DataError: a row cannot be read, is of no known format, or cannot be rendered or encoded.
+        DataError: a row cannot be read, has no known format, or cannot be rendered or encoded.
         TrainingError: the processes cannot be started.
         OSError: the samples cannot be written.
     """
@@ -258,12 +230,7 @@ def tokenize(
 
 
 def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> Work:
-    """Start the processes that tokenize rows; they end with the function that is returned.
-
-    Args:
-        tokenizer: renders and encodes the rows.
-        options: how rows become samples, and how many processes share the work.
-        length: tokens of a sample.
+    """Start the processes that tokenize rows. They end with the function that is returned.
 
     Raises:
         TrainingError: the processes cannot be started.
@@ -275,13 +242,13 @@ def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, lengt
         try:
             yield from rows(batches)
         except ChildEndedError as error:
-            raise work.renderer.blame(error) from error
+            raise work.renderer.child_error(error) from error
 
     return tokenized
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
-    """For each file of a set, what stands before "line 7" in the report: nothing if there is one file."""
+    """Return the text before "line 7" in the report, for each file of a set: nothing if there is one file."""
     if len(files) == 1:
         return [""]
     folder = Path(os.path.commonpath([file.parent for file in files]))

@@ -1,10 +1,11 @@
-"""The operations of `LayerKernels` in Triton, each in one kernel that reads and writes every number once.
-`bias_gelu`, `weighted_swiglu`, `dequantize_nf4` and `merge_attention` belong to ../mlp.py,
-../grouped_experts.py, ../four_bit_product.py and ../ring_attention.py, which have their plain forms; that of
-`add_rows` (../weight_gradient.py) is torch's.
+"""The operations of `LayerKernels` in Triton: each kernel reads and writes every element once.
 
-Products are rounded before they are added, as torch's operations are (enable_fp_fusion=False). With
-TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
+The plain forms of the other kernels are in mlp.py (`bias_gelu`), experts/grouped.py (`weighted_swiglu`),
+nf4_product.py (`dequantize_nf4`) and attention/ring_attention.py (`merge_attention`). `add_rows` serves
+weight_gradient.py.
+
+Products are rounded before they are added, as in torch (enable_fp_fusion=False). With TRITON_INTERPRET=1
+before the import, Triton's interpreter runs the kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import triton.language as tl
 
 _BLOCK = tl.constexpr(1024)
 _NF4_BLOCKS = tl.constexpr(16)
-"""Blocks of 64 values that a program makes of codes."""
+"""Blocks of 64 values per program."""
 _ROWS, _ROW_COLUMNS = tl.constexpr(16), tl.constexpr(256)
-"""Rows of a gradient that a program adds at once, and columns."""
+"""Rows and columns of a gradient that a program adds at a time."""
 _MERGED = 2048
-"""Numbers of attention that a program merges."""
+"""Elements of attention per program."""
 
 
 def swiglu(gate_up: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,7 +48,7 @@ def swiglu_backward(
 
 
 def weighted_swiglu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [T, 2 F], each row times its weight [T]: [T, F]."""
+    """Return silu(gate) * up times the weight of each row: [T, 2 F] and [T] in, [T, F] out."""
     active = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
     if active.numel():
         grid = _grid(active, active.shape[1])
@@ -58,7 +59,7 @@ def weighted_swiglu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
 def weighted_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, of_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of gate_up from that of `weighted_swiglu`, and the latter; of_weights [T] gets its own."""
+    """Return the gradient of gate_up, and the output of `weighted_swiglu`; write `of_weights` [T]."""
     of_gate_up, active = torch.empty_like(gate_up), torch.empty_like(gradient)
     if active.numel():
         _weighted_swiglu_backward[len(active),](
@@ -69,7 +70,7 @@ def weighted_swiglu_backward(
 
 
 def bias_gelu(hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(hidden + bias) in its tanh form, of [..., F] and [F]."""
+    """Return gelu(hidden + bias) in its tanh form: [..., F] and [F] in, [..., F] out."""
     hidden, active = hidden.contiguous(), torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if hidden.numel():
         width = len(bias)
@@ -78,7 +79,7 @@ def bias_gelu(hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def bias_gelu_backward(gradient: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of hidden, from that of `bias_gelu`."""
+    """Return the gradient of hidden, from the gradient of `bias_gelu`."""
     gradient, hidden = gradient.contiguous(), hidden.contiguous()
     of_hidden = torch.empty_like(hidden)
     if hidden.numel():
@@ -122,7 +123,7 @@ def join_qkv(
 
 
 def dequantize_nf4(packed: torch.Tensor, levels: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write the weight [O, I] that bytes [O, 9 I / 16] stand for; what they are says four_bit_product.py."""
+    """Write the weight [O, I] of nf4 bytes [O, 9 I / 16]; nf4_product.py describes the format."""
     packed, blocks = packed.contiguous(), weight.shape[1] // 64
     if weight.numel():
         grid = len(weight), triton.cdiv(blocks, _NF4_BLOCKS.value)
@@ -130,17 +131,17 @@ def dequantize_nf4(packed: torch.Tensor, levels: torch.Tensor, weight: torch.Ten
 
 
 def merge_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Merge attention to other keys into `out`, by the log-sum-exp of the scores of both.
+    """Merge attention to further keys into `out`, by the log-sum-exp of the scores.
 
     Args:
-        out: [B, N, Q, D] float32, queries of a tensor that lies in memory as [S, B, N, D]; not read where
-            `lse` is -inf.
-        lse: [B, N, Q] float32, queries of a contiguous tensor; becomes that of all keys.
-        part: [B, N, Q, D] of any type.
+        out: [B, N, Q, D] float32, a slice along Q of a tensor laid out as [S, B, N, D]; not read where `lse`
+            is -inf.
+        lse: [B, N, Q] float32, a slice along Q of a contiguous tensor; updated to all keys.
+        part: [B, N, Q, D] of any dtype.
         part_lse: [B, N, Q] float32, finite.
     """
     _, heads, queries, size = part.shape
-    part = part.transpose(1, 2).contiguous()  # as kernels give it
+    part = part.transpose(1, 2).contiguous()  # the layout of the attention kernels
     if part.numel():
         width = triton.next_power_of_2(size)
         block = max(1, _MERGED // width)
@@ -153,9 +154,9 @@ def merge_attention(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, pa
 
 
 def add_rows(total: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add each of rows [T, H] to the row of total [V, H] that its number [T] says; -1: to none.
+    """Add each row of rows [T, H] to the row of total [V, H] given by numbers [T]; -1 means no row.
 
-    Rows of one number are added up in float32 first, always in the same order.
+    Rows with the same number are summed in float32 first, always in the same order.
     """
     rows, width = rows.contiguous(), rows.shape[1]
     if rows.numel():
@@ -184,18 +185,17 @@ def _grid(rows: torch.Tensor, width: int) -> tuple[int, int]:
 
 
 def _rows(heads: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
-    """B, and how many rows the table has for the B tokens of a position: B, or one for all."""
+    """Return B, and the table's rows per position: B or 1."""
     return heads.shape[1], table.shape[2]
 
 
 def _tile(num_heads: int, size: int) -> tuple[int, int]:
-    """Heads, and channels of half a head, as powers of two."""
     return triton.next_power_of_2(num_heads), triton.next_power_of_2(size // 2)
 
 
 @triton.jit
 def _gate_and_up(gate_up: tl.tensor, row: tl.tensor, i: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """Columns i of both halves of a row [2 F], the second one as float32; 0 beyond them."""
+    """Load columns i of both halves of a row [2 F], the second as float32; 0 outside the row."""
     begin = gate_up + row * 2 * width + i
     return tl.load(begin, i < width, other=0), tl.load(begin + width, i < width, other=0).to(tl.float32)
 
@@ -216,13 +216,13 @@ def _gradient_of_gate(gate: tl.tensor, up: tl.tensor, of_product: tl.tensor) -> 
 
 @triton.jit
 def _magnitude(number: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """The bits of a rounded absolute number, which have the same order; those of NaN are the largest."""
+    """Return the bits of an absolute rounded value: they are ordered as the values, NaN above all."""
     return number.to(dtype).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _raise_amax(amax: tl.tensor, bits: tl.tensor, inside: tl.tensor) -> None:
-    # Relaxed: it is not read before the kernel ends, and a fence would wait for the block's stores.
+    # Relaxed: amax is not read before the kernel ends, and a fence would wait for the block's stores.
     tl.atomic_max(amax, tl.max(tl.where(inside, bits, 0), axis=0), sem="relaxed")
 
 
@@ -270,7 +270,7 @@ def _weighted_swiglu_backward(
     gradient: tl.tensor, gate_up: tl.tensor, weights: tl.tensor, of_gate_up: tl.tensor, active: tl.tensor,
     of_weights: tl.tensor, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A whole row, whose weight's gradient is a sum over it."""
+    """Process a full row, because the gradient of its weight is a sum over the row."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     sums = tl.full((_BLOCK,), 0.0, tl.float32)
@@ -291,8 +291,9 @@ def _weighted_swiglu_backward(
 
 @triton.jit
 def _gelu_parts(hidden: tl.tensor, bias: tl.tensor) -> tl.tensor:
-    """hidden + bias, rounded; sigmoid(2 u) and u' of u = sqrt(2 / pi) (x + 0.044715 x^3), where
-    0.5 (1 + tanh(u)) = sigmoid(2 u)."""
+    """Return x = hidden + bias, rounded; sigmoid(2 u), which is 0.5 (1 + tanh(u)); and u' of u = sqrt(2 / pi)
+    (x + 0.044715 x^3).
+    """
     x = (hidden.to(tl.float32) + bias.to(tl.float32)).to(hidden.dtype).to(tl.float32)
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
@@ -325,7 +326,7 @@ def _bias_gelu_backward(
 def _turned(
     first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor, back: tl.constexpr
 ) -> tl.tensor:
-    """Both halves of heads after the turn; each product is rounded to their type."""
+    """Return both rotated halves of heads; each product is rounded to the heads' dtype."""
     kind = first.dtype
     c, s = cos.to(kind).to(tl.float32), sin.to(kind).to(tl.float32)
     if back:
@@ -341,7 +342,7 @@ def _angles(
     table: tl.tensor, token: tl.tensor, rows: tl.tensor, table_rows: tl.tensor,
     j: tl.tensor, half: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The cosines and sines [D / 2] of a token; the grid has one program, or one row, for each token."""
+    """Load the cosines and sines [D / 2] of a token; axis 0 of the grid has one program per token."""
     at = table + (token // rows * table_rows + token % rows % table_rows) * half + j
     sines = tl.num_programs(0).to(tl.int64) // rows * table_rows * half
     return tl.load(at, j < half), tl.load(at + sines, j < half)
@@ -352,7 +353,7 @@ def _rotate(
     heads: tl.tensor, turned: tl.tensor, table: tl.tensor, rows: tl.tensor, table_rows: tl.tensor,
     back: tl.constexpr, sizes: tl.constexpr,
 ) -> None:  # fmt: skip
-    """All heads of a token. `sizes`: heads, D / 2, and both as powers of two."""
+    """Rotate all heads of a token. `sizes`: heads, D / 2, and both as powers of two."""
     num_heads: tl.constexpr = sizes[0]
     half: tl.constexpr = sizes[1]
     token = tl.program_id(0).to(tl.int64)
@@ -370,10 +371,8 @@ def _qkv(
     mixed: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor,
     rows: tl.tensor, table_rows: tl.tensor, sizes: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One group of a token: its query heads, its key and its value, out of the merged ones or into them.
-
-    `sizes`: groups, queries of each, D / 2, heads of a group and D / 2 as powers of two, whether to join.
-    """
+    """Split or join one group of a token: its query heads, key and value."""
+    # Sizes: groups, queries per group, D / 2, heads per group and D / 2 as powers of two, whether to join.
     queries: tl.constexpr = sizes[1]
     half: tl.constexpr = sizes[2]
     is_join: tl.constexpr = sizes[5]
@@ -381,7 +380,7 @@ def _qkv(
     group = token * sizes[0] + tl.program_id(1)
     head, j = tl.arange(0, sizes[3])[:, None], tl.arange(0, sizes[4])[None]
     c, s = _angles(table, token, rows, table_rows, j, half)
-    # Of the rows of the tile: the queries, the key, the value, and padding up to a power of two.
+    # Rows of the tile: queries, key, value, and padding up to a power of two.
     is_query, is_key, is_value = head < queries, head == queries, head == queries + 1
     inside = j < half
     merged = mixed + (group * (queries + 2) + head) * 2 * half + j
@@ -414,7 +413,6 @@ def _gather(
     query: tl.tensor, key: tl.tensor, value: tl.tensor,
     is_query: tl.tensor, is_key: tl.tensor, is_value: tl.tensor, inside: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Each row of a tile from the tensor that has it."""
     of_pair = tl.where(is_key, tl.load(key, is_key & inside), tl.load(value, is_value & inside))
     return tl.where(is_query, tl.load(query, is_query & inside), of_pair)
 
@@ -423,7 +421,7 @@ def _gather(
 def _dequantize_nf4(
     codes: tl.tensor, scales: tl.tensor, levels: tl.tensor, weight: tl.tensor, blocks: tl.tensor
 ) -> None:
-    """Some blocks of a row, whose 32 bytes of codes for each come before its scales, of 4 bytes each."""
+    """Dequantize blocks of a row: 32 bytes of codes per block, then 4 bytes of scale per block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * _NF4_BLOCKS + tl.arange(0, _NF4_BLOCKS)[:, None]
     inside = block < blocks
@@ -439,7 +437,7 @@ def _merge_attention(
     out: tl.tensor, lse: tl.tensor, part: tl.tensor, part_lse: tl.tensor,
     token_stride: tl.tensor, head_stride: tl.tensor, queries: tl.tensor, sizes: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some queries of one head of a row."""
+    """Merge a block of queries of one head of a row."""
     heads: tl.constexpr = sizes[0]
     size: tl.constexpr = sizes[1]
     pair = tl.program_id(1).to(tl.int64)
@@ -459,7 +457,7 @@ def _merge_attention(
     is_read = inside & (before > float("-inf"))[:, None]
     merged = tl.load(at, is_read, other=0.0) * tl.div_rn(old, total)[:, None]
     tl.store(at, merged + added * tl.div_rn(new, total)[:, None], inside)
-    tl.debug_barrier()  # threads share the numbers that are written over now
+    tl.debug_barrier()  # all threads must have read lse before it is overwritten
     tl.store(at_lse, peak + tl.log(total), given)
 
 
@@ -467,11 +465,11 @@ def _merge_attention(
 def _add_rows(
     total: tl.tensor, numbers: tl.tensor, order: tl.tensor, ends: tl.tensor, rows: tl.tensor, width: tl.tensor
 ) -> None:
-    """All rows of one number, by the program of the first of them."""
+    """Sum all rows of one number; the program of the number's first row does it."""
     place = tl.program_id(0)
     number = tl.load(numbers + place)
     before = tl.load(numbers + place - 1, place > 0, other=-1)
-    if number != before:  # also those of -1 are none
+    if number != before:  # rows with -1 are skipped too
         i = tl.program_id(1) * _ROW_COLUMNS + tl.arange(0, _ROW_COLUMNS)
         end = tl.load(ends + place).to(tl.int32)
         sums = tl.full((_ROWS, _ROW_COLUMNS), 0.0, tl.float32)

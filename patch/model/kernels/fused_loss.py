@@ -1,9 +1,9 @@
-"""The cross entropy of a chunk of logits in Triton: read twice, written once, without a float32 copy.
+"""The cross entropy of a chunk of logits in Triton: two reads, one write, no float32 copy.
 
-One kernel finds the largest logit and the sum of exponentials of each row in one pass; between them the TP
-ranks put their parts together; one turns the logits into their gradients. It computes what the plain form in
-`patch/model/loss.py` does, in float32, with another order of sums. With TRITON_INTERPRET=1 before the
-import, Triton's interpreter runs it on the CPU.
+The first kernel computes the largest logit and the sum of exponentials of each row in one pass. Then the TP
+ranks combine their parts. The second kernel overwrites the logits with their gradients. The result is that of
+`patch/model/loss.py`, in float32, with another order of sums. With TRITON_INTERPRET=1 before the import,
+Triton's interpreter runs the kernels on the CPU.
 
 Shapes: T tokens of the chunk, V rows of the padded vocabulary on this TP rank.
 """
@@ -29,17 +29,15 @@ def losses_and_gradients(
     num_rows: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Each token's loss; the logits become their gradients.
+    """Return the loss of each token, [T] float32, and overwrite the logits with their gradients.
 
     Args:
-        logits: [T, V], contiguous, of any floating type; those after `num_rows` are padding.
-        labels: [T], token ids of the whole vocabulary; any other number has no loss.
-        gradient: [T] float32: of each token's loss.
+        logits: [T, V], contiguous, of any floating dtype; columns from `num_rows` on are padding.
+        labels: [T], token ids of the full vocabulary; a label outside of it has no loss.
+        gradient: [T] float32, the gradient of each token's loss.
         first: the token id of this rank's first row.
-        num_rows: rows of the real vocabulary; the gradient of the others is zero.
+        num_rows: rows of the real vocabulary on this rank.
         group: the TP ranks.
-    Returns:
-        [T] float32.
     """
     own = labels - first
     largest, sums = _statistics(logits, own, num_rows)
@@ -53,7 +51,7 @@ def losses_and_gradients(
 
 
 def _statistics(logits: torch.Tensor, own: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of each row [T]; and [2, T]: its label's (0 if it is another rank's), the sum."""
+    """Return the largest logit per row [T]; and [2, T]: the label's logit (else 0), the sum of exps."""
     largest = logits.new_empty(len(logits), dtype=torch.float32)
     sums = logits.new_empty(2, len(logits), dtype=torch.float32)
     if len(logits):
@@ -81,11 +79,6 @@ def _statistics_of_row(
     logits: tl.tensor, own: tl.tensor, largest: tl.tensor, sums: tl.tensor,
     num_columns: tl.constexpr, num_rows: tl.tensor,
 ) -> None:  # fmt: skip
-    """The row's largest logit, its label's, and the sum of exponentials, in one pass.
-
-    Each lane has a largest number and a sum of its own, which are put together at the end. The exponential
-    of the distance between a number and the lane's largest one serves whichever of the two is larger.
-    """
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * num_columns
     peak = tl.full((_BLOCK,), _LOWEST, tl.float32)
@@ -94,6 +87,8 @@ def _statistics_of_row(
         j = offset + tl.arange(0, _BLOCK)
         x = tl.load(begin + j, j < num_columns, other=0.0).to(tl.float32)
         distance = tl.where(j < num_rows, x, float("-inf")) - peak
+        # One exponential serves both cases: x above the lane's largest value, or not. Each lane has a
+        # largest value and a sum; they are combined after the loop.
         e = tl.exp(-tl.abs(distance))
         total = tl.where(distance > 0, total * e + 1.0, total + e)
         peak = tl.where(distance > 0, x, peak)
@@ -110,7 +105,7 @@ def _gradients(
     logits: tl.tensor, own: tl.tensor, largest: tl.tensor, total: tl.tensor, gradient: tl.tensor,
     num_columns: tl.tensor, num_rows: tl.tensor,
 ) -> None:  # fmt: skip
-    """A block of a row: (softmax - one-hot) * gradient, in place."""
+    """Write (softmax - one-hot) * gradient over a block of a row."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     at = logits + row * num_columns + j

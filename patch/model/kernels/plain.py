@@ -1,6 +1,6 @@
-"""The operations of `LayerKernels` in torch, with the bits of upstream's operations and their autograd.
+"""The operations of `LayerKernels` in torch, bitwise equal to megatron-core's operations and their autograd.
 
-Upstream: megatron/core/transformer/mlp.py (glu), models/common/embeddings/rope_utils.py.
+megatron-core: megatron/core/transformer/mlp.py (glu), models/common/embeddings/rope_utils.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from patch.eight_bits import largest_of
+from patch.fp8 import largest_of
 
 
 def swiglu(gate_up: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """See LayerKernels."""
     gate, up = gate_up.chunk(2, dim=-1)
-    product = F.silu(gate).mul_(up)  # in place: a pass less through memory
+    product = F.silu(gate).mul_(up)  # in place saves a pass through memory
     if amax is not None:
         amax.copy_(largest_of(product))
     return product

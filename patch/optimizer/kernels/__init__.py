@@ -1,4 +1,4 @@
-"""The Adam update on the device where the states are: chooses an implementation and tries it. See README."""
+"""The Adam update on the device of the states: chooses a kernel and tries it; see README.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRITON_CURE = "install a C compiler and Python's headers (apt install gcc python
 
 @cache
 def adam_kernel(device: torch.device) -> AdamKernel:
-    """The kernel for a device: Triton for CUDA, C++ for the CPU, NumPy for a CPU without a compiler."""
+    """Return the kernel for a device: Triton for CUDA, C++ for CPUs, or NumPy without a compiler."""
     if device.type == "cuda":
         # Imported here, because only torch's CUDA builds come with Triton.
         from patch.optimizer.kernels.triton_adam import TritonAdam
@@ -52,27 +52,27 @@ def adam_kernel(device: torch.device) -> AdamKernel:
 
 
 def sums_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of each of one or more parts of one device, in float64: [parts]."""
+    """Return the sum of squares of each part in float64: [parts]. Needs one or more parts of one device."""
     kernel = adam_kernel(parts[0].device)
     return kernel.sums_of_squares(parts) if isinstance(kernel, CppAdam) else sums_by_norms(parts)
 
 
 def sums_by_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`sums_of_squares` by torch: on a GPU in few kernels, on a CPU by a float64 copy of each part."""
-    # vector_norm would make a copy on a GPU, too.
+    """Return `sums_of_squares` by torch: on a GPU in few kernels, on a CPU by a float64 copy of each part."""
+    # On a GPU vector_norm would also make a copy.
     return torch.stack(foreach_norm(list(parts), 2, dtype=torch.float64)).square()
 
 
 def try_kernel(device: torch.device) -> None:
-    """Update a few numbers: Triton compiles its first kernel here, and not in the midst of a step.
+    """Update a few numbers, so that Triton compiles its first kernel before the first step.
 
     Raises:
-        ConfigError: it cannot, with what the machine lacks.
+        ConfigError: no kernel can be compiled; the message says what the machine lacks.
     """
     try:
         states = AdamStates(*torch.zeros(3, 16, device=device))
         scalars = AdamScalars(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1)
         adam_kernel(device).update([UpdateItem(torch.zeros(16, device=device), states, scalars)])
-    except Exception as error:  # noqa: BLE001 - whatever a compiler says, the cure is the same
+    except Exception as error:  # noqa: BLE001 - the cure is the same for every compiler error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"no kernel can be compiled for {device}: {reason}; {TRITON_CURE}") from error

@@ -1,9 +1,9 @@
 // The Adam update for CPUs, in a fixed order of float32 operations (spec.py; numpy_adam.py is the reference),
 // and the sums of squares of gradients, in float64.
 //
-// The loop is written once; the compiler vectorises it for each instruction set, and the best one of the CPU
-// is chosen at run time. No operation is fused or reordered (-ffp-contract=off, no -ffast-math), so all give
-// the same bits. The interface is plain C without torch's headers: ctypes calls it and releases the GIL, and
+// The loop is written once. The compiler vectorises it for each instruction set, and the best instruction set of
+// the CPU is chosen at run time. No operation is fused or reordered (-ffp-contract=off, no -ffast-math), so all
+// give the same bits. The interface is plain C without torch's headers: ctypes calls it and releases the GIL, and
 // any C++17 compiler builds it in seconds.
 
 #include <pthread.h>
@@ -38,32 +38,32 @@
 
 extern "C" {
 
-// Both structs have the same layout in cpp_adam.py.
+// Structs have the same layout in cpp_adam.py.
 
 struct Scalars {
     float grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay;
     int32_t is_decoupled;
 };
 
-// Which random numbers elements get, if a moment is bf16: `Draw` of narrow.py.
-struct Draw {
+// Determines the random numbers of elements with a bf16 moment: `RngCoords` of low_bit_moments.py.
+struct RngCoords {
     int64_t first, row, stride, skip;
     uint32_t keys[2];
 };
 
-// Inputs and outputs may be the same memory (an update in place). Index 0 is exp_avg, 1 is exp_avg_sq.
+// Inputs and outputs may be the same memory (an in-place update). Index 0 is exp_avg, 1 is exp_avg_sq.
 struct UpdateItem {
     const void *grad;
-    const void *master_in;  // float; with a split master int16, its low bits
-    const void *moments_in[2];  // of the types of `kinds`
+    const void *master_in;  // float, or the int16 low bits of a split master
+    const void *moments_in[2];  // with the dtypes of `kinds`
     const uint16_t *param_in;  // bf16; read only if the master is split
     void *master_out;
     void *moments_out[2];
     uint16_t *param_out;  // bf16, or null
-    const float *scales_in[2];  // of moments of 8 bits
+    const float *scales_in[2];  // of 8-bit moments
     float *scales_out[2];
     int32_t kinds[2];
-    Draw draw;
+    RngCoords draw;
     int64_t numel;
     int32_t has_bf16_grad, is_split;
     Scalars scalars;  // of the item's parameter group
@@ -80,11 +80,11 @@ struct SquaresItem {
 namespace {
 
 constexpr int64_t kTile = 1 << 16;  // elements that a thread updates at a time
-constexpr int64_t kBlock = 256;     // elements that are updated at a time where results are not states as they lie
-constexpr int64_t kScaled = 64;     // elements that share a scale of 8 bits: MOMENT_BLOCK
+constexpr int64_t kBlock = 256;     // elements that are updated at a time if results need conversion or separate memory
+constexpr int64_t kScaled = 64;     // elements that share the scale of an 8-bit moment: MOMENT_BLOCK
 
 enum Form { kMaster, kMasterAndParam, kSplit };
-enum Kind { kFloat, kBf16, kEightBits };  // of a moment: KINDS of narrow.py
+enum Kind { kFloat, kBf16, kEightBits };  // of a moment: KINDS of low_bit_moments.py
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -101,19 +101,19 @@ inline uint32_t as_bits(float value) {
 inline float widen(float value) { return value; }
 inline float widen(uint16_t bf16) { return as_float(static_cast<uint32_t>(bf16) << 16); }
 
-// Rounds to nearest, ties away from zero, which the low 16 bits as a signed number can undo. All NaNs become one.
+// Rounds to nearest, ties away from zero; the low 16 bits as a signed number undo it. All NaNs become equal.
 inline uint32_t bits_to_split(float master) { return master != master ? 0x7fc00000u : as_bits(master); }
 inline uint16_t upper(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000u) >> 16); }
 inline float join_split(uint16_t param, int16_t low) {
     return as_float((static_cast<uint32_t>(param) << 16) + static_cast<uint32_t>(low));
 }
 
-// Rounds to bf16, up or down by a random number of 16 bits.
+// Rounds to bf16, up or down by a 16-bit random number.
 inline uint16_t round_stochastically(float value, uint32_t number) {
     return static_cast<uint16_t>((bits_to_split(value) + number) >> 16);
 }
 
-// Elements with neighbouring numbers in their whole parameter, whose random numbers are hashes of them.
+// Elements with consecutive indices in their whole parameter. Their random numbers are hashes of the indices.
 struct Run {
     uint32_t low, first_key, second_key;
     int64_t length;
@@ -129,8 +129,8 @@ struct Run {
     Run from(int64_t i) const { return {low + static_cast<uint32_t>(i), first_key, second_key, length - i}; }
 };
 
-// The run that begins at element `begin` of an item, at most `longest` elements of it.
-Run run_at(const Draw &draw, int64_t begin, int64_t longest) {
+// Returns the run at element `begin` of an item, with at most `longest` elements.
+Run run_at(const RngCoords &draw, int64_t begin, int64_t longest) {
     const int64_t place = draw.skip + begin, column = place % draw.row;
     const uint64_t number = draw.first + place / draw.row * draw.stride + column;
     const auto low = static_cast<uint32_t>(number);
@@ -169,8 +169,8 @@ Results<Moment> results_from(const UpdateItem &item, int64_t begin) {
     };
 }
 
-// Updates n elements from `begin` on, which are of one run if moments are bf16. Scalars are folded (spec.py) where
-// states have moments in fewer bytes: root_bias2 is 1, and nothing is divided by it.
+// Updates n elements from `begin` on; with bf16 moments they are of one run. Scalars are folded (spec.py) if moments
+// have fewer bytes: root_bias2 is 1, and the division by it is left out.
 template <class Grad, Form form, bool is_decoupled, class Moment, bool is_folded>
 INLINE void update_range(
     const UpdateItem &item, int64_t begin, int64_t n, const Moments<Moment> &moments,
@@ -216,7 +216,7 @@ INLINE void update_range(
     }
 }
 
-// Stores past the caches, which would first read every line that is overwritten.
+// Stores past the caches, which would first read every overwritten line.
 inline void stream(void *to, const void *from, int64_t bytes) {
 #if defined(__x86_64__)
     if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {
@@ -230,7 +230,7 @@ inline void stream(void *to, const void *from, int64_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
-// What was streamed must be visible before other threads learn that the tile is done.
+// Streamed stores must be visible before other threads learn that the tile is done.
 inline void order_stores() {
 #if defined(__x86_64__)
     _mm_sfence();
@@ -256,7 +256,7 @@ INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end, co
     order_stores();
 }
 
-// Codes and buckets of 8-bit moments, from narrow.py.
+// Codes and buckets of 8-bit moments, from low_bit_moments.py.
 struct Tables {
     const float *codes[2];
     const uint32_t *buckets[2];
@@ -267,7 +267,7 @@ Tables tables;
 #if defined(__x86_64__)
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512")))
 
-// As `decode` of 8 bits, and `encode_block`: compilers do not use the instructions that look up 16 numbers.
+// Like `decode` of 8-bit moments and `encode_block`: compilers do not use the instructions that look up 16 numbers.
 AVX512 void decode_avx512(const uint8_t *indices, const float *codes, const float *scales, int64_t n, float *to) {
     for (int64_t i = 0; i < n; i += 16) {
         const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(indices + i)));
@@ -322,7 +322,7 @@ INLINE void decode(const UpdateItem &item, int64_t begin, int64_t n, float *to) 
     }
 }
 
-// A block of 8-bit numbers, of exp_avg or exp_avg_sq; returns its scale.
+// Encodes a block of 8-bit numbers, of exp_avg or exp_avg_sq; returns its scale.
 template <int which>
 INLINE float encode_block(const float *from, uint8_t *to) {
     int32_t largest = 0;
@@ -363,7 +363,7 @@ INLINE void encode(const float *from, const UpdateItem &item, int64_t begin, int
         item.scales_out[which][(begin + block) / kScaled] = encode_block<which>(from + block, to + block);
 }
 
-// Updates elements block by block: moments are of two types, or of 8 bits.
+// Updates elements block by block: moments have two dtypes, or 8 bits.
 template <class Grad, Form form, bool is_decoupled, bool has_avx512>
 INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
@@ -395,7 +395,7 @@ INLINE void update_blocks(const UpdateItem &item, int64_t begin, int64_t end, bo
     order_stores();
 }
 
-// Updates elements of one run, of moments of one type, float or bf16.
+// Updates elements of one run whose moments have one dtype, float or bf16.
 template <class Grad, Form form, bool is_decoupled, class Moment>
 INLINE void update_run(const UpdateItem &item, int64_t begin, int64_t end, bool is_beside, const Run &run) {
     if (is_beside) return update_beside<Grad, form, is_decoupled, Moment>(item, begin, end, run);
@@ -438,7 +438,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) voi
 }
 #endif
 
-// The index of an instruction set in INSTRUCTION_SETS of cpp_adam.py: default, avx2, avx512.
+// Returns the index of an instruction set in INSTRUCTION_SETS of cpp_adam.py: default, avx2, avx512.
 int best_instruction_set() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -475,8 +475,8 @@ Update choose(const UpdateItem &item, int instruction_set) {
                         : choose<float, false>(item, instruction_set);
 }
 
-// In float64, where the square of a float is exact: the order of the sums is fixed by kLanes and kTile, so it
-// is the same for each instruction set and number of threads.
+// Sums in float64, where the square of a float is exact. kLanes and kTile fix the order of the sums, so it is the
+// same for each instruction set and number of threads.
 template <class Value>
 INLINE double sum_squares(const Value *values, int64_t n) {
     constexpr int kLanes = 32;
@@ -528,7 +528,7 @@ SumSquares choose_squares(int instruction_set) {
     return sum_squares_default;
 }
 
-// Keeps denormal numbers: the caller's thread may flush them to zero, and new threads inherit that setting.
+// Keeps denormal numbers: the caller's thread may flush them to zero, and new threads inherit this setting.
 class Ieee {
 #if defined(__x86_64__)
     const unsigned saved_ = _mm_getcsr();
@@ -539,10 +539,10 @@ class Ieee {
 #endif
 };
 
-// All items of one call as one sequence of tiles; each thread takes the next tile until none is left.
+// All items of one call as one sequence of tiles; each thread takes the next tile until no tile is left.
 class Batch {
    public:
-    // What is done with the elements [begin, end) of an item: its index, that of the tile, begin, end.
+    // Processes elements [begin, end) of an item; arguments: item index, tile index, begin, end.
     using Work = std::function<void(int64_t, int64_t, int64_t, int64_t)>;
 
     template <class Item>
@@ -594,7 +594,7 @@ class Pool {
     }
 
    private:
-    // Starts helpers up to `wanted` and returns how many of these exist: fewer if the system refuses threads.
+    // Starts up to `wanted` helpers and returns how many exist: fewer if the system refuses threads.
     int grow(int wanted) {
         sigset_t all, before;
         sigfillset(&all);
@@ -653,7 +653,7 @@ void adam_update(
     pool->run(batch, num_threads);
 }
 
-// sums: of each item.
+// sums: one for each item.
 void sums_of_squares(
     const SquaresItem *items, int64_t num_items, double *sums, int32_t num_threads, int32_t set) {
     std::vector<double> by_tile;

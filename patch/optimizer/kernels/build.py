@@ -3,8 +3,8 @@
     python patch/optimizer/kernels/build.py      before the first run; `make` does it
 
 It imports only the standard library, not torch. The library is written to `build/` beside this file, or to
-the user's cache folder if the package is not writable. If several ranks call it at the same time, one builds
-and the others wait, also for its failure. A file that another user could have written is never loaded.
+the user's cache folder if the package is not writable. If several ranks call it at the same time, one rank
+builds; the others wait and share its result or error. A file that another user can write is never loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ SOURCE = Path(__file__).with_name("adam.cpp")
 FLAGS = "-std=c++17 -O3 -fPIC -shared -pthread -ffp-contract=off -fno-math-errno".split()
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 120
-"""Where no other process wants a core."""
 _MOST_SHARERS = 10
 
 
@@ -37,10 +36,10 @@ class BuildError(Exception):
 
 
 def find_or_build() -> Path:
-    """The library for this source, these flags and this machine; built if it does not exist.
+    """Return the library for this source, these flags and this machine; build it if it does not exist.
 
     Raises:
-        BuildError: it was not built; the message has the reason.
+        BuildError: the build failed; the message has the reason.
     """
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(" ".join([*FLAGS, platform.machine(), *platform.libc_ver()]).encode())
@@ -72,7 +71,7 @@ def _find_or_build(library: Path) -> Path:
         lock.seek(0)
         if not _is_ours(library):  # no other process built it while this one waited
             if has_waited and (reason := lock.read()):
-                raise BuildError(reason)  # of the process that this one has waited for
+                raise BuildError(reason)  # of the process that held the lock
             lock.truncate(0)
             try:
                 _build(library)
@@ -85,7 +84,7 @@ def _find_or_build(library: Path) -> Path:
 
 
 def _is_ours(library: Path) -> bool:
-    """Whether the library exists, and only this user and root can write or replace it."""
+    """Return whether the library exists, and only this user and root can write or replace it."""
     try:
         stats = [library.stat(), library.parent.stat()]
     except FileNotFoundError:
@@ -95,10 +94,7 @@ def _is_ours(library: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Lock an open file against other processes until it is closed; whether another process had it.
-
-    On a file system without locks it does nothing: renaming is atomic anyway.
-    """
+    """Lock a file until it is closed, if locks work; return whether another process held the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,7 +106,7 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _build(library: Path) -> None:
-    os.chmod(library.parent, 0o755)  # the umask may have removed these rights, or added others
+    os.chmod(library.parent, 0o755)  # the umask may have removed or added rights
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         new_library = Path(folder) / library.name
         _compile(new_library)
@@ -124,7 +120,7 @@ def _compile(library: Path) -> None:
     if name is None:
         raise BuildError(f"no C++ compiler: none of $CXX, {', '.join(_COMPILERS)}")
     command = [*shlex.split(name), *FLAGS, str(SOURCE), "-o", str(library)]
-    # The processes that want a core share the cores, so the compiler takes so many times as long.
+    # With more runnable processes than cores, the compiler takes proportionally longer.
     limit_s = _TIMEOUT_S * min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), _MOST_SHARERS)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as compiler:
@@ -133,7 +129,8 @@ def _compile(library: Path) -> None:
         except BaseException as error:
             os.killpg(compiler.pid, signal.SIGKILL)  # g++ is a driver: cc1plus does the work
             if isinstance(error, subprocess.TimeoutExpired):
-                raise BuildError(f"{name}: longer than {limit_s:.3g} s") from error
+                what = f"compiling took longer than {limit_s:.3g} s; set CXX to another compiler"
+                raise BuildError(f"{name}: {what}") from error
             raise
     if compiler.returncode:
         reason = errors.strip() or f"exit code {compiler.returncode}"

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from patch.optimizer.kernels.build import BuildError, find_or_build
-from patch.optimizer.kernels.narrow import buckets, codes
+from patch.optimizer.kernels.low_bit_moments import buckets, codes
 from patch.optimizer.kernels.spec import (
     UpdateItem,
     check_item,
     constants_of,
     copy_other_params,
-    draw_numbers,
     is_split,
     moment_kinds,
     pointers,
+    rng_numbers,
 )
 
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
@@ -67,11 +67,7 @@ class _SquaresItem(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, built if needed.
-
-    Raises:
-        BuildError: it cannot be built or loaded here.
-    """
+    """Return the library, built if needed, or raise BuildError."""
     try:
         library = ctypes.CDLL(str(find_or_build()))
     except OSError as reason:
@@ -81,19 +77,18 @@ def load() -> ctypes.CDLL:
     library.adam_best_instruction_set.restype = c_int32
     library.sums_of_squares.argtypes = [POINTER(_SquaresItem), c_int64, c_void_p, c_int32, c_int32]
     library.sums_of_squares.restype = None
-    both = [codes(signed=signed).ctypes.data for signed in (True, False)]  # arrays that nobody frees
+    both = [codes(signed=signed).ctypes.data for signed in (True, False)]  # cached arrays, never freed
     starts = [half.ctypes.data for half in np.split(buckets(), 2)]
     library.adam_set_tables(byref(_Tables((*both,), (*starts,))))
     return library
 
 
 class CppAdam:
-    """The kernels in C++ on CPU tensors.
+    """The C++ kernels on CPU tensors.
 
     Args:
-        num_threads: threads of one update, including the caller's; None: each update calls the function
-            `num_threads`.
-        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best one of this CPU.
+        num_threads: threads of an update, including the caller's; None: the function `num_threads` decides.
+        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best instruction set of this CPU.
     Raises:
         BuildError: there is no compiler, or no folder to build in.
     """
@@ -105,7 +100,7 @@ class CppAdam:
         assert self._set <= best, f"this CPU has no {instruction_set}"
 
     def update(self, items: Sequence[UpdateItem]) -> None:
-        """See AdamKernel. Calls from several threads run one after the other."""
+        """See AdamKernel. Calls from several threads run one after another."""
         for item in items:
             check_item(item)
         table = (_UpdateItem * len(items))(*map(_row, items))
@@ -113,12 +108,9 @@ class CppAdam:
         copy_other_params(items)
 
     def sums_of_squares(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of squares of each part, in float64: [parts].
+        """Return the float64 sum of squares of each contiguous float32 or bfloat16 part: [parts].
 
-        Each value is read once, and no copy is written. The bits do not depend on the number of threads.
-
-        Args:
-            parts: contiguous float32 or bfloat16.
+        It reads each value once and writes no copy. The bits do not depend on the number of threads.
         """
         assert all(part.is_contiguous() for part in parts), "a kernel takes contiguous tensors"
         assert {part.dtype for part in parts} <= {torch.float32, torch.bfloat16}, "gradients of other types"
@@ -133,21 +125,19 @@ class CppAdam:
 
 
 def num_threads(*, beside_gpu: bool) -> int:
-    """Threads of an update: torch's number of threads, at most the cores that this process may use.
+    """Return the threads of an update: torch's number of threads, at most the cores of this process.
 
-    Args:
-        beside_gpu: leave one core to the thread that launches GPU kernels, because otherwise the GPU waits.
+    `beside_gpu` leaves a core to the thread that launches GPU kernels, because otherwise the GPU waits.
     """
     usable = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
     return max(1, usable - 1 if beside_gpu else usable)
 
 
 def _row(item: UpdateItem) -> _UpdateItem:
-    """The C struct of an item."""
     has_bf16_grad = item.grad.dtype == torch.bfloat16
     numel = item.grad.numel()
     scalars = _Scalars(constants_of(item), item.scalars.decoupled_weight_decay)
-    numbers = draw_numbers(item)
+    numbers = rng_numbers(item)
     draw = _Draw(numbers[:4], numbers[4:])
     kinds = moment_kinds(item)
     return _UpdateItem((*pointers(item),), kinds, draw, numel, has_bf16_grad, is_split(item), scalars)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from patch.config.choices import MOMENT_BLOCK
-from patch.optimizer.kernels.narrow import codes, midpoints
+from patch.optimizer.kernels.low_bit_moments import codes, midpoints
 from patch.optimizer.kernels.spec import (
     AdamScalars,
     AdamStates,
@@ -20,7 +20,7 @@ from patch.optimizer.kernels.spec import (
     moment_kinds,
 )
 
-# Elements that are updated at a time: few enough that temporaries stay in a core's cache.
+# Elements that are updated at a time, so few that temporaries stay in a core's cache.
 _TILE = 1 << 16
 
 
@@ -39,7 +39,6 @@ class NumpyAdam:
 
 
 def _update_part(item: UpdateItem, part: slice) -> None:
-    """Update some elements of an item."""
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
     is_split = states.master.dtype == np.uint16
@@ -61,7 +60,6 @@ def _update_part(item: UpdateItem, part: slice) -> None:
 
 
 def _widened(states: _Arrays, which: int) -> np.ndarray:
-    """A moment as float32."""
     kept, scales = states.moments[which], states.scales[which]
     if kept.dtype == np.uint16:
         return (kept.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -71,7 +69,6 @@ def _widened(states: _Arrays, which: int) -> np.ndarray:
 
 
 def _keep(states: _Arrays, which: int, values: np.ndarray, numbers: np.ndarray | None) -> None:
-    """Write a moment in its type."""
     kept, scales = states.moments[which], states.scales[which]
     if kept.dtype == np.uint16:
         assert numbers is not None
@@ -85,7 +82,6 @@ def _keep(states: _Arrays, which: int, values: np.ndarray, numbers: np.ndarray |
 
 
 def _numbers(item: UpdateItem, part: slice) -> np.ndarray:
-    """The random numbers of some elements of an item."""
     assert item.draw is not None
     first, row, stride, skip, *keys = item.draw.numbers(item.scalars.step)
     places = np.arange(skip + part.start, skip + min(part.stop, item.grad.numel()))
@@ -93,12 +89,10 @@ def _numbers(item: UpdateItem, part: slice) -> np.ndarray:
 
 
 def random_numbers(indices: np.ndarray, first_key: int, second_key: int) -> np.ndarray:
-    """(n,) uint32: lowbias32 of the lower 32 bits of uint64 indices, with two keys.
+    """Return (n,) uint32: lowbias32 of the lower 32 bits of uint64 indices, with two 32-bit keys.
 
     Args:
-        indices: (n,) of elements in their whole parameter; the upper 32 bits change both keys.
-        first_key: 32 bits.
-        second_key: 32 bits.
+        indices: (n,) indices of elements in their whole parameter; the upper 32 bits change both keys.
     """
     high = (indices >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
     second = np.uint32(second_key) + high
@@ -109,22 +103,16 @@ def random_numbers(indices: np.ndarray, first_key: int, second_key: int) -> np.n
 
 
 def round_stochastically(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to bf16: up as often as their lower half says; all NaNs become one.
-
-    Args:
-        values: (n,) float32.
-        numbers: (n,) uint32, random numbers of 16 bits.
-    """
+    """Return the bits of (n,) float32 rounded to bf16 with (n,) uint32 of 16-bit random numbers; one NaN."""
     bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
     return ((bits + numbers) >> np.uint32(16)).astype(np.uint16)
 
 
 def to_eight_bits(values: np.ndarray, *, signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The indices of the nearest codes, and a scale for each block.
+    """Return the indices of the nearest codes, and a scale for each block.
 
     Args:
-        values: (n,) finite float32, of whole blocks.
-        signed: first moments, or second ones, which are not negative.
+        values: (n,) finite float32, in whole blocks; not negative for second moments (not `signed`).
     """
     scales = np.abs(values.reshape(-1, MOMENT_BLOCK)).max(axis=1)
     is_normal = scales >= np.finfo(np.float32).tiny
@@ -148,15 +136,14 @@ def adam(
     *,
     is_folded: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The reference: new master, exp_avg and exp_avg_sq, written as plainly as possible.
+    """Return the reference update: new master, exp_avg and exp_avg_sq.
 
     Args:
-        master: (n,) float32, as the arrays below.
+        master: (n,) float32, like the other arrays.
         grad: (n,) gradients, before `grad_scale`.
         exp_avg: (n,) first moments.
         exp_avg_sq: (n,) second moments.
-        scalars: the scalars of the parameter group.
-        is_folded: as with moments in fewer bytes.
+        is_folded: use folded scalars, as with moments in fewer bytes.
     """
     constants = scalars.folded_constants if is_folded else scalars.constants
     scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, constants)
@@ -169,19 +156,19 @@ def adam(
 
 
 def round_to_bf16(master: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to bf16: to nearest, ties away from zero; all NaNs become one."""
+    """Return the bits of float32 rounded to bf16: to nearest, ties away from zero; all NaNs alike."""
     high = ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(master), np.uint16(0x7FC0), high)
 
 
 def low_bits(master: np.ndarray) -> np.ndarray:
-    """The bits of a master that `round_to_bf16` drops; zero for NaN."""
+    """Return the bits of a master that `round_to_bf16` drops; zero for NaN."""
     low = (master.view(np.uint32) & np.uint32(0xFFFF)).astype(np.uint16)
     return np.where(np.isnan(master), np.uint16(0), low)
 
 
 def join_split(param: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """The float32 masters with these bf16 bits and low bits: the inverse of the rounding."""
+    """Return the float32 masters with these bf16 bits and low bits: the inverse of the rounding."""
     high = param - (low >> np.uint16(15))
     return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
 
@@ -196,7 +183,6 @@ class _Arrays(NamedTuple):
 
 
 def _arrays(states: AdamStates, part: slice) -> _Arrays:
-    """Views of some elements."""
     scaled = slice(part.start // MOMENT_BLOCK, part.stop // MOMENT_BLOCK)
     param, scales = bf16_param(states), (states.exp_avg_scale, states.exp_avg_sq_scale)
     return _Arrays(

@@ -6,10 +6,10 @@
     v = v * beta2 + (g * (1 - beta2)) * g
     p = p - (lr / bias1) * (m / (sqrt(v) / sqrt(bias2) + eps))        bias_i = 1 - beta_i ** step
 
-Every product, sum, quotient and root is one IEEE float32 operation, and none are fused; scalars are computed
-in float64 and rounded once. All kernels follow this order, so they give the same bits on every device.
-Moments in fewer bytes (narrow.py) are widened before, and rounded after p was computed from m and v. Where
-one of the two has fewer, both bias2 are folded into scalars, which saves a quotient:
+Every product, sum, quotient and root is one IEEE float32 operation, without fusion. Scalars are computed in
+float64 and rounded once. All kernels follow this order, so they give the same bits on every device. Moments
+in fewer bytes (low_bit_moments.py) are widened before the update, and rounded after p was computed from m and
+v. If a moment has fewer bytes, both bias2 are folded into scalars, which saves a quotient:
 
     p = p - (lr / bias1 * sqrt(bias2)) * (m / (sqrt(v) + eps * sqrt(bias2)))
 """
@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from patch.config.choices import MOMENT_BLOCK
-from patch.optimizer.kernels.narrow import KINDS, Draw
+from patch.optimizer.kernels.low_bit_moments import KINDS, RngCoords
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class AdamScalars:
 
     @cached_property
     def folded_constants(self) -> tuple[float, ...]:
-        """The same with sqrt(bias2) multiplied into lr / bias1 and eps, so that 1 stands in its place."""
+        """Return `constants` with sqrt(bias2) multiplied into lr / bias1 and eps, and replaced by 1."""
         *others, step_size, root_bias2, eps, decay = self.constants
         return *others, step_size * root_bias2, 1.0, eps * root_bias2, decay
 
@@ -72,14 +72,14 @@ class AdamStates(NamedTuple):
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    """Moments: each float32, bfloat16, or uint8 with a scale for each block (narrow.py)."""
+    """Moments: each float32, bfloat16, or uint8 with a scale for each block (low_bit_moments.py)."""
 
     param: torch.Tensor | None = None
     """The model's bf16 or fp16 parameter, rounded from the master; None if the master is the parameter."""
 
     exp_avg_scale: torch.Tensor | None = None
     exp_avg_sq_scale: torch.Tensor | None = None
-    """(numel / MOMENT_BLOCK,) float32, of 8-bit moments."""
+    """(numel / MOMENT_BLOCK,) float32 scales of 8-bit moments, or None."""
 
 
 class UpdateItem(NamedTuple):
@@ -91,14 +91,14 @@ class UpdateItem(NamedTuple):
     states: AdamStates
     scalars: AdamScalars
     out: AdamStates | None = None
-    """Where the results are written, with the types of `states`; None: the results overwrite `states`."""
+    """Where the results are written, with the dtypes of `states`, or None to overwrite `states`."""
 
-    draw: Draw | None = None
-    """The seed of the random numbers of bf16 moments."""
+    draw: RngCoords | None = None
+    """The coordinates of the random numbers for bf16 moments, or None."""
 
 
 class AdamKernel(Protocol):
-    """An implementation of the update; all of them give the same bits."""
+    """An implementation of the update; all implementations give the same bits."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
         """Update all items, which must not overlap, in one call."""
@@ -130,33 +130,33 @@ def check_item(item: UpdateItem) -> None:
 
 
 def constants_of(item: UpdateItem) -> tuple[float, ...]:
-    """The scalars of an item's update, in the order of `AdamScalars.constants`."""
+    """Return the scalars of an item's update, in the order of `AdamScalars.constants`."""
     return item.scalars.folded_constants if any(moment_kinds(item)) else item.scalars.constants
 
 
-def draw_numbers(item: UpdateItem) -> tuple[int, ...]:
-    """The numbers that kernels take of an item's `Draw`; without one they are not read."""
+def rng_numbers(item: UpdateItem) -> tuple[int, ...]:
+    """Return the numbers of an item's `RngCoords` for kernels, or unused values without RngCoords."""
     return item.draw.numbers(item.scalars.step) if item.draw else (0, 1, 1, 0, 0, 0)
 
 
 def is_split(item: UpdateItem) -> bool:
-    """Whether the master is split into the bf16 parameter and 16 low bits."""
+    """Return whether the master is split into the bf16 parameter and 16 low bits."""
     return item.states.master.dtype == torch.int16
 
 
 def moment_kinds(item: UpdateItem) -> tuple[int, int]:
-    """The places of the moments' types in KINDS."""
+    """Return the indices of the moments' dtypes in KINDS."""
     return KINDS.index(item.states.exp_avg.dtype), KINDS.index(item.states.exp_avg_sq.dtype)
 
 
 def bf16_param(states: AdamStates) -> torch.Tensor | None:
-    """The bf16 parameter, which a kernel writes in the same pass as the states; None if there is none."""
+    """Return the bf16 parameter, which a kernel writes together with the states, or None."""
     is_bf16 = states.param is not None and states.param.dtype == torch.bfloat16
     return states.param if is_bf16 else None
 
 
 def pointers(item: UpdateItem) -> list[int | None]:
-    """Addresses of the gradient, of master, moments and bf16 parameter, to read and to write; of scales."""
+    """Return addresses of the gradient, of states and bf16 parameter to read and to write, of scales."""
     tensors: list[torch.Tensor | None] = [item.grad]
     both = item.states, item.out or item.states
     for states in both:

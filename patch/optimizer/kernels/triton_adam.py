@@ -1,7 +1,7 @@
 """The update in Triton, for CUDA: all items of a call in one launch.
 
 Products and sums are not fused (enable_fp_fusion=False), quotients and roots are rounded to nearest, so the
-bits are those of NumPy. With TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
+bits equal NumPy's. If TRITON_INTERPRET=1 is set before the import, Triton's interpreter runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import triton.language as tl
 
 from patch.config.choices import MOMENT_BLOCK
 from patch.device import send
-from patch.optimizer.kernels.narrow import buckets, codes
+from patch.optimizer.kernels.low_bit_moments import buckets, codes
 from patch.optimizer.kernels.spec import (
     UpdateItem,
     bf16_param,
     check_item,
     constants_of,
     copy_other_params,
-    draw_numbers,
     is_split,
     moment_kinds,
     pointers,
+    rng_numbers,
 )
 
-_BLOCK = tl.constexpr(1024)  # 2048 need twice the registers, and spill if pointers are not aligned
-_COLUMNS = tl.constexpr(30)  # 9 pointers, numel, first block, 9 scalars, 4 pointers to scales, 6 of Draw
+_BLOCK = tl.constexpr(1024)  # 2048 needs twice the registers, and spills if pointers are not aligned
+_COLUMNS = tl.constexpr(30)  # 9 pointers, numel, first block, 9 scalars, 4 scale pointers, 6 of RngCoords
 _SCALED = tl.constexpr(MOMENT_BLOCK)
 
 
@@ -44,14 +44,14 @@ class _Form(NamedTuple):
     is_split: bool
     is_decoupled: bool
     kinds: tuple[int, int]
-    """Kinds of the moments: 0 float32, 1 bf16, 2 8 bits."""
+    """Kinds of the moments: 0 float32, 1 bf16, 2 8-bit."""
 
 
 class TritonAdam:
     """The update on CUDA tensors, on the current stream; the host does not wait."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
-        """See AdamKernel. One launch for each form of items: usually one."""
+        """See AdamKernel. One launch for each form of items, usually one in total."""
         forms: dict[_Form, list[UpdateItem]] = defaultdict(list)
         for item in items:
             check_item(item)
@@ -69,13 +69,12 @@ class TritonAdam:
 
 
 def _launch(form: _Form, items: list[UpdateItem]) -> None:
-    """Update items of one form, in one launch."""
     rows: list[list[int]] = []
     num_blocks = 0
     for item in items:
         numel = item.grad.numel()
         places = [pointer or 0 for pointer in pointers(item)]
-        numbers = draw_numbers(item)
+        numbers = rng_numbers(item)
         rows.append([*places[:9], numel, num_blocks, *_bits(item), *places[9:], *numbers])
         num_blocks += triton.cdiv(numel, _BLOCK.value)
     if num_blocks:
@@ -94,18 +93,16 @@ def _launch(form: _Form, items: list[UpdateItem]) -> None:
 
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of first and second moments in 8 bits, and their buckets (narrow.py)."""
     both = np.concatenate([codes(signed=True), codes(signed=False)])
     return send(torch.from_numpy(both), device), send(torch.from_numpy(buckets()), device)
 
 
 def _bits(item: UpdateItem) -> list[int]:
-    """The constants as float32, as the integers with the same bits."""
     return np.array(constants_of(item), np.float32).view(np.int32).tolist()
 
 
 def _alignment(rows: list[list[int]]) -> int:
-    """16, for wide loads, if it divides all pointers and numbers of elements; otherwise 1."""
+    """Return 16, for wide loads, if 16 divides all pointers and numbers of elements; otherwise 1."""
     return 1 if any(value % 16 for row in rows for value in row[:10]) else 16
 
 
@@ -164,7 +161,7 @@ def _adam(
 
 @triton.jit
 def _random(row: tl.tensor, i: tl.tensor) -> tl.tensor:
-    """The random numbers of some elements of an item: Draw.numbers begin at column 24."""
+    """The random numbers of some elements of an item: RngCoords.numbers begin at column 24."""
     place = tl.load(row + 27) + i
     length = tl.load(row + 25)
     number = tl.load(row + 24) + place // length * tl.load(row + 26) + place % length

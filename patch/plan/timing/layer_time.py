@@ -1,8 +1,8 @@
-"""Seconds of one layer's forward and backward on one rank, of one micro-batch: what computes, and what waits.
+"""Seconds of one layer's forward and backward on one rank, for one micro-batch.
 
-A product takes as long as its FLOPs, or as its matrices' way through memory, if that is longer; small ones
+A product takes as long as its FLOPs, or as reading and writing its matrices, whichever is longer; small ones
 reach less of the peak. Norms, residuals, RoPE and SwiGLU take as long as the bytes that their fused kernels
-read and write. A layer takes at least as long as the host needs to start its kernels.
+read and write. A layer takes at least as long as the host needs to launch its kernels.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.backends import can_send_in_pieces
-from patch.config.choices import PRECISIONS, Precision, Recompute
-from patch.families import Kind, attended_channels, layer_matrices, widths
+from patch.config.choices import PRECISIONS, Precision
+from patch.families import attended_channels, layer_matrices, widths
 from patch.families.adapters import adapters_of
-from patch.plan.activations import activation_bytes, boundary_bytes, dispatch_of
+from patch.features.backends import can_overlap_tp_comm
+from patch.plan.activations import boundary_bytes, dispatch_of, kept_bytes
 from patch.plan.flops import attended_pairs
-from patch.plan.parameters import element_bytes
-from patch.plan.savings import changed, with_changes
+from patch.plan.parameters import element_bytes, fuses_gradients
+from patch.plan.savings import with_values
 from patch.plan.timing import communication as links
 from patch.plan.timing.machine import Machine
 
 HALF_REACHED = 256
-"""A product whose smallest side is this long reaches half of what large ones do: an H100 has about 700
-TFLOP/s with sides of 8192, 650 with 4096, 270 with 1024."""
+"""Smallest side at which a product reaches half of a large product's rate: an H100 has about 700 TFLOP/s with
+sides of 8192, 650 with 4096, 270 with 1024."""
 HALF_ATTENTION = 768
-"""The same of attention by the length of a sequence: FlashAttention-3 has 230 TFLOP/s forward at 512, 450 at
-2048, 600 at 8192."""
+"""Sequence length at which attention reaches half of its rate: FlashAttention-3 has 230 TFLOP/s forward at
+512, 450 at 2048, 600 at 8192."""
 BACKWARD_OF_ATTENTION = 2.5
-"""FLOPs of its backward over those of its forward: five products, one of which computes the scores again."""
+"""FLOPs of attention's backward over its forward: five products, one of which recomputes the scores."""
 LAUNCHES = (25, 50)
 """Kernels of a layer's forward and backward with fused operations."""
 _OF_PIECE = 6
-"""Host cost of sending a piece of a product, in launches: a receive and a send in one batch, two
-waits, its product. Assumed."""
+"""Host cost of sending a piece of a product, in launches: a receive and a send in one batch, two waits, the
+product of the piece. Assumed."""
 _FP32 = 4
 
 
@@ -43,24 +43,24 @@ class LayerTime(NamedTuple):
     products: float
     attention: float
     memory: float
-    """Norms, residuals, RoPE and SwiGLU; casts to 8 bits."""
-    tensor: float = 0.0
-    """Messages of TP that nothing hides."""
-    context: float = 0.0
-    """Seconds of CP's messages."""
-    experts: float = 0.0
-    """Seconds of messages to experts and back."""
-    launches: float = 0.0
-    """Seconds in which the host starts all kernels, if that is longer than they take."""
+    """Norms, residuals, RoPE and SwiGLU; casts to fp8."""
+    tensor: float
+    """Exposed messages of TP."""
+    context: float
+    """Exposed messages of CP."""
+    experts: float
+    """Dispatch to experts and combine."""
+    launches: float
+    """Seconds in which the host launches all kernels."""
 
     @property
     def waiting(self) -> float:
-        """Seconds in which the device has no kernel to run."""
+        """Seconds in which the device waits for launches."""
         return max(0.0, self.launches - (self.products + self.attention + self.memory))
 
     @property
     def total(self) -> float:
-        """All together; the kernels, or the host that starts them."""
+        """Kernels or launches, whichever is longer, and exposed messages."""
         computing = max(self.products + self.attention + self.memory, self.launches)
         return computing + self.tensor + self.context + self.experts
 
@@ -70,67 +70,51 @@ class LayerTimes(NamedTuple):
 
     forward: LayerTime
     backward: LayerTime
-    """Backward of a layer that keeps all its activations."""
     selective: float
-    """Seconds that AC=sel adds to a backward."""
+    """Seconds that AC=sel adds to backward."""
     offload: float
     """Seconds by which copies of an offloaded layer exceed the passes that hide them."""
 
 
 def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
-    """The seconds of one layer of a run whose layers are all alike."""
-    if config.parallel.tp_comm_overlap is None or (machine.is_gpu and not can_send_in_pieces(config)):
-        ways = tensor_ways(config, machine)
-        config = with_tensor_overlap(config, ways[True] < ways[False] if ways else not machine.is_gpu)
+    """Return the seconds of one layer of a run with uniform layers."""
+    if config.parallel.tp_comm_overlap is None or (machine.is_gpu and not can_overlap_tp_comm(config)):
+        ways = seconds_by_tp_overlap(config, machine)
+        overlaps = ways[True] < ways[False] if ways else not machine.is_gpu
+        config = with_values(config, tp_comm_overlap=overlaps)
     products, attention = _Products(config, machine), _attention(config, machine)
     reached, traffic = machine.reached, [num_bytes / machine.memory_rate for num_bytes in _traffic(config)]
     again = BACKWARD_OF_ATTENTION * reached.attention_forward / reached.attention_backward
-    passes = []
-    for place, (of_products, factor) in enumerate(((products.forward, 1.0), (products.backward, again))):
-        is_forward = place == 0
-        tensor, pieces = _tensor(config, machine, products, is_forward=is_forward)
-        passes.append(
-            LayerTime(
-                products=of_products,
-                attention=attention * factor,
-                memory=traffic[place],
-                tensor=tensor,
-                context=_context(config, machine, attention * factor, is_forward=is_forward),
-                experts=links.dispatch_seconds(config, machine),
-                launches=machine.launch_seconds * (LAUNCHES[place] + _OF_PIECE * pieces),
-            )
-        )
+    experts, passes = links.dispatch_seconds(config, machine), []
+    for place, is_forward in enumerate((True, False)):
+        own = attention if is_forward else attention * again
+        tensor, pieces = products.messages(is_forward=is_forward)
+        context = _context(config, machine, own, is_forward=is_forward)
+        launches = machine.launch_seconds * (LAUNCHES[place] + _OF_PIECE * pieces)
+        of_products = products.forward if is_forward else products.backward
+        passes.append(LayerTime(of_products, own, traffic[place], tensor, context, experts, launches))
     forward, backward = passes
     offload = _offload(config, machine, forward.total, backward.total)
     return LayerTimes(forward, backward, traffic[2], offload)
 
 
-def with_tensor_overlap(config: RunConfig, overlaps: bool) -> RunConfig:
-    """The same run with or without TP's messages in pieces of products."""
-    return with_changes(config, (changed("parallel", tp_comm_overlap=overlaps),))
+def seconds_by_tp_overlap(config: RunConfig, machine: Machine) -> dict[bool, float]:
+    """Return seconds of a layer by `--tp-comm-overlap`; {} if there is no choice, as on a CPU.
 
-
-def tensor_ways(config: RunConfig, machine: Machine) -> dict[bool, float]:
-    """Seconds of a layer without and with TP's messages in pieces; {} where a GPU's run has no such choice.
-
-    Pieces hide messages, but cost smaller products, sums by kernels of their own and the host's time.
+    Overlap hides messages, but costs smaller products, separate kernels for sums, and host time.
     """
-    if not (machine.is_gpu and can_send_in_pieces(config)):
+    if not (machine.is_gpu and can_overlap_tp_comm(config)):
         return {}
-    ways = {way: layer_times(with_tensor_overlap(config, way), machine) for way in (False, True)}
+    ways = {way: layer_times(with_values(config, tp_comm_overlap=way), machine) for way in (False, True)}
     return {way: times.forward.total + times.backward.total for way, times in ways.items()}
 
 
 def product_seconds(
     machine: Machine, precision: Precision, sides: tuple[float, float, float], written: float
 ) -> float:
-    """Seconds of a product of an m x k and a k x n matrix.
+    """Return the seconds of an m x k by k x n product, with `sides` m, n, k and factors in `precision`.
 
-    Args:
-        machine: where.
-        precision: of the factors.
-        sides: m, n and k.
-        written: bytes of memory for each element of the result, read and written.
+    `written` is the bytes read and written for each element of the result.
     """
     m, n, k = sides
     size, reached = PRECISIONS[precision].factor_bytes, machine.gemm_share(precision)
@@ -140,56 +124,101 @@ def product_seconds(
 
 
 _UNPACKING = 14
-"""Bytes that making one number of 4 bits reads and writes, but for the number (four_bit_product.py)."""
+"""Bytes read and written to unpack one nf4 value, without the value itself (nf4_product.py)."""
 
 
 class _Products:
-    """Seconds of a layer's products, all and one by one, each with the tokens that use its matrix.
+    """Seconds of a layer's products: in total, and one by one for the tokens that use each matrix.
 
-    TP sums the results of those numbered in `summed`, and cuts those of `cut`.
+    `summed` are the products whose results TP sums, `cut` those whose outputs TP cuts.
     """
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:
-        tokens = config.micro_batch_tokens
-        precision = config.training.precision
-        size = element_bytes(precision)
-        # Weight gradients are added to the main gradients; without fusion they are written and read besides.
-        given = config.optimizer.gradient_accumulation_fusion
-        fused = machine.is_gpu if given is None else given
+        self.config, self.machine = config, machine
+        tokens, self.precision = config.micro_batch_tokens, config.training.precision
+        self.size = size = element_bytes(self.precision)
+        # Weight gradients are added to the main gradients; without fusion they are also written and read.
         main = element_bytes(config.optimizer.main_grads_dtype)
-        added = 2 * main + (0 if fused else 2 * size)
+        added = 2 * main + (0 if fuses_gradients(config, cuda=machine.is_gpu) else 2 * size)
         rows, tp_size = layer_matrices(config.model), config.parallel.tensor_model_parallel_size
-        sides = [(1, tokens * row.active, *row.shard_shape(tp_size)) for row in rows]
+        self.sides = sides = [(1, tokens * row.active, *row.shard_shape(tp_size)) for row in rows]
         for index, row in enumerate(rows):
-            if row.part == "expert":  # the loop of a rank over its own
+            if row.part == "expert":  # a rank's loop over its experts
                 number = row.num_experts // config.experts.expert_model_parallel_size
                 shape = row.shard_shape(config.etp_size)
                 sides[index] = (number, dispatch_of(config).rows / number, *shape)
-        self.sides, self.size = sides, size
-        self.each = [t * product_seconds(machine, precision, (m, n, k), size) for t, m, n, k in sides]
-        self.inputs = [t * product_seconds(machine, precision, (m, k, n), size) for t, m, n, k in sides]
-        self.weights = [t * product_seconds(machine, precision, (n, k, m), added) for t, m, n, k in sides]
-        over_tp = [index for index, row in enumerate(rows) if row.part not in ("expert", "router")]
-        self.summed = [index for index in over_tp if rows[index].kind is Kind.ROW_PARALLEL]
-        self.cut = [index for index in over_tp if index not in self.summed]
+        self.each = [t * self._seconds(m, n, k) for t, m, n, k in sides]
+        self.inputs = [t * self._seconds(m, k, n) for t, m, n, k in sides]
+        self.weights = [t * self._seconds(n, k, m, added) for t, m, n, k in sides]
+        self.summed, self.cut = links.tp_products(config.model)
         self.forward, self.backward = sum(self.each), sum(self.inputs)
-        if config.adapter.lora_rank:
+        if config.adapter.is_on:
             self.weights = [0.0] * len(rows)
         of_row = {row.name: own for row, own in zip(rows, sides, strict=True)}
         for adapter in adapters_of(config.model, config.adapter):
             times, own, *_ = of_row[adapter.base.name]
             parts = config.etp_size if adapter.base.part == "expert" else tp_size
             for out, into in (adapter.a.shard_shape(parts), adapter.b.shard_shape(parts)):
-                once = times * product_seconds(machine, precision, (own, out, into), size)
+                once = times * self._seconds(own, out, into)
                 self.forward, self.backward = self.forward + once, self.backward + 2 * once
         self.backward += sum(self.weights)
         if config.adapter.quantize_base:
             made = sum(t * n * k for t, _, n, k in sides) * (_UNPACKING + size) / machine.memory_rate
             self.forward, self.backward = self.forward + made, self.backward + made
 
+    def _seconds(self, m: float, n: float, k: float, written: float = 0.0) -> float:
+        return product_seconds(self.machine, self.precision, (m, n, k), written or self.size)
+
+    def messages(self, *, is_forward: bool) -> tuple[float, int]:
+        """Return the seconds of TP's exposed messages, and the number of pieces that a GPU's host sends.
+
+        In forward a layer gathers (SP) or receives its input before two products, and sums after two other
+        products. In backward the messages of the first two overlap with their weight gradients.
+        `--tp-comm-overlap` sends one piece of a product while the next is computed.
+        """
+        config, machine, summed, cut = self.config, self.machine, self.summed, self.cut
+        tp_size, is_cut = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
+        if tp_size == 1:
+            return 0.0, 0
+        once = gather = links.tp_collective_seconds(config, machine)
+        if config.parallel.tp_comm_overlap:
+            found = sorted(summed + cut) if is_cut else summed if is_forward else cut
+            message = once if is_cut else 2 * once
+            seconds = sum(self._in_pieces(index, message, is_forward=is_forward) for index in found)
+            again = len(cut) if is_cut and not is_forward else 0  # inputs of weights' gradients
+            pieces = tp_size - 1 if is_cut else 2 * tp_size
+            return seconds, pieces * (len(found) + again) if machine.is_gpu else 0
+        if is_cut and config.is_fp8:  # after a small all-reduce of the absolute maxima
+            half, none = (links.tp_collective_seconds(config, machine, share) for share in (0.5, 0.0))
+            gather = half + 2 * none
+        if is_forward:  # with SP four gathers and sums, else two all-reduces, each twice as long
+            return len(summed) * once + len(cut) * gather, 0
+        if not is_cut:
+            return sum(max(0.0, 2 * once - self.weights[index]) for index in cut), 0
+        gathers = sum(max(0.0, gather - self.inputs[index]) for index in cut)
+        return len(summed) * once + gathers + sum(max(0.0, once - self.weights[index]) for index in cut), 0
+
+    def _in_pieces(self, index: int, message: float, *, is_forward: bool) -> float:
+        """Seconds by which a product in TP pieces exceeds a whole product without messages.
+
+        The first piece of a gather and the last piece of a sum are the rank's own. So messages are hidden if
+        they are shorter than the other pieces. Small products reach less of the peak, messages occupy SMs,
+        and separate kernels add the parts of a sum. `message` is the seconds of the product's messages.
+        """
+        (times, m, n, k), is_cut = self.sides[index], self.config.parallel.sequence_parallel
+        pieces = self.config.parallel.tensor_model_parallel_size * (1 if is_cut else 2)
+        each = times * (self._seconds(m / pieces, n, k) if is_forward else self._seconds(m / pieces, k, n))
+        whole = self.each[index] if is_forward else self.inputs[index]
+        is_summed = index in self.summed
+        hidden = each * (pieces - 1) + (0.0 if is_forward or is_summed else self.weights[index])
+        last = message / pieces if is_forward and not is_cut else 0.0  # of an all-reduce
+        is_sum = is_cut and is_summed == is_forward
+        sums = 3 * (pieces - 1) * boundary_bytes(self.config) / self.machine.memory_rate if is_sum else 0.0
+        lost = each * pieces - whole + self.machine.reached.contention * message + sums
+        return max(last, message - hidden) + lost
+
 
 def _attention(config: RunConfig, machine: Machine) -> float:
-    """Seconds of attention's forward."""
     model, parallel, training = config.model, config.parallel, config.training
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     pairs = attended_pairs([config.sample_length], model.window_size) / parallel.context_parallel_size
@@ -203,96 +232,32 @@ def _attention(config: RunConfig, machine: Machine) -> float:
 
 
 def _traffic(config: RunConfig) -> tuple[float, float, float]:
-    """Bytes that the other kernels of a layer read and write: forward, backward, and what AC=sel repeats."""
-    model, parallel, precision = config.model, config.parallel, config.training.precision
-    tp_size = parallel.tensor_model_parallel_size
-    hidden = model.hidden_size / (tp_size if parallel.sequence_parallel else 1)
+    """Bytes that the other kernels of a layer read and write: forward, backward, AC=sel's recomputation."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    hidden, size = model.hidden_size / config.sp_size, element_bytes(config.training.precision)
     attention, mlp = widths(model, "attention", tp_size), widths(model, "mlp", tp_size)
-    # q, k and v are read and written again: turned by RoPE, or widened by ALiBi.
-    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * attention.given, sum(mlp)
+    # q, k and v are read and written again: rotated by RoPE, or widened by ALiBi.
+    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * attention.out_features, sum(mlp)
     forward = norms + residuals + rope + swiglu
     backward = 2 * 3 * hidden + residuals + rope + 2 * swiglu
-    size = element_bytes(precision)
-    if config.has_8_bits:  # each factor is read twice, for its largest value and its cast, and written
-        inputs = 2 * model.hidden_size + attention.taken + mlp.taken
-        forward += (2 * hidden + attention.taken + mlp.taken) * 5 / size
-        backward += (inputs + attention.given + mlp.given) * 5 / size
+    if config.is_fp8:  # each factor is read twice, for its absolute maximum and its cast, and written
+        inputs = 2 * model.hidden_size + attention.in_features + mlp.in_features
+        forward += (2 * hidden + attention.in_features + mlp.in_features) * 5 / size
+        backward += (inputs + attention.out_features + mlp.out_features) * 5 / size
     tokens = config.micro_batch_tokens
     return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
 
 
-def _tensor(
-    config: RunConfig, machine: Machine, products: _Products, *, is_forward: bool
-) -> tuple[float, int]:
-    """Seconds of TP's messages that nothing hides, and the number of pieces in which they are sent on a GPU.
-
-    Forward gathers (SP) or receives a layer's input before two products and sums after two others. In
-    backward what is sent for the first two is in flight while their weights' gradients are computed.
-    `--tp-comm-overlap` sends pieces of the other products while one is computed.
-    """
-    parallel, summed, cut = config.parallel, products.summed, products.cut
-    tp_size, is_cut = parallel.tensor_model_parallel_size, parallel.sequence_parallel
-    if tp_size == 1:
-        return 0.0, 0
-    once = gather = links.summing_seconds(config, machine)
-    if parallel.tp_comm_overlap:
-        found = sorted(summed + cut) if is_cut else summed if is_forward else cut
-        message = once if is_cut else 2 * once
-        seconds = sum(_in_pieces(config, machine, products, n, message, is_forward=is_forward) for n in found)
-        again = len(cut) if is_cut and not is_forward else 0  # inputs of weights' gradients
-        pieces = tp_size - 1 if is_cut else 2 * tp_size
-        return seconds, pieces * (len(found) + again) if machine.is_gpu else 0
-    if is_cut and config.has_8_bits:  # behind a small all-reduce, of the largest numbers
-        gather = links.summing_seconds(config, machine, 0.5) + 2 * links.summing_seconds(config, machine, 0.0)
-    if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
-        return len(summed) * once + len(cut) * gather, 0
-    inputs, weights = products.inputs, products.weights
-    if not is_cut:
-        return sum(max(0.0, 2 * once - weights[index]) for index in cut), 0
-    gathers = sum(max(0.0, gather - inputs[index]) for index in cut)
-    return len(summed) * once + gathers + sum(max(0.0, once - weights[index]) for index in cut), 0
-
-
-def _in_pieces(
-    config: RunConfig, machine: Machine, products: _Products, index: int, message: float, *, is_forward: bool
-) -> float:
-    """Seconds that a product in TP pieces takes longer than a whole one without messages.
-
-    The first piece of a gather is a rank's own, and so is the last of a sum: these hide all messages that are
-    shorter than the rest of the product. Small products reach less, messages need some of the SMs, and parts
-    of a sum are added by kernels of their own.
-
-    Args:
-        config, machine, products: see there.
-        index: of the product.
-        message: seconds of its messages.
-        is_forward: which pass.
-    """
-    (times, m, n, k), is_cut = products.sides[index], config.parallel.sequence_parallel
-    pieces = config.parallel.tensor_model_parallel_size * (1 if is_cut else 2)
-    sides = (m / pieces, n, k) if is_forward else (m / pieces, k, n)
-    each = times * product_seconds(machine, config.training.precision, sides, products.size)
-    whole = products.each[index] if is_forward else products.inputs[index]
-    is_summed = index in products.summed
-    hidden = each * (pieces - 1) + (0.0 if is_forward or is_summed else products.weights[index])
-    is_sum = is_cut and is_summed == is_forward
-    last = message / pieces if is_forward and not is_cut else 0.0  # of an all-reduce
-    added = 3 * (pieces - 1) * boundary_bytes(config) / machine.memory_rate if is_sum else 0.0
-    lost = each * pieces - whole + machine.reached.contention * message + added
-    return max(last, message - hidden) + lost
-
-
 def _context(config: RunConfig, machine: Machine, attention: float, *, is_forward: bool) -> float:
-    """Seconds of CP's messages that a pass of attention does not hide."""
     cp_size, way = config.parallel.context_parallel_size, config.parallel.cp_comm_type
     if cp_size == 1:
         return 0.0
     sent = links.sent_bytes(config, way or "p2p")
     if way == "a2a":
-        # An all-to-all of n bytes sends as much as a gather of n bytes in all.
+        # An all-to-all of n bytes sends as much as an all-gather to n bytes.
         ranks = links.group_of(config, "cp")
         return links.ring(machine, ranks, 1).seconds(sent / 2 * cp_size / (cp_size - 1))
-    # Keys and values in forward; with fp32 gradients in backward. All but the rank's own piece hides them.
+    # Keys and values in forward, also fp32 gradients in backward. All pieces but the rank's own hide them.
     size, steps = element_bytes(config.training.precision), cp_size - 1
     share = (size if is_forward else size + _FP32) / (2 * size + _FP32)
     message = steps * links.neighbour_seconds(machine, config, "cp", sent * share / steps)
@@ -300,8 +265,5 @@ def _context(config: RunConfig, machine: Machine, attention: float, *, is_forwar
 
 
 def _offload(config: RunConfig, machine: Machine, forward: float, backward: float) -> float:
-    """Seconds by which copies of an offloaded layer's activations exceed the passes beside them."""
-    kept = activation_bytes(config, cuda=machine.is_gpu)
-    granularity: Recompute | None = "selective" if config.recompute == "selective" else None
-    copy = kept[granularity] / (machine.host_link_bandwidth * machine.reached.host_link)
+    copy = kept_bytes(config, cuda=machine.is_gpu) / (machine.host_link_bandwidth * machine.reached.host_link)
     return max(0.0, copy - forward) + max(0.0, copy - backward)

@@ -1,9 +1,9 @@
-"""Seconds of a step in closed form: what computes, the pipeline's idle time, and messages that nothing hides.
+"""Seconds of a step in closed form: compute, pipeline bubble, and exposed messages.
 
-The parts add up to the step. Passes are those of the process that computes longest; the pipeline's order is
-simulated pass by pass. Gradients travel while the last micro-batch's backward runs, with ZeRO-2 in each; what
-is left is exposed, and at least the embedding's gradient, which comes last. New weights travel while the
-first forward runs; the embedding's come first.
+The sum of the parts is the step. Passes are those of the rank that computes longest; the pipeline's order is
+simulated pass by pass. Reductions of gradients are in flight during the last micro-batch's backward, with
+ZeRO-2 during each backward. The remainder is exposed, at least the embedding's gradient, which comes last.
+New weights are gathered during the first forward, the embedding's first.
 """
 
 from __future__ import annotations
@@ -11,109 +11,98 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.layout.buckets import smallest_bucket
 from patch.layout.pipeline_stages import stage_activations
-from patch.numbers import timed
+from patch.plan import parameters
 from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
-from patch.plan.parameters import Unit, by_layer, element_bytes, freed_units, kept_parts, parameters_of
+from patch.plan.parameters import Unit, element_bytes, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
+from patch.text import timed
 
 _LOGIT_BYTES = 20
-"""For each logit: written, read for its largest and their sum, made a gradient, read by two products."""
+"""Bytes per logit: written, read for maximum and sum, turned into a gradient, read by two products."""
 
 _SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
-"""At most half of the host's states is updated while backward runs, which takes 1.36 times as long
-(patch/optimizer/host_buffers.py; toolkits/benchmarks/RESULTS.md)."""
+"""Backward hides the update of at most half of the host's states, and makes this update take 1.36 times as
+long (patch/optimizer/states/host_buffers.py; toolkits/benchmarks/RESULTS.md)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Seconds of what a step consists of, each alone on its device or link; passes are of one micro-batch."""
+    """Seconds of a step's components, each alone on its device or link; passes are of one micro-batch."""
 
-    layers: tuple[Counter[LayerTimes], ...]
-    """Seconds of one layer, in parts, and how many such layers a stage has, in the order of the model."""
-    loss: float
-    """Output layer and loss with their gradients, which the last stage's forward computes."""
-    embedding: tuple[float, float]
-    """Forward and backward, in the first stage."""
-    forward: tuple[float, ...]
-    """Forward of each stage, in the order of the model; with recomputation and what nothing hides of TP and
-    CP."""
-    backward: tuple[float, ...]
-    waits: tuple[PassWaits, ...]
-    """Seconds that passes wait for weights beside that, if replicas shard them."""
-    message: float
-    """Between neighbouring stages, one way; 0 without stages."""
-    travel: links.GradientTravel
-    """Collectives of buckets of gradients and weights between replicas."""
-    of_experts: links.GradientTravel
-    """Messages between ranks that have the same experts."""
-    parameters: tuple[int, ...]
-    """Elements that each pipeline rank trains."""
-    experts: tuple[int, ...]
-    """The group of experts."""
-    states: int
-    """Elements whose states a rank updates, at most."""
-    update: float
-    """For each element that a rank updates on its device."""
+    def __init__(self, config: RunConfig, machine: Machine) -> None:
+        layers = parameters.by_layer(config, lambda run: layer_times(run, machine))
+        self.config, self.machine, self.schedule = config, machine, Schedule.of(config)
+        self.layers = [Counter(of_stage) for of_stage in layers]
+        """Per stage in model order: the times of a layer -> number of such layers."""
+        self.loss, self.embedding = _loss(config, machine), _embedding(config, machine)
+        """Output layer and loss with their gradients, which the last stage's forward computes; forward and
+        backward of the embedding, in the first stage."""
+        self.forward, self.backward = map(list, zip(*(_stage(config, each) for each in layers), strict=True))
+        """Per stage in model order, with recomputation and the exposed messages of TP and CP."""
+        self.forward[0] += self.embedding[0]
+        self.backward[0] += self.embedding[1]
+        self.forward[-1] += self.loss
+        units = parameters.freed_units(config) if config.gathers_weights_per_pass else [()] * len(layers)
+        stages = zip(units, self.forward, self.backward, strict=True)
+        self.waits = [_waits(config, machine, *stage) for stage in stages]
+        """With ZeRO-3, further seconds in which passes wait for weights."""
+        boundary = boundary_bytes(config)
+        self.message = links.neighbour_seconds(machine, config, "pp", boundary) if len(layers) > 1 else 0.0
+        """Between neighbouring stages, one way; 0 without stages."""
+        self.data_parallel, self.of_experts = (
+            links.data_parallel_messages(config, machine, of_experts=each) for each in (False, True)
+        )
+        """Collectives between replicas, and between ranks that have the same experts."""
+        ranks = range(self.schedule.pp_size)
+        self.parameters, self.experts = (
+            [parameters_of(config, rank, of_experts=each) for rank in ranks] for each in (False, True)
+        )
+        """Parameters of each pipeline rank; `experts` are the part in experts."""
+        is_shared = config.zero_stage.shards_states
+        self.states = parameters.elements_kept_per_rank(config, None, is_shared=is_shared)
+        """Most elements whose states a rank updates."""
+        self.update = _update_bytes(config) / machine.memory_rate
+        """Per element that a rank updates on its device."""
 
+    def of_rank(self, rank: int) -> tuple[float, float, list[PassWaits]]:
+        """Return forward and backward of all stages of a pipeline rank, without waits, and their waits."""
+        own = slice(rank, None, self.schedule.pp_size)
+        return sum(self.forward[own]), sum(self.backward[own]), self.waits[own]
 
-def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
-    """The seconds of what a run's step consists of."""
-    layers = by_layer(config, lambda run: layer_times(run, machine))
-    loss, embedding = _loss(config, machine), _embedding(config, machine)
-    forward, backward = _stages(config, layers)
-    forward[0], backward[0] = forward[0] + embedding[0], backward[0] + embedding[1]
-    forward[-1] += loss
-    stages, parallel = len(forward), config.parallel
-    ranks = range(parallel.pipeline_model_parallel_size)
-    message = links.neighbour_seconds(machine, config, "pp", boundary_bytes(config)) if stages > 1 else 0.0
-    return StepCosts(
-        layers=tuple(map(Counter, layers)),
-        loss=loss,
-        embedding=embedding,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        waits=pass_waits(config, machine, forward, backward),
-        message=message,
-        travel=links.gradient_travel(config, machine, of_experts=False),
-        of_experts=links.gradient_travel(config, machine, of_experts=True),
-        parameters=tuple(parameters_of(config, rank) for rank in ranks),
-        experts=tuple(parameters_of(config, rank, of_experts=True) for rank in ranks),
-        states=kept_parts(config, None, is_shared=config.zero_stage.shares_states),
-        update=_update_bytes(config) / machine.memory_rate,
-    )
+    @cached_property
+    def timing(self) -> Timing:
+        """The passes of the pipeline. Without interleaving a sender waits until its message has arrived."""
+        is_hidden = self.schedule.vp_size > 1 and self.config.parallel.overlap_p2p_communication
+        wait, last, waits = 0.0 if is_hidden else self.message, len(self.forward) - 1, self.waits
+        forward = [n + waits[s].forward + (wait if s < last else 0) for s, n in enumerate(self.forward)]
+        backward = [n + waits[s].backward + (wait if s else 0) for s, n in enumerate(self.backward)]
+        return simulate(self.schedule, forward, backward, self.message if is_hidden else 0.0)
 
 
 def _update_bytes(config: RunConfig) -> float:
-    """Bytes that the update of a parameter reads and writes, its moments in their types."""
+    """Bytes that the update of a parameter reads and writes, moments in their dtypes."""
     return PRECISIONS[config.training.precision].update_bytes - 2 * config.optimizer.saved_moment_bytes
 
 
-def _stages(config: RunConfig, stages: list[list[LayerTimes]]) -> tuple[list[float], list[float]]:
-    """Forward and backward of each stage's layers."""
-    forward, backward = [], []
-    is_selective = config.recompute == "selective"
-    for layers in stages:
-        split = stage_activations(len(layers), config.training)
-        forward.append(_sum(layers, lambda layer: layer.forward.total))
-        backward.append(
-            _sum(layers, lambda layer: layer.backward.total + (layer.selective if is_selective else 0.0))
-            + _sum(layers[split.computed_again], lambda layer: layer.forward.total)
-            + _sum(layers[: split.offloaded], lambda layer: layer.offload)
-        )
-    return forward, backward
+def _stage(config: RunConfig, layers: list[LayerTimes]) -> tuple[float, float]:
+    """Forward and backward of a stage."""
+    is_selective, split = config.recompute == "selective", stage_activations(len(layers), config.training)
+    backward = _sum(layers, lambda layer: layer.backward.total + (layer.selective if is_selective else 0.0))
+    backward += _sum(layers[split.computed_again], lambda layer: layer.forward.total)
+    backward += _sum(layers[: split.offloaded], lambda layer: layer.offload)
+    return _sum(layers, lambda layer: layer.forward.total), backward
 
 
 def _sum(layers: Iterable[LayerTimes], seconds: Callable[[LayerTimes], float]) -> float:
@@ -122,35 +111,28 @@ def _sum(layers: Iterable[LayerTimes], seconds: Callable[[LayerTimes], float]) -
 
 def _loss(config: RunConfig, machine: Machine) -> float:
     """Products with the output layer's weight, in 16 bits at most, and the work on logits.
-
-    They are three; two where it stays as it is, beside adapters.
+    There are three products, or two if the weight is frozen beside adapters.
     """
-    model, training = config.model, config.training
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
-    tokens = config.micro_batch_tokens
-    precision, sides = PRECISIONS[training.precision].kept_as, (tokens, rows, model.hidden_size)
-    products = (2 if config.adapter.lora_rank else 3) * product_seconds(
-        machine, precision, sides, element_bytes(precision)
-    )
-    bandwidth = machine.memory_rate
-    return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * links.summing_seconds(config, machine)
+    precision, tokens = PRECISIONS[config.training.precision].kept_as, config.micro_batch_tokens
+    sides, sums = (tokens, rows, config.model.hidden_size), links.tp_collective_seconds(config, machine)
+    product = product_seconds(machine, precision, sides, element_bytes(precision))
+    products = (2 if config.adapter.is_on else 3) * product
+    return products + tokens * rows * _LOGIT_BYTES / machine.memory_rate + 2 * sums
 
 
 def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
-    """Forward reads and writes rows; backward makes a gradient of the whole weight, and adds it up.
-
-    Beside adapters it has no backward.
+    """Forward reads and writes rows; backward computes the whole weight's gradient and accumulates it.
+    Beside adapters there is no backward.
     """
-    size, parallel = element_bytes(config.training.precision), config.parallel
-    rows = config.padded_vocab_size // parallel.tensor_model_parallel_size
-    bandwidth = machine.memory_rate
-    boundary = boundary_bytes(config)
-    added = 2 * size + 2 * element_bytes(config.optimizer.main_grads_dtype)
-    weight = rows * config.model.hidden_size * added
-    forward = 2 * boundary / bandwidth + links.summing_seconds(config, machine)
-    if config.adapter.lora_rank:
+    rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
+    boundary, sums = boundary_bytes(config), links.tp_collective_seconds(config, machine)
+    types = config.training.precision, config.optimizer.main_grads_dtype
+    weight = rows * config.model.hidden_size * 2 * sum(map(element_bytes, types))
+    forward = 2 * boundary / machine.memory_rate + sums
+    if config.adapter.is_on:
         return forward, 0.0
-    return forward, (weight + 2 * boundary) / bandwidth + links.summing_seconds(config, machine) / 2
+    return forward, (weight + 2 * boundary) / machine.memory_rate + sums / 2
 
 
 class StepPart(NamedTuple):
@@ -159,7 +141,7 @@ class StepPart(NamedTuple):
     name: str
     seconds: float
     formula: str = ""
-    """How it was computed, with its numbers; "" for messages."""
+    """Formula with its numbers; "" for messages."""
 
 
 class StepTime(NamedTuple):
@@ -167,29 +149,26 @@ class StepTime(NamedTuple):
 
     parts: list[StepPart]
     seconds: float
-    """Their sum."""
     tokens_per_second: float
-    """Rate of all devices."""
     model_flops: float
     """FLOP/s of a device, without recomputation."""
     mfu: float | None
-    """None for a CPU, whose peak is not known."""
+    """None for a CPU, whose peak is unknown."""
     computing: float
-    """Seconds of the step in which the process that computes longest does."""
+    """Computing seconds of the rank that computes longest."""
     idle: float
-    """Time that all processes wait for the pipeline, over their computing time."""
+    """Bubble: idle time of all ranks over their computing time."""
 
 
 def step_time(config: RunConfig, machine: Machine) -> StepTime:
-    """The planned time of a step."""
-    costs = step_costs(config, machine)
-    timing = _timing(config, costs)
-    parts = list(_passes(config, costs, timing))
-    if config.parallel.pipeline_model_parallel_size > 1:
-        formula = f"the order of passes, simulated; equal stages idle {Schedule.of(config).formula:.1%}"
+    """Return the planned time of a step."""
+    costs = StepCosts(config, machine)
+    parts, timing = list(_passes(costs)), costs.timing
+    if costs.schedule.pp_size > 1:
+        formula = f"the order of passes, simulated; equal stages idle {costs.schedule.formula:.1%}"
         idle = timing.step - sum(part.seconds for part in parts)
         parts.append(StepPart("pipeline bubble and messages", idle, formula))
-    parts += _around(config, machine, costs, timing)
+    parts += _after_last_backward(costs)
     seconds = sum(part.seconds for part in parts)
     tokens = config.training.global_batch_size * config.sample_length
     flops = flops_per_step(config).model / seconds / config.world_size
@@ -197,28 +176,18 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing), timing.bubble)
 
 
-def _timing(config: RunConfig, costs: StepCosts) -> Timing:
-    """The passes of the pipeline. Without interleaving a sender waits until its message has arrived."""
-    is_hidden = config.virtual_pipeline_size > 1 and config.parallel.overlap_p2p_communication
-    wait, last, waits = 0.0 if is_hidden else costs.message, len(costs.forward) - 1, costs.waits
-    forward = [n + waits[s].forward + (wait if s < last else 0) for s, n in enumerate(costs.forward)]
-    backward = [n + waits[s].backward + (wait if s else 0) for s, n in enumerate(costs.backward)]
-    return simulate(Schedule.of(config), forward, backward, costs.message if is_hidden else 0.0)
-
-
 _PARTS = {
     "products with weights": "products", "attention": "attention", "norms, RoPE, SwiGLU": "memory",
     "TP messages, exposed": "tensor", "CP messages, exposed": "context",
     "messages to experts and back": "experts",
 }  # fmt: skip
-"""Parts of a step that are sums over layers, by their field of `LayerTime`."""
+"""Part of a step that is a sum over layers -> field of `LayerTime`."""
 
 
-def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> Iterator[StepPart]:
-    """The parts of all passes of the process that computes longest, and the time that it waits for others."""
-    pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
-    rank = timing.computing.index(max(timing.computing))
-    own = range(rank, len(costs.forward), pp_size)
+def _passes(costs: StepCosts) -> Iterator[StepPart]:
+    config, computing = costs.config, costs.timing.computing
+    count, rank = config.num_micro_batches, computing.index(max(computing))
+    own = range(rank, len(costs.forward), costs.schedule.pp_size)
     kinds = sum((costs.layers[stage] for stage in own), Counter[LayerTimes]())
     for title, name in _PARTS.items():
         both = [(n, getattr(each.forward, name), getattr(each.backward, name)) for each, n in kinds.items()]
@@ -227,7 +196,7 @@ def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> Iterator[Ste
         yield StepPart(title, seconds, f"{count} micro-batches x {', and '.join(texts)}")
     waiting = sum(n * (each.forward.waiting + each.backward.waiting) for each, n in kinds.items())
     yield StepPart("waiting for the host", count * waiting, "kernels run faster than the host starts them")
-    again = sum(costs.backward[stage] for stage in own) - sum(n * e.backward.total for e, n in kinds.items())
+    again = costs.of_rank(rank)[1] - sum(n * each.backward.total for each, n in kinds.items())
     again -= costs.embedding[1] if 0 in own else 0.0
     text = f"{count} x {timed(again)}: forwards and activations that AC computes or copies again"
     yield StepPart("recomputation, offload of activations", count * max(0.0, again), text)
@@ -238,20 +207,20 @@ def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> Iterator[Ste
     if len(costs.forward) - 1 in own:
         text = f"{count} x {timed(costs.loss)}: products with {config.padded_vocab_size} rows, logits"
         yield StepPart("output layer and loss", count * costs.loss, text)
-    if config.frees_weights:
-        exposed = sum(costs.waits[stage].forward + costs.waits[stage].backward for stage in own)
+    if config.gathers_weights_per_pass:
+        exposed = sum(wait.forward + wait.backward for wait in costs.of_rank(rank)[2])
         yield StepPart("weights of each pass, exposed", count * exposed)
 
 
-def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> Iterator[StepPart]:
+def _after_last_backward(costs: StepCosts) -> Iterator[StepPart]:
     """The parts after the last backward: gradients, norm, update, weights."""
+    config, machine, own = costs.config, costs.machine, costs.states
     if config.num_weight_copies > 1:
-        contention = machine.reached.contention
-        yield StepPart("gradients, exposed", _reduction(config, costs, timing, contention))
-        if not config.frees_weights:  # else the passes gather them
-            yield StepPart("weights, exposed", _gathering(config, costs, contention))
-    fraction, own = offloaded_fraction(config, machine), costs.states
-    held = kept_parts(config, None, is_shared=config.zero_stage.shares_gradients)
+        yield StepPart("gradients, exposed", _reduction(costs))
+        if not config.gathers_weights_per_pass:  # else the passes gather them
+            yield StepPart("weights, exposed", _gathering(costs))
+    fraction = offloaded_fraction(config, machine)
+    held = parameters.elements_kept_per_rank(config, None, is_shared=config.zero_stage.shards_gradients)
     read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
@@ -262,39 +231,39 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
     )
     yield StepPart("norm and update", own * read + update + held * read + latency, text)
     if fraction:
-        yield StepPart("states on the host, exposed", _host_update(config, machine, costs, own * fraction))
+        yield StepPart("states on the host, exposed", _host_update(costs, own * fraction))
 
 
-class Travel(NamedTuple):
-    """The messages between one pipeline rank and its replicas."""
+class ReplicaMessages(NamedTuple):
+    """Messages between one pipeline rank and its replicas."""
 
     seconds: float
-    """Seconds of all buckets."""
+    """All buckets."""
     unhidden: float
-    """Seconds of those that no pass hides: the embedding's, which is the last to have its gradient and the
-    first that is needed; of other stages a small bucket."""
+    """Seconds that no pass hides. On the first stage it is the embedding, whose gradient comes last and whose
+    weight is needed first; on other stages a small bucket."""
 
     def exposed(self, window: float, again: float = 0.0, times: int = 1) -> float:
-        """Seconds of a step that nothing hides.
+        """Return the exposed seconds of a step with `times` exchanges of buckets.
 
-        Args:
-            window: of compute beside the last time that the buckets travel.
-            again: the same of each time before.
-            times: how often a step sends them.
+        `window` seconds of compute hide the last exchange, `again` seconds hide each earlier exchange.
         """
         return max(self.unhidden, self.seconds - window) + (times - 1) * max(0.0, self.seconds - again)
 
     def slowed(self, contention: float, times: int = 1) -> float:
-        """Seconds by which compute takes longer because messages travel beside it."""
+        """Return the seconds by which messages in flight slow down compute."""
         return contention * times * (self.seconds - self.unhidden)
 
 
-def _travels(
-    config: RunConfig, costs: StepCosts, collective: links.Collective, of_experts: links.Collective
-) -> list[Travel]:
-    """Travel of each pipeline rank; experts travel between other ranks."""
-    size = config.optimizer.reduce_bucket_size
-    smallest = smallest_bucket(size, config.num_state_shares)
+def _replica_messages(
+    costs: StepCosts, what: Literal["reduce", "gather"], times: int = 1
+) -> tuple[list[ReplicaMessages], float]:
+    """Messages of each pipeline rank, and the seconds by which they slow down compute if sent `times` times.
+    Experts have their own data-parallel ranks.
+    """
+    config, size = costs.config, costs.config.optimizer.reduce_bucket_size
+    collective, of_experts = (getattr(way, what) for way in (costs.data_parallel, costs.of_experts))
+    smallest = smallest_bucket(size, config.state_group_size)
     tp_size = config.parallel.tensor_model_parallel_size
     embedding = config.padded_vocab_size * config.model.hidden_size / tp_size
     found = []
@@ -306,38 +275,35 @@ def _travels(
         if experts:
             seconds += of_experts.seconds(experts) + math.ceil(experts / size) * of_experts.latency
         unhidden = collective.seconds(min(smallest if rank else embedding, elements))
-        found.append(Travel(seconds, unhidden))
-    return found
+        found.append(ReplicaMessages(seconds, unhidden))
+    most = ReplicaMessages(max(found).seconds, found[0].unhidden)
+    return found, most.slowed(costs.machine.reached.contention, times)
 
 
-def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> float:
-    """Seconds of gradients that are in flight when the last process ends its last backward."""
-    pp_size, times = config.parallel.pipeline_model_parallel_size, config.reductions_per_step
-    travels = _travels(config, costs, costs.travel.reduce, costs.of_experts.reduce)
-    latest = timing.step
-    for rank, travel in enumerate(travels):
-        waits = costs.waits[rank::pp_size]  # gathers of weights take the links, too
-        backward = sum(costs.backward[rank::pp_size]) + sum(each.backward - each.gather for each in waits)
-        forward = sum(costs.forward[rank::pp_size]) + sum(each.forward - each.gather for each in waits)
-        latest = max(latest, timing.ends[rank] + travel.exposed(backward, backward + forward, times))
-    across = costs.travel.across.seconds(max(costs.parameters))
-    slower = Travel(max(travels).seconds, travels[0].unhidden).slowed(contention, times)
+def _reduction(costs: StepCosts) -> float:
+    """Exposed seconds of gradient reductions after the last backward."""
+    timing, times = costs.timing, costs.config.reductions_per_step
+    latest, (by_rank, slower) = timing.step, _replica_messages(costs, "reduce", times)
+    for rank, sent in enumerate(by_rank):
+        forward, backward, waits = costs.of_rank(rank)  # gathers of weights take the links, too
+        backward += sum(each.backward - each.gather for each in waits)
+        forward += sum(each.forward - each.gather for each in waits)
+        latest = max(latest, timing.ends[rank] + sent.exposed(backward, backward + forward, times))
+    across = costs.data_parallel.across.seconds(max(costs.parameters))
     return latest - timing.step + across + slower
 
 
-def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> float:
-    """Seconds of weights that the first forward waits for. A later stage's forward begins later."""
-    pp_size = config.parallel.pipeline_model_parallel_size
-    travels = _travels(config, costs, costs.travel.gather, costs.of_experts.gather)
-    worst, later = 0.0, 0.0
-    for rank, travel in enumerate(travels):
-        worst = max(worst, travel.exposed(sum(costs.forward[rank::pp_size])) - later)
+def _gathering(costs: StepCosts) -> float:
+    """Seconds in which the first forward waits for weights. Later stages begin their forward later."""
+    worst, later, (by_rank, slower) = 0.0, 0.0, _replica_messages(costs, "gather")
+    for rank, sent in enumerate(by_rank):
+        worst = max(worst, sent.exposed(costs.of_rank(rank)[0]) - later)
         later += costs.forward[rank] + costs.message
-    return worst + Travel(max(travels).seconds, travels[0].unhidden).slowed(contention)
+    return worst + slower
 
 
 def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
-    """The share of a rank's optimizer states in host memory; with `auto` what the device has no room for."""
+    """Return the share of a rank's optimizer states on the host; with `auto`, what the device cannot hold."""
     policy = config.optimizer.optimizer_offload_policy
     if policy == "static":
         return config.optimizer.optimizer_offload_fraction
@@ -348,13 +314,15 @@ def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
     return min(1.0, max(0.0, 1 - room / states))
 
 
-def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements: float) -> float:
+def _host_update(costs: StepCosts, elements: float) -> float:
     """Seconds that a step waits for states on the host.
 
-    Gradients go down behind the last backward. So many states are updated meanwhile as there is time for, at
-    most half; the others after the norm, while the next forward runs, which needs its first weights at once.
-    Of weights on the host the gradients are there already, and the new ones stay.
+    Gradients are copied to the host behind the last backward, during which at most half of the states are
+    updated. The other states are updated after the norm, during the next forward, which needs its first
+    weights at once. Weights on the host need no copies: their gradients are already there, and their new
+    values stay there.
     """
+    config, machine = costs.config, costs.machine
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
     link = machine.host_link_bandwidth * machine.reached.host_link
     copied = max(0.0, elements - costs.states * weights_on_host(config))
@@ -364,72 +332,51 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
     stays = config.optimizer.host_state_bytes(machine.host_memory_bytes // processes)
     on_disk = max(0.0, elements * state_bytes(config) - stays)  # read and written beside the kernel
     update = max(update, 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk))
-    pp_size = config.parallel.pipeline_model_parallel_size
-    backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
+    forward, backward, _ = costs.of_rank(0)
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
     return max(0.0, down - backward) + max(0.0, max(update * (1 - early), up) - forward)
 
 
 class PassWaits(NamedTuple):
-    """Seconds that the passes of one stage and micro-batch wait for weights."""
+    """Seconds in which the passes of one stage and micro-batch wait for weights."""
 
     forward: float = 0.0
     backward: float = 0.0
     gather: float = 0.0
-    """Seconds of messages of weights between ranks, in each of both passes."""
-
-
-def pass_waits(
-    config: RunConfig, machine: Machine, forward: Sequence[float], backward: Sequence[float]
-) -> tuple[PassWaits, ...]:
-    """The waits of each stage for its weights.
-
-    Args:
-        config: the run.
-        machine: its devices and links.
-        forward, backward: seconds of each stage's passes without waits.
-    """
-    if not config.frees_weights:
-        return (PassWaits(),) * len(forward)
-    stages = zip(freed_units(config), zip(forward, backward, strict=True), strict=True)
-    return tuple(_waits(config, machine, units, own) for units, own in stages)
+    """Seconds of all-gathers, in each of both passes."""
 
 
 def host_rate(config: RunConfig, machine: Machine) -> float:
-    """Bytes/s of host memory that each process of a node has."""
+    """Return the bytes/s of host memory for each process of a node."""
     return machine.host_bandwidth * machine.reached.host_bandwidth / config.parallel.nproc_per_node
 
 
-def _waits(config: RunConfig, machine: Machine, units: Sequence[Unit], own: Sequence[float]) -> PassWaits:
-    """The waits of a stage.
-
-    Args:
-        config, machine: see `pass_waits`.
-        units: its weights, in the order of forward.
-        own: seconds of its forward and its backward.
-    """
+def _waits(
+    config: RunConfig, machine: Machine, units: Sequence[Unit], forward: float, backward: float
+) -> PassWaits:
+    """The waits of a stage; `units` are in the order of forward, the seconds are without waits."""
+    if not units:
+        return PassWaits()
     instances = config.parallel.num_distributed_optimizer_instances
     between = links.ring(machine, links.group_of(config, "dp", "cp", instances=instances), 1)
     of_experts = links.ring(machine, links.group_of(config, "dp", of_experts=True), 1)
     link, memory = machine.host_link_bandwidth * machine.reached.host_link, host_rate(config, machine)
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
-    # Gradients on the host are added up there: two are read, one is written.
+    # Gradients on the host are accumulated there: two are read, one is written.
     touches = 1 if config.num_micro_batches == 1 else 4
 
     def gather(unit: Unit) -> float:
         return between.seconds(unit.others) + (of_experts.seconds(unit.experts) if unit.experts else 0.0)
 
     def down(unit: Unit, gradients: float = 0.0) -> float:
-        """Copy a rank's part from the host, beside this many bytes of gradients for each byte to it."""
-        part = unit.others / config.num_state_shares + unit.experts / config.num_expert_copies
+        """Copy a rank's part from the host, with `gradients` bytes per byte in the other direction."""
+        part = unit.others / config.state_group_size + unit.experts / config.num_expert_copies
         part *= weights_on_host(config)
         return part * max(1 / link, gradients / link, (1 + gradients * touches) / memory)
 
     gathers, slower = sum(map(gather, units)), machine.reached.contention * sum(map(gather, units))
     copies = sum(map(down, units)), sum(down(unit, main / weight) for unit in units)
     first, last = (gather(unit) + down(unit) for unit in (units[0], units[-1]))
-    forward, backward = (
-        max(alone, max(gathers, copy) - seconds) + slower
-        for alone, copy, seconds in zip((first, last), copies, own, strict=True)
-    )
+    forward = max(first, max(gathers, copies[0]) - forward) + slower
+    backward = max(last, max(gathers, copies[1]) - backward) + slower
     return PassWaits(forward, backward, gathers)

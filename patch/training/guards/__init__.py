@@ -1,1 +1,1 @@
-"""Guards of a run: hangs, steps that are not finite, and what ends a run early."""
+"""Guards of a run: hangs, non-finite steps, early stops."""

@@ -1,12 +1,14 @@
-"""Ends a run in which a rank makes no progress, and says which rank, in which phase, with the stacks of all.
+"""Ends a run in which a rank makes no progress, and reports the rank, its phase and the stacks of all ranks.
 
-Two threads of each rank, beside the training thread. One sends a beat through the job's store every few
-seconds: the rank's phase, and the time since its last progress. The first and the last rank read the beats of
-all. A rank is at fault if it sends no beats (its process is stopped, a thread keeps the GIL, its machine is
-lost), or if it is behind the others and has been in its phase for too long; the others only wait for it. The
-fault goes into the store. Every rank then writes its stacks and ends. The other thread notices that the store
-itself does not answer, for which the first one may wait forever, and that this process stood still as a whole
-(a suspended machine), for which no rank is named.
+Each rank has two threads beside the training thread. The first sends a beat through the job's store every few
+seconds: the rank's phase, and the time since its last progress. Rank 0 and the last rank read all beats.
+
+A rank is at fault if it sends no beats: its process is stopped, a thread keeps the GIL, or its machine is
+lost. A rank is also at fault if it is behind the other ranks and has been in its phase for too long. The
+fault goes into the store; every rank then writes its stacks and ends.
+
+The second thread never waits for the store. It notices a store that does not answer. It also notices that its
+whole process was suspended, in which case no rank is at fault.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from patch.compat.torch_internals import connect_to_job_store
 from patch.config.positions import where
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import start_thread
-from patch.distributed.worker_process import Reply, announce_end, claim_error_report
+from patch.launch.worker_process import WorkerExit, announce_end, claim_error_report
 from patch.logger import get_logger
 from patch.storage.names import STACKS_FOLDER
 from patch.training.guards.phases import Phase, PhaseClock
@@ -36,53 +38,48 @@ from patch.training.guards.phases import Phase, PhaseClock
 _logger = get_logger(__name__)
 
 LEAST_S = 300.0
-"""The smallest automatic limit."""
+"""The smallest automatic limit, in seconds."""
 STEPS = 20
-"""The automatic limit in steps, each as long as the slowest one."""
+"""The automatic limit, in durations of the slowest step."""
 
 
-class Beat(NamedTuple):
-    """A rank's report of itself."""
+class Heartbeat(NamedTuple):
+    """A rank's report of its own state."""
 
     sent: float
-    """When, by the rank's own clock: it grows as long as the rank is alive."""
+    """Time of sending, by the rank's own clock."""
     phase: str
     num_entered: int
     """See `Note`."""
     age_s: float
     """Time since its last progress."""
     text: str
-    """Rank, process, host, phase and step, in words."""
+    """Rank, process, host, phase and step, for messages."""
 
 
-class Judge:
-    """Knows the time limits, and finds the ranks for which the others wait.
-
-    Args:
-        parallel: has --hang-timeout and --distributed-timeout-minutes.
-        phases: the notes of this rank; steps take equally long on all ranks.
-    """
+class HangDetector:
+    """Computes the time limits and finds the ranks at fault; `phases` of this rank gives the step time."""
 
     def __init__(self, parallel: ParallelConfig, phases: PhaseClock) -> None:
         self._given_s, self._phases = parallel.hang_timeout, phases
-        # Less than a collective, whose own time limit would end the run with a message that says less.
+        # Less than the timeout of collectives, which would end the run with a less helpful message.
         self._collective_s = 0.9 * 60 * parallel.distributed_timeout_minutes
         self._heard: dict[tuple[int, float], float] = {}
-        """When the newest beat of each rank was first seen, by rank and `sent`."""
+        """Time when the newest beat of each rank was first seen, by (rank, `sent`)."""
 
     def step_s(self) -> float:
-        """Limit within a step."""
+        """Return the limit within a step."""
         return self._given_s or min(self._collective_s, max(LEAST_S, STEPS * self._phases.step_s))
 
     def interval_s(self) -> float:
-        """Time between two beats."""
+        """Return the time between two beats."""
         return min(self.step_s() / 10, 10.0)
 
     def limits_s(self, phase: str) -> tuple[float, float]:
-        """Limits of a rank in this phase: without progress, and without beats.
+        """Return a rank's limits in this phase: without progress, and without beats.
 
-        Evaluation, a save and the first step are long. In set-up and at the end a rank may prepare data,
-        write or delete for hours while the others wait, and any library may keep it from sending beats.
+        Evaluation, a save and the first step are long. In set-up and at the end, a rank may prepare data,
+        write or delete for hours while other ranks wait, and a library may keep the rank from sending beats.
         """
         step_s, long_s = self.step_s(), max(self.step_s(), self._collective_s)
         if phase in (Phase.SETUP, Phase.END):
@@ -92,12 +89,10 @@ class Judge:
         # Data may take longer: a file server that is replaced needs minutes.
         return step_s * (3 if phase == Phase.READING else 1), step_s
 
-    def find(self, beats: Sequence[Beat], moved: float) -> str:
-        """Return the ranks at fault, in words; "" if there are none.
+    def find(self, beats: Sequence[Heartbeat], moved: float) -> str:
+        """Return a description of the ranks at fault, or "" if there is none.
 
-        Args:
-            beats: of all ranks.
-            moved: when this process last stood still as a whole, and could not hear the others.
+        `moved` is the time when this process was last suspended, and so received no beats.
         """
         now = time.monotonic()
         self._heard = {beat: self._heard.get(beat, now) for beat in enumerate(each.sent for each in beats)}
@@ -115,34 +110,27 @@ class Judge:
 
 
 class _HangGuard:
-    """The guard of one rank.
-
-    Args:
-        config: the run.
-        phases: the notes of this rank's training thread.
-    """
-
     def __init__(self, config: RunConfig, phases: PhaseClock) -> None:
         self._rank, self._ranks = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
         self._folder = Path(config.checkpoint.output_path) / STACKS_FOLDER
-        self._phases, self._judge = phases, Judge(config.parallel, phases)
+        self._phases, self._detector = phases, HangDetector(config.parallel, phases)
         self._store = dist.PrefixStore("hang_guard", connect_to_job_store())
         self._name = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})"
         self._writing, self._fault = phases.writing(), ""
         self._answered = self._looked = self._moved = time.monotonic()
-        """When the store last answered, when `watch` last looked, and progress that the notes lack: a
-        checkpoint for which training waits grew, or this process stood still as a whole."""
+        """Times of the store's last answer, of the last check in `watch`, and of progress that phases do not
+        show: a checkpoint grew while training waits for it, or this process was suspended."""
         self.is_over = threading.Event()
         self._send_beat()
 
     def talk(self) -> None:
-        """The thread that sends beats and, on two ranks, reads them."""
-        with suppress(RuntimeError):  # the store has ended, and with it the job
-            while not self.is_over.wait(self._judge.interval_s()):
+        """Thread that sends beats and, on the first and last rank, reads them."""
+        with suppress(RuntimeError):  # the store is gone, and with it the job
+            while not self.is_over.wait(self._detector.interval_s()):
                 self._send_beat()
                 if self._rank in (0, len(self._ranks) - 1):
-                    beats = [Beat(*orjson.loads(text)) for text in self._store.multi_get(self._ranks)]
-                    if fault := self._judge.find(beats, self._moved):
+                    beats = [Heartbeat(*orjson.loads(text)) for text in self._store.multi_get(self._ranks)]
+                    if fault := self._detector.find(beats, self._moved):
                         self._store.compare_set("fault", "", fault)  # the other reader may have been faster
                 if self._store.check(["fault"]):
                     self._fault = self._store.get("fault").decode()
@@ -150,15 +138,15 @@ class _HangGuard:
             self._send_beat()
 
     def watch(self) -> None:
-        """The thread that never waits for the store, and ends this process."""
-        while not self.is_over.wait(self._judge.interval_s()):
+        """Thread that never waits for the store, and ends this process on a fault."""
+        while not self.is_over.wait(self._detector.interval_s()):
             own = self._beat()
             self._looked = time.monotonic()
-            _, limit_s = self._judge.limits_s(own.phase)
-            # The timer's thread needs no GIL: if another thread keeps it, the stacks go to stderr.
+            _, limit_s = self._detector.limits_s(own.phase)
+            # faulthandler's thread needs no GIL: if a thread keeps the GIL, the stacks go to stderr.
             faulthandler.dump_traceback_later(limit_s)
             silent_s = self._looked - self._answered
-            if min(silent_s, own.age_s) > limit_s + self._judge.interval_s():
+            if min(silent_s, own.age_s) > limit_s + self._detector.interval_s():
                 keeper = "rank 0, or the launcher of machine 0, which keeps the job's store,"
                 self._fault = f"{keeper} has not answered for {silent_s:.0f} s; {own.text} waits"
             if self._fault:
@@ -167,30 +155,29 @@ class _HangGuard:
     def _send_beat(self) -> None:
         self._store.set(str(self._rank), orjson.dumps([*self._beat()]).decode())
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         now, note, writing = time.monotonic(), self._phases.note, self._phases.writing()
-        if now - self._looked > 2 * self._judge.interval_s() + 1:  # `watch` never waits, so all stood still
+        if now - self._looked > 2 * self._detector.interval_s() + 1:  # `watch` never waits: suspended
             self._answered = self._moved = now
         if note.phase == Phase.SAVE and writing != self._writing:
             self._moved = now
         self._writing = writing
         step = self._phases.num_before + self._phases.num_steps + 1
         text = f"{self._name}, in {note.phase} of step {step},"
-        return Beat(now, note.phase, note.num_entered, now - max(note.since, self._moved), text)
+        return Heartbeat(now, note.phase, note.num_entered, now - max(note.since, self._moved), text)
 
     def _end(self, fault: str) -> None:
-        """Write the stacks of this process and end it."""
         message = (
             f"{fault}. All ranks end; their Python stacks are in {self._folder}. {where('hang_timeout')} is "
-            f"how long a rank may make no progress in a step, here {self._judge.step_s():.0f} s"
+            f"how long a rank may make no progress in a step, here {self._detector.step_s():.0f} s"
         )
         if claim_error_report():
             _logger.error("%s", message)
-        # In a thread, because the file system may be what hangs.
+        # In a thread, because the file system itself may hang.
         start_thread("hang guard: stacks", lambda: self._write_stacks(message)).join(10.0)
-        # The launcher kills the others soon after the first one has ended: let all see the fault before.
-        time.sleep(2 * self._judge.interval_s())
-        announce_end(Reply(5, message, may_restart=True))
+        # The launcher kills the other workers soon after the first has ended: let all see the fault first.
+        time.sleep(2 * self._detector.interval_s())
+        announce_end(WorkerExit(5, message, may_restart=True))
         os._exit(5)
 
     def _write_stacks(self, message: str) -> None:
@@ -203,12 +190,7 @@ class _HangGuard:
 
 @contextmanager
 def guarding(config: RunConfig, phases: PhaseClock) -> Iterator[None]:
-    """A context in which a run's ranks are watched; all ranks enter it together.
-
-    Args:
-        config: the run.
-        phases: the notes of this rank's training thread.
-    """
+    """Context in which hangs are detected; all ranks enter it together."""
     guard = _HangGuard(config, phases)
     talking = start_thread("hang guard: beats", guard.talk)
     watching = start_thread("hang guard: store", guard.watch)
@@ -217,6 +199,6 @@ def guarding(config: RunConfig, phases: PhaseClock) -> Iterator[None]:
     finally:
         phases.enter(Phase.DONE)
         guard.is_over.set()
-        talking.join(1.0)  # it may wait for a store that does not answer
+        talking.join(1.0)  # this thread may wait for a store that does not answer
         watching.join()
         faulthandler.cancel_dump_traceback_later()

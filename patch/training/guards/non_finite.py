@@ -1,9 +1,9 @@
-"""Steps whose gradients are not finite: the run stops, or goes on without the update.
+"""Steps whose gradients are not finite: the run stops, or skips the update.
 
-This costs other steps nothing: the gradient norm is computed anyway, and is the same on all ranks. Only after
-such a step do ranks tell each other whose losses were not finite. If all were, the step is computed again, to
-see on which ranks gradients are not finite before they are summed. That also shows a fault that does not
-repeat, as of a broken device.
+Finite steps pay nothing: the gradient norm is computed anyway, and is equal on all ranks. Only after a
+non-finite step do ranks exchange which losses were not finite. If all losses were finite, the step is
+computed again, to find the ranks whose gradients are not finite before the reduction. That also reveals a
+fault that does not repeat, such as a broken device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from patch.logger import get_logger
 
 if TYPE_CHECKING:
     from patch.training.setup import Run
-    from patch.training.step_data import StepWork
+    from patch.training.step_data import StepBatches
 
 _logger = get_logger(__name__)
 
 MOST_SKIPS = 10
-"""Steps in a row without an update that end the run: then the weights are at fault, not the data."""
+"""Consecutive skipped steps that end the run: then the weights are at fault, not the data."""
 _MOST_PLACES = 8
-"""Samples whose places in the data are named in one message."""
+"""Maximum number of samples whose places in the data a message names."""
 
 
 def handle_non_finite(
     run: Run,
-    work: StepWork,
+    work: StepBatches,
     losses: Sequence[torch.Tensor],
     grad_norm: float,
     repeat: Callable[[], bool],
@@ -41,14 +41,10 @@ def handle_non_finite(
     """Report a step whose gradient norm is not finite, and stop the run or count the skip; a collective.
 
     Args:
-        run: this rank's parts of the run.
-        work: the step's data.
-        losses: of this rank's micro-batches; none on stages before the last.
-        grad_norm: of the step.
-        repeat: computes the step again, a collective; returns whether this rank's own gradients are finite.
-
+        losses: losses of this rank's micro-batches; empty on stages before the last.
+        repeat: collective that computes the step again and returns whether this rank's gradients are finite.
     Raises:
-        TrainingError: on all ranks, if the run is to stop.
+        TrainingError: on all ranks, if the run must stop.
     """
     where = _bad_losses(run, work, losses) or _bad_gradients(run, work, repeat)
     message = f"step {work.iteration + 1}: gradient norm {grad_norm}, expected a finite number; {where}."
@@ -69,12 +65,7 @@ def handle_non_finite(
 
 
 def named_samples(run: Run, numbers: Sequence[int]) -> str:
-    """Samples by their numbers in the run, counted from 0, the first ones with their places in the data.
-
-    Args:
-        run: this rank's parts of the run.
-        numbers: of the samples, ascending.
-    """
+    """Format ascending sample numbers, counted from 0; the first few get their places in the data."""
     place = run.data.sample_place
     named = [
         str(number) if place is None else f"{number} ({place(number)})" for number in numbers[:_MOST_PLACES]
@@ -83,17 +74,12 @@ def named_samples(run: Run, numbers: Sequence[int]) -> str:
 
 
 def samples_of_step(run: Run, iteration: int) -> range:
-    """The numbers in the run of a step's samples, over all ranks.
-
-    Args:
-        run: this rank's parts of the run.
-        iteration: counted from 0.
-    """
+    """Return the numbers in the run of a step's samples over all ranks; steps count from 0."""
     return range(run.consumed_samples(iteration), run.consumed_samples(iteration + 1))
 
 
-def _bad_losses(run: Run, work: StepWork, losses: Sequence[torch.Tensor]) -> str:
-    """In words, on which ranks and of which samples the loss is not finite; "" if there are none."""
+def _bad_losses(run: Run, work: StepBatches, losses: Sequence[torch.Tensor]) -> str:
+    """Describe the ranks and samples whose loss is not finite; "" if there are none."""
     size, dp = run.config.training.micro_batch_size, run.groups.dp
     first = samples_of_step(run, work.iteration)[0]
     bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss.item())]
@@ -106,8 +92,8 @@ def _bad_losses(run: Run, work: StepWork, losses: Sequence[torch.Tensor]) -> str
     return f"the loss is not finite on rank(s) {', '.join(ranks)}, of sample(s) {named_samples(run, samples)}"
 
 
-def _bad_gradients(run: Run, work: StepWork, repeat: Callable[[], bool]) -> str:
-    """In words, on which ranks the gradients are not finite when the step is computed again."""
+def _bad_gradients(run: Run, work: StepBatches, repeat: Callable[[], bool]) -> str:
+    """Compute the step again and describe the ranks whose gradients are not finite."""
     found = all_gather_object(repeat())
     ranks = _ranges([rank for rank, is_finite in enumerate(found) if not is_finite])
     if not ranks:
@@ -120,7 +106,7 @@ def _bad_gradients(run: Run, work: StepWork, repeat: Callable[[], bool]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
-    """Ascending numbers in words: "3", "5 to 9"."""
+    """Format ascending numbers, such as ["3", "5 to 9"]."""
     borders = [index for index, (one, next_) in enumerate(pairwise(numbers), 1) if next_ != one + 1]
     parts = [numbers[begin:end] for begin, end in pairwise([0, *borders, len(numbers)])] if numbers else []
     return [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]

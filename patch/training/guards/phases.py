@@ -1,6 +1,6 @@
-"""Notes of what a rank does now: the training thread writes them, the hang guard's threads read them.
+"""The current phase of a rank: the training thread writes it, the hang guard's threads read it.
 
-A note costs about a microsecond. There is no lock: for the other threads it is one assignment.
+A write takes about a microsecond. It needs no lock, because it is one assignment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from patch.compat.torch_internals import Phases
 
 
 class Phase(StrEnum):
-    """The parts of a run that the guard tells apart."""
+    """The phases of a run that the hang guard distinguishes."""
 
     SETUP = "set-up"
     READING = "data reading"
@@ -34,37 +34,33 @@ class Note(NamedTuple):
 
     phase: Phase
     since: float
-    """Time of its last progress, by time.monotonic()."""
+    """Time of the rank's last progress, by time.monotonic()."""
     num_entered: int
-    """Phases entered since the start. All ranks go through the same phases, so the smallest number is behind.
-    Ranks of a pipeline take turns in forward and backward, which count as one phase."""
+    """Phases entered since the start. All ranks enter the same phases, so the smallest number is behind.
+    Forward and backward count as one phase, because pipeline ranks alternate between them."""
 
 
 class PhaseClock:
-    """The notes of one rank."""
+    """The current phase and progress of one rank."""
 
     def __init__(self) -> None:
         self.note = Note(Phase.SETUP, time.monotonic(), 0)
         self.num_before = 0
-        """Steps done before this start of the run."""
+        """Steps of earlier starts of the run."""
         self.num_steps = 0
-        """Steps done since the start."""
+        """Steps since this start of the run."""
         self.step_s = 0.0
-        """The time of the slowest step after the first one."""
+        """The time of the slowest step, without the first step."""
         self.writing: Callable[[], object] = lambda: None
-        """Gives this rank's progress in writing a checkpoint: any progress changes what it returns."""
+        """Function whose return value changes with any progress of this rank in writing a checkpoint."""
         self._regions = Phases()
 
     def enter(self, phase: Phase) -> None:
-        """Note that a phase begins; all ranks call it in the same order."""
+        """Begin a phase; all ranks call this in the same order."""
         self._set(phase, self.note.num_entered + 1)
 
     def go_on(self, phase: Phase) -> None:
-        """Note progress; in a step also whether it is in forward or backward.
-
-        Args:
-            phase: FORWARD or BACKWARD.
-        """
+        """Record progress; inside a step, also switch to `phase`, FORWARD or BACKWARD."""
         is_step = self.note.phase in (Phase.FORWARD, Phase.BACKWARD)
         self._set(phase if is_step else self.note.phase, self.note.num_entered)
 
@@ -74,10 +70,10 @@ class PhaseClock:
         self.note = Note(phase, time.monotonic(), num_entered)
 
     def end_region(self) -> None:
-        """End the phase in the trace of a profiler: what follows belongs to none."""
+        """End the phase's region in the profiler trace."""
         self._regions.end()
 
     def end_step(self, seconds: float) -> None:
-        """Note that a step is done, after so many seconds; the first one is not like the others."""
+        """Record the end of a step and its duration; the first step's duration is ignored."""
         self.step_s = max(self.step_s, seconds) if self.num_steps else 0.0
         self.num_steps += 1

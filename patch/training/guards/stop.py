@@ -1,7 +1,7 @@
 """Requests to end a run before its last step, with a checkpoint: a signal, the time limit, the stop file.
 
-Every rank listens for signals, which may reach one machine only. Rank 0 alone watches the clock and the stop
-file. Once a step all ranks take the largest exit code that any of them asks for, so they stop together.
+Every rank listens for signals, which may reach only one machine. Rank 0 alone watches the clock and the stop
+file. In every step, all ranks agree on the largest requested exit code, so they stop together.
 """
 
 from __future__ import annotations
@@ -20,39 +20,31 @@ import torch.distributed as dist
 
 from patch.config.schema import RunConfig
 from patch.device import start_thread
-from patch.distributed.worker_process import TIME_LIMIT_CODE, is_launched, stop_signals
+from patch.launch.worker_process import TIME_LIMIT_CODE, is_launched, stop_signals
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
 STOP_FILE_CODE = 128 + signal.SIGINT
-"""Exit code after the stop file, which is a Ctrl-C that others may press too."""
+"""Exit code after the stop file; the same as after Ctrl-C."""
 POLL_S = 5.0
-"""Seconds between two looks for the stop file, by a thread: a step never waits for the file system."""
+"""Seconds between checks for the stop file; a thread checks, so a step never waits for the file system."""
 
 
 class StopRequests:
-    """The requests to stop that have reached this rank.
-
-    Args:
-        config: the run.
-    """
+    """The stop requests that have reached this rank."""
 
     def __init__(self, config: RunConfig) -> None:
         self._signal = 0
         self._is_first = dist.get_rank() == 0
         self._minutes = config.training.exit_duration_in_mins
-        # That of the launcher, which restarts of the workers do not prolong; else of this process.
+        # The launcher's start if there is one, because restarts of workers must not extend the limit.
         self._begin = psutil.Process(os.getppid() if is_launched() else None).create_time()
         self._file = Path(config.stop_file)
         self._is_file_there = False
 
     def exit_code(self, *, is_last: bool) -> int:
-        """The exit code that this rank asks for; 0: it asks for no stop.
-
-        Args:
-            is_last: whether the step was the run's last one, after which no time limit counts.
-        """
+        """Return the exit code that this rank requests, or 0; the last step ignores the time limit."""
         if self._signal:
             return 128 + self._signal
         if self._is_file_there:
@@ -60,11 +52,7 @@ class StopRequests:
         return TIME_LIMIT_CODE if self._is_time_over() and not is_last else 0
 
     def reason(self, exit_code: int) -> str:
-        """The reason why all ranks stop, in words.
-
-        Args:
-            exit_code: the one that they agreed on.
-        """
+        """Return the reason, for a message, why all ranks stop with the agreed `exit_code`."""
         if exit_code == TIME_LIMIT_CODE:
             return f"the time limit of {self._minutes:g} minutes (--exit-duration-in-mins)"
         if self._is_file_there and exit_code == STOP_FILE_CODE:
@@ -73,14 +61,14 @@ class StopRequests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block signals are only recorded, and rank 0 looks for the stop file."""
+        """Context in which signals are only recorded, and rank 0 watches the stop file."""
 
         def note(number: int, frame: object) -> None:
-            self._signal = self._signal or number  # SLURM's SIGTERM at its limit follows the signal before it
+            self._signal = self._signal or number  # the first: SLURM sends SIGTERM later, at its limit
 
         previous = {number: signal.signal(number, note) for number in stop_signals()}
         is_over = Event()
-        if self._is_first:  # a daemon: a file system that hangs must not keep the run from ending
+        if self._is_first:  # a daemon thread, because a hung file system must not keep the run from ending
             start_thread("stop file", partial(self._watch, is_over))
         try:
             yield

@@ -1,10 +1,8 @@
-"""The model of a run as one of lm-evaluation-harness's; what it asks is answered by `answers_to`.
+"""The model of a run as a model of lm-evaluation-harness; `answers_to` answers its requests.
 
-Tokens are split, cut and counted as lm-eval's own `hf` model does. Generation is greedy and short: each token
-is a forward of the whole text so far, because the model keeps no keys and values. All texts that are not at
-their end share the rows of that forward.
-
-Imports lm_eval: only where tasks run.
+Tokenization, truncation and counting follow lm-eval's `hf` model. Generation is greedy and short: each token
+takes a forward of the whole text so far, because there is no key/value cache. All unfinished texts share the
+rows of that forward. Imports lm_eval, so import this module only where tasks run.
 """
 
 from __future__ import annotations
@@ -22,24 +20,22 @@ from patch.errors import ConfigError
 from patch.training.tasks.scoring import Answer, Question
 
 _MOST_NEW_TOKENS = 256
-"""lm-eval's own number for a task that says none."""
+"""lm-eval's default for a task that gives no limit."""
 
 
 class LiveModel(TemplateLM):
-    """One model, whatever its layout: lm-eval's rank 0 of 1, which gets all requests.
+    """A model of any layout, which lm-eval sees as rank 0 of 1, so that it gets all requests.
 
-    lm-eval's own division of documents over ranks would gather in torch's default group, where TP and PP
-    ranks wait too; rows are divided more evenly (`answers_to`).
+    lm-eval itself would divide documents over ranks and gather in torch's default group, which also has the
+    TP and PP ranks. `answers_to` divides rows more evenly.
 
     Args:
-        tokenizer: of the model.
-        max_length: tokens of its longest sequence.
-        ask: gives the answers to questions.
-        chat: the text of a conversation, with the beginning of an answer where that is asked.
+        max_length: tokens of the model's longest sequence.
+        chat: renders a conversation; the bool adds the generation prompt.
     """
 
     tokenizer_name = ""
-    """Nothing is kept under it."""
+    """Empty, because lm-eval caches nothing here."""
 
     def __init__(
         self,
@@ -65,7 +61,7 @@ class LiveModel(TemplateLM):
         return self._begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text, with what the tokenizer adds unless the text begins with it."""
+        """Tokenize a text; add special tokens unless the text already begins with the begin token."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._begin_text)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
@@ -73,7 +69,7 @@ class LiveModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation."""
+        """Render a conversation."""
         return self._chat(chat_history, add_generation_prompt)
 
     def _loglikelihood_tokens(
@@ -83,7 +79,7 @@ class LiveModel(TemplateLM):
         return [(answer.log_probability, answer.is_greedy) for answer in self._ask(questions)]
 
     def _question(self, tokens: list[int], num_asked: int) -> Question:
-        """About the last tokens of a text, whose beginning is cut where it is too long."""
+        """Build the question about the last `num_asked` tokens; a text that is too long loses its start."""
         if not 0 < num_asked <= self.max_length:
             raise ConfigError(
                 f"a task asks for {num_asked} tokens at once, expected 1 to {self.max_length}, which is the "
@@ -93,7 +89,7 @@ class LiveModel(TemplateLM):
         return Question(tokens[-self.max_length - 1 : -1], tokens[-num_asked:])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in windows of the model's longest sequence."""
+        """Return the log-probability of each whole text, in windows of the model's longest sequence."""
         windows, owners = [], []
         for number, request in enumerate(requests):
             of_text = get_rolling_token_windows(
@@ -108,7 +104,7 @@ class LiveModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The likeliest next tokens, one after the other, until a stop word or the end of the text."""
+        """Generate greedily until a stop word or the end of the text."""
         texts = [_Generation(self, *request.args) for request in requests]
         while running := [text for text in texts if not text.is_over]:
             answers = self._ask([Question(text.tokens, [0]) for text in running])
@@ -118,18 +114,16 @@ class LiveModel(TemplateLM):
 
 
 class _Generation:
-    """A text that grows.
-
-    Args:
-        model: reads it.
-        context: what it begins with.
-        options: the task's generation_kwargs.
-    """
+    """A text in generation; `options` are the task's generation_kwargs."""
 
     def __init__(self, model: LiveModel, context: str, options: dict[str, Any]) -> None:
         wanted = normalize_gen_kwargs(options, _MOST_NEW_TOKENS)
         if wanted.get("do_sample"):
-            raise ConfigError("a task asks for do_sample, expected greedy generation", field="eval_tasks")
+            raise ConfigError(
+                "a task asks for do_sample, expected greedy generation; set do_sample: false in the task's "
+                "generation_kwargs",
+                field="eval_tasks",
+            )
         self._model, self._left = model, int(wanted["max_gen_toks"])
         room = model.max_length - self._left
         if room <= 0:
@@ -145,7 +139,6 @@ class _Generation:
         self.is_over = not self._left
 
     def add(self, token: int) -> None:
-        """Add a token, and see whether the text ends with it."""
         self.tokens.append(token)
         self._new.append(token)
         self._left -= 1

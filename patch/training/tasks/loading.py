@@ -1,6 +1,6 @@
-"""The tasks that lm-evaluation-harness reads, once for a run, and what it says of a model.
+"""The tasks of lm-evaluation-harness, read once per run, and the scores of a model.
 
-Imports lm_eval, which needs a second, and `datasets`, which is told to ask no network.
+Imports lm_eval, which takes a second, and `datasets`, which is set to offline mode.
 """
 
 from __future__ import annotations
@@ -29,23 +29,17 @@ from patch.training.tasks.scoring import Answer, Question
 from patch.training.tasks.templates import Templates
 
 _SEED = 1234
-"""lm-eval's own, of the examples before a question."""
+"""lm-eval's default seed of the few-shot examples."""
 _BOOTSTRAPS = 1000
-"""Samples for the error of a score that has no formula for it."""
+"""Bootstrap samples for scores whose standard error has no formula."""
 
 
 class Tasks:
-    """The tasks of --eval-tasks with their documents.
-
-    Args:
-        data: names them.
-        tokenizer: of the model.
-        max_length: tokens of the model's longest sequence.
-    """
+    """The tasks of --eval-tasks with their documents; `max_length`: the model's longest sequence."""
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self._data, self._max_length = data, max_length
-        self._tokenizer = copy(tokenizer)  # the run exports its own as it is
+        self._tokenizer = copy(tokenizer)  # the run exports the original unchanged
         if data.eval_tasks_apply_chat_template:
             ensure_chat_template(self._tokenizer, data.chat_template, data.chat_template_kwargs)
             if self._tokenizer.chat_template is None:
@@ -60,7 +54,7 @@ class Tasks:
                     task.set_config(key="num_fewshot", value=data.eval_tasks_num_fewshot or 0)
 
     def is_higher_better(self, name: str) -> bool:
-        """Whether a score, TASK/METRIC, is better when it is higher, as lm-eval says.
+        """Return whether a higher score TASK/METRIC is better, by lm-eval's definition.
 
         Raises:
             ConfigError: the tasks have no such score.
@@ -82,14 +76,10 @@ class Tasks:
         return known[name]
 
     def scores(self, ask: Callable[[Sequence[Question]], list[Answer]]) -> dict[str, float]:
-        """The scores of a model, `tasks/TASK/METRIC`, and their errors, `tasks/TASK/METRIC_stderr`.
-
-        Args:
-            ask: gives the model's answers.
-        """
+        """Return the scores, `tasks/TASK/METRIC`, and their standard errors, `tasks/TASK/METRIC_stderr`."""
         data, model = self._data, LiveModel(self._tokenizer, self._max_length, ask, self._templates.chat)
         for task in self._loaded["tasks"].values():
-            task.set_fewshot_seed(seed=_SEED)  # each evaluation has the same examples
+            task.set_fewshot_seed(seed=_SEED)  # the same examples in every evaluation
         with self._surroundings():
             found = lm_eval.evaluate(
                 model, self._loaded, limit=data.eval_tasks_limit,
@@ -108,7 +98,7 @@ class Tasks:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Templates in the sandbox, no network, no progress bars, no processes of lm-eval's own."""
+        """Context with sandboxed templates and without network, progress bars and lm-eval's processes."""
         offline = mock.patch.multiple(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         hub = mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         alone = mock.patch.dict(os.environ, DISABLE_MULTIPROC="1", LOCAL_RANK="0")
@@ -118,14 +108,14 @@ class Tasks:
 
 
 def _score(task: str, metric: str) -> str:
-    """TASK/METRIC of lm-eval's `METRIC,FILTER`, errors with `_stderr` at the end; `none` has no name."""
+    """Return TASK/METRIC for lm-eval's `METRIC,FILTER`; drop the filter `none`, put `_stderr` at the end."""
     name, _, kind = metric.removesuffix(",none").partition(",")
     score = name.removesuffix("_stderr")
     return f"{task}/{score}{kind and f',{kind}'}{name.removeprefix(score)}"
 
 
 def _manager(data: DataConfig) -> TaskManager:
-    """lm-eval's index of tasks: its own, or those of a folder, as they were checked."""
+    """Return lm-eval's built-in index of tasks, or an index of the user's checked task folder."""
     if data.eval_tasks_path is None:
         return TaskManager()
     if data.eval_tasks_allow_code:
@@ -134,6 +124,6 @@ def _manager(data: DataConfig) -> TaskManager:
     for file, task in read_tasks(Path(data.eval_tasks_path), data.tasks).items():
         TaskIndex.process_cfg(task, file, index)
     for entry in index.values():
-        entry.yaml_path = None  # else lm-eval reads the file again
+        entry.yaml_path = None  # otherwise lm-eval reads the file again, unchecked
     manager.task_index.update(index)
     return manager

@@ -1,7 +1,7 @@
-"""Log-probabilities of many short texts by forwards of a run's own schedule, at any layout.
+"""Log-probabilities of many short texts, by forwards on the run's schedule at any layout.
 
-Texts are packed into rows as training sets are, and rows are divided over data-parallel ranks. Texts of equal
-tokens are computed once, whatever is asked of them: four answers of one token to a question are one text.
+Texts are packed into rows like training sets, and rows are divided over data-parallel ranks. Texts with equal
+tokens are computed once: four one-token answers to the same question are one text.
 """
 
 from __future__ import annotations
@@ -22,43 +22,41 @@ from patch.distributed.context_group import Zigzag
 from patch.model import LlamaModel, PackedSequences, ScoredTokens
 from patch.training.evaluation import forward_only
 from patch.training.guards.phases import Phase
-from patch.training.objective import Objective
+from patch.training.objectives.objective import Objective
 from patch.training.setup import Run
 
 _ROWS_OF_A_STAGE = 4
-"""Rows for each pipeline stage in one pass of the schedule: enough that stages seldom wait."""
+"""Rows per pipeline stage in one pass of the schedule: enough to keep the bubble small."""
 _SLACKS = (0, 0.02, 0.05, 0.1, 0.25)
-"""Shares of a row that may stay empty, of which the best is taken: without any there may be one more row."""
+"""Candidates for the padded share of a row; the best is taken, because padding may save a whole row."""
 _UNIT = 16
-"""Tokens of which a rank's part of a row is a multiple: 8-bit products ask for it."""
+"""A rank's part of a row is a multiple of this number of tokens: fp8 matrix products require it."""
 
 
 class Question(NamedTuple):
-    """A text, and tokens that may follow its last ones."""
+    """A text, and candidates for the tokens that follow its last tokens."""
 
     tokens: Sequence[int]
     """The tokens that the model reads."""
     answers: Sequence[int]
-    """Asked: the log-probability of each after one of the last tokens; of the last one after the last."""
+    """Tokens whose log-probabilities are asked; answer i of n follows `tokens[i - n]`."""
 
 
 class Answer(NamedTuple):
     """The model's answer to a question."""
 
     log_probability: float
-    """The log-probability of all asked tokens together."""
+    """The sum of the log-probabilities of all asked tokens."""
     is_greedy: bool
-    """Whether each of them is the likeliest one."""
+    """Whether each asked token is the likeliest token."""
     likeliest: int
-    """The token that is likeliest after the text, for a question of one token."""
+    """For a question of one token: the likeliest token after the text."""
 
 
 def answers_to(run: Run, questions: Sequence[Question]) -> list[Answer]:
-    """Ask the model; a collective over the job within `evaluating`, with the same questions on all ranks.
+    """Ask the model; a collective over the job, inside `evaluating`, with the same questions on all ranks.
 
-    Args:
-        run: this rank's parts of the run.
-        questions: of at most the model's longest sequence.
+    No question may be longer than the model's longest sequence.
     """
     if not questions:
         return []
@@ -73,20 +71,14 @@ def answers_to(run: Run, questions: Sequence[Question]) -> list[Answer]:
         for batch, report in zip(batches, forward_only(scored, batches), strict=False):
             _add(scores, batch, report["scores"].cpu())
     if run.groups.tp.rank():
-        scores.zero_()  # the same as that of the first one
+        scores.zero_()  # TP rank 0 has the same scores
     scores = scores.to(run.device)
     torch.distributed.all_reduce(scores)
     return [Answer(total, misses == 0, int(best)) for total, misses, best in scores.tolist()]
 
 
 class _Rows:
-    """The rows into which texts are packed, and this data-parallel rank's part of them.
-
-    Args:
-        run: this rank's parts of the run.
-        questions: see `answers_to`.
-        texts: the questions of each text, by their numbers.
-    """
+    """Packed rows of texts, and this data-parallel rank's part; `texts`: tokens -> indices of questions."""
 
     def __init__(
         self, run: Run, questions: Sequence[Question], texts: Mapping[tuple[int, ...], list[int]]
@@ -95,7 +87,7 @@ class _Rows:
         self._texts, self._questions = list(texts.items()), questions
         sizes = np.array([len(text) for text, _ in self._texts])
         self._count, is_fixed = 1, config.virtual_pipeline_size > 1
-        if is_fixed:  # interleaved stages need the number that they were built for
+        if is_fixed:  # interleaved stages need their fixed number of micro-batches
             self._count = config.num_micro_batches
         elif run.groups.pp.size() > 1:
             self._count = _ROWS_OF_A_STAGE * run.groups.pp.size()
@@ -112,7 +104,7 @@ class _Rows:
         self._width = max(len(numbers) for _, numbers in self._texts)
 
     def passes(self) -> Iterable[list[Batch]]:
-        """This rank's micro-batches of one row each, as many on every rank, for each pass of the schedule."""
+        """Yield this rank's one-row micro-batches of each pass; all ranks yield the same number."""
         dp, zigzag = self._groups.dp, Zigzag.of(self._groups.cp)
         rows = [number * dp.size() + dp.rank() for number in range(self._num_own)]
         for begin in range(0, len(rows), self._count):
@@ -120,7 +112,7 @@ class _Rows:
             yield [cut_batch(collate([self._sample(row)]), zigzag) for row in own]
 
     def _sample(self, row: int) -> Sample:
-        """A row; one after the last has no texts."""
+        """Return a row as a sample; rows after the last have no texts."""
         members = self._packs[row] if row < len(self._packs) else ()
         tokens = torch.zeros(self._length, dtype=torch.int64)
         choices, numbers = (torch.full((self._length, self._width), -1) for _ in range(2))
@@ -143,31 +135,25 @@ class _Rows:
 
 
 class _Scores(Objective):
-    """Reports what `log_probabilities` finds; nothing is learned."""
+    """Reports the results of `log_probabilities`; nothing is learned."""
 
     def forward(
         self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float
     ) -> torch.Tensor:
-        """See `Objective`."""
-        asked = ScoredTokens(batch.further["choices"])
+        asked = ScoredTokens(batch.extra_tensors["choices"])
         return model(
             batch.tokens, None, None, labels=batch.labels, loss_mask=asked, packed_seq_params=packed
         )
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
-        """The output itself, beside a loss that upstream's schedules ask for."""
+        """Return the output itself, and a zero loss that upstream's schedules require."""
         return {"loss": output.new_zeros(()), "scores": output}
 
 
 def _add(scores: torch.Tensor, batch: Batch, found: torch.Tensor) -> None:
-    """Add what a row says to its questions: log-probabilities, tokens not the likeliest, the likeliest.
-
-    Args:
-        scores: float64 [N, 3], of all questions.
-        batch: the row, on the CPU.
-        found: [1 + K, B, S], see `log_probabilities`.
-    """
-    choices, numbers = batch.further["choices"], batch.further["numbers"]
+    """Add a row's results `found` [1 + K, B, S] (see `log_probabilities`) to `scores`, float64 [N, 3]."""
+    # The columns are log-probability, number of tokens that are not the likeliest, and likeliest token.
+    choices, numbers = batch.extra_tensors["choices"], batch.extra_tensors["numbers"]
     is_asked = numbers >= 0
     likeliest, logs = found[0][..., None].expand_as(choices), found[1:].permute(1, 2, 0)
     values = (logs, likeliest != choices, likeliest)

@@ -1,7 +1,7 @@
-"""Scores of tasks by all ranks of a run, and the hook that takes them while it trains.
+"""Scores of tasks by all ranks of a run, and the hook that computes them during training.
 
-Rank 0 alone has lm-eval, the folder and the documents. What lm-eval asks of the model goes to all ranks, who
-run the forwards; then its scores go to all ranks. So a task that fails does so on all ranks, and none waits.
+Rank 0 alone has lm-eval, the task folder and the documents. It broadcasts lm-eval's requests to all ranks,
+which run the forwards, then the scores. So a failing task fails on all ranks, and no rank waits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from patch.errors import DataError, PatchError
 from patch.logger import get_logger
 from patch.model import build_llama_model
 from patch.progress import LineTimer
-from patch.training.checkpoint_retention import LOWEST_LOSS, Measure
 from patch.training.evaluation import evaluating
-from patch.training.hooks import Record, TrainerHook
-from patch.training.objective import Objective
+from patch.training.hooks.checkpoint_retention import LOWEST_LOSS, Measure
+from patch.training.hooks.hook import Record, TrainerHook
+from patch.training.objectives.objective import Objective
 from patch.training.run_state import random_state, set_random_state
 from patch.training.setup import Run, RunData, build_run_optimizer, load_start
 from patch.training.tasks.scoring import Answer, Question, answers_to
@@ -39,12 +39,10 @@ _logger = get_logger(__name__)
 
 
 class TaskScores(TrainerHook):
-    """Scores the model before the first step, each `--eval-tasks-interval` steps and after the last one.
+    """Scores the model before the first step, each `--eval-tasks-interval` steps and after the last step.
 
-    Every rank has one.
+    Every rank has this hook.
 
-    Args:
-        run: this rank's parts of the run.
     Raises:
         PatchError: a task cannot be read; on all ranks.
     """
@@ -55,12 +53,12 @@ class TaskScores(TrainerHook):
         self._run, training = run, run.config.training
         self.interval = run.config.data.eval_tasks_interval or training.train_iters
         self._tasks: list[Tasks] = []
-        """Rank 0's."""
-        self.measure = from_rank_0(lambda: _in_our_words(self._load))
-        """The measure that --metric-for-best-model names, the same on all ranks."""
+        """The tasks on rank 0; empty on other ranks."""
+        self.measure = from_rank_0(lambda: _translate_errors(self._load))
+        """The measure of --metric-for-best-model, the same on all ranks."""
 
     def evaluate(self, iteration: int) -> Record:
-        """The scores of all tasks and their errors, the same on all ranks."""
+        """Return the scores of all tasks and their standard errors, the same on all ranks."""
         return dict(scores_of(self._run, self._tasks))
 
     def _load(self) -> Measure:
@@ -74,11 +72,10 @@ class TaskScores(TrainerHook):
 
 
 def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
-    """The scores as of `Tasks.scores`; a collective over the job within `evaluating`.
+    """Return `Tasks.scores` on all ranks; a collective over the job, inside `evaluating`.
 
     Args:
-        run: this rank's parts of the run.
-        tasks: rank 0's; of other ranks [].
+        tasks: the tasks on rank 0, [] on other ranks.
     Raises:
         PatchError: a task fails; on all ranks.
     """
@@ -101,9 +98,9 @@ def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
         return answers
 
     try:
-        scores = _in_our_words(lambda: tasks[0].scores(ask))
+        scores = _translate_errors(lambda: tasks[0].scores(ask))
     except Exception as error:
-        if is_answering:  # the others do not wait for an answer, but in the forward that has failed
+        if is_answering:  # the other ranks wait in the failed forward, not for a broadcast
             raise
         from_rank_0(partial(_fail, error))
     set_random_state(before)
@@ -111,8 +108,8 @@ def scores_of(run: Run, tasks: Sequence[Tasks]) -> dict[str, float]:
     return from_rank_0(lambda: scores)
 
 
-def _in_our_words(work: Callable[[], Any]) -> Any:
-    """The result of lm-eval's work; its errors become those of the tasks."""
+def _translate_errors(work: Callable[[], Any]) -> Any:
+    """Return the result of lm-eval's work; translate its errors into DataError."""
     try:
         return work()
     except (PatchError, MemoryError):
@@ -127,18 +124,17 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def scores_of_weights(config: RunConfig) -> dict[str, float]:
-    """The scores of the weights at --load, on every rank of a job that this process joins and leaves.
+    """Join a job, score the weights at --load, leave the job; return the scores on every rank.
 
-    Args:
-        config: a run, of which layout, precision and tasks count. Nothing is trained: there are no gradients
-            and no states.
+    Only layout, precision and tasks of `config` matter: there is no training, and so no gradients or states.
+
     Raises:
         PatchError: weights, tokenizer or tasks cannot be read; on all ranks.
     """
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    stages = build_llama_model(config.model, groups, context.device, config.execution)
+    stages = build_llama_model(config, groups, context.device)
     for stage in stages:
         stage.requires_grad_(False)
     with all_or_none():

@@ -1,8 +1,7 @@
-"""The templates of tasks, and that of chats, rendered in jinja's sandbox by a process with bounds.
+"""Templates of tasks and chats, rendered in jinja's sandbox by a process with bounds.
 
-lm-eval renders them in its own process, those of tasks in an environment without a sandbox. Here a process of
-`bounded_process` renders, so that neither time, nor memory, nor what a template writes is without bounds. A
-text is rendered once: later evaluations of a run find it.
+lm-eval renders templates in its own process, those of tasks without a sandbox. Here a `bounded_process`
+renders, which bounds time, memory and output. Each text is rendered once and kept for later evaluations.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _MOST_CHARACTERS = 1 << 20
 
 
 class Templates:
-    """Renders the templates of tasks; its process lives as long as this object.
-
-    Args:
-        tokenizer: has the template of chats.
-    """
+    """Renders templates of tasks and the tokenizer's chat template; its process lives with this object."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._process = BoundedMap(partial(_render, tokenizer))
@@ -38,7 +33,7 @@ class Templates:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A context in which lm-eval renders here."""
+        """Context in which lm-eval renders its templates by `render`."""
         before = utils.apply_template
         utils.apply_template = self.render
         try:
@@ -47,7 +42,7 @@ class Templates:
             utils.apply_template = before
 
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """The text of a conversation, whose last message goes on where no answer begins.
+        """Render a conversation; without a generation prompt, the last message stays open for continuation.
 
         Raises:
             DataError: see `render`.
@@ -56,10 +51,10 @@ class Templates:
         return self.render(None, {"conversation": messages, end: True})
 
     def render(self, template: str | None, doc: dict[str, Any]) -> str:
-        """The text of a template for a row; lm-eval's function of this place.
+        """Render a template for a row, in place of lm-eval's `apply_template`.
 
         Raises:
-            DataError: the template fails, or has no end within the bounds.
+            DataError: the template fails, or exceeds the bounds.
         """
         key = template, json.dumps(doc, default=str, sort_keys=True)
         if key not in self._texts:
@@ -80,7 +75,6 @@ def _refusal(template: str | None, reason: str) -> DataError:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, work: tuple[str | None, dict[str, Any]]) -> str:
-    """The text of a template and a row, in the process with bounds."""
     (template, row), parts, length = work, [], 0
     for part in [_chat(tokenizer, **row)] if template is None else _compiled(template).generate(**row):
         length += len(part)
@@ -91,7 +85,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, work: tuple[str | None, dict[str
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]], **options: Any) -> str:
-    """The text of a conversation; a template that refuses system messages gets none, as lm-eval does it."""
+    """Render a conversation; drop a system message that the template refuses, like lm-eval."""
     try:
         return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
     except TemplateError:
@@ -102,7 +96,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]]
 
 @cache
 def _compiled(template: str) -> Template:
-    """A template in an environment like lm-eval's, but a sandbox."""
+    """Compile a template in an environment like lm-eval's, but sandboxed."""
     environment = SandboxedEnvironment(
         loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True
     )

@@ -15,7 +15,7 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import Save, start_save
 from patch.errors import CheckpointError
 from patch.storage.names import TRACKER, iteration_name
-from patch.training.checkpoint_retention import Retention, set_aside_superseded
+from patch.training.hooks.checkpoint_retention import Retention, mark_superseded_removed
 
 PAGE = 4096
 
@@ -83,7 +83,7 @@ def test_nothing_gets_a_name_before_it_is_on_the_disk(tmp_path, monkeypatch, is_
     begin(tmp_path, 2, is_async=is_async).finish()
     assert probe.events == [(iteration_name(2), []), "root", (TRACKER, []), "root"]
     probe.events.clear()
-    assert set_aside_superseded(tmp_path, Retention(last=1), 2, None) == [1]
+    assert mark_superseded_removed(tmp_path, Retention(last=1), 2, None) == [1]
     (name, _), flush = probe.events
     assert (name, flush) == (f".removed_{iteration_name(1)}", "root")
 

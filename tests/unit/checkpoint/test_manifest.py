@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from refusals import refused
 
 from patch import compat
 from patch.checkpoint import latest_iteration, load_checkpoint, manifest, save_checkpoint, weights_folder
@@ -22,6 +21,7 @@ from patch.checkpoint.manifest import write_manifest
 from patch.compat.checkpoint_format import COMMON_IS_OBJECT
 from patch.errors import CheckpointError
 from patch.storage.checksums import Checksum
+from patch.storage.names import COMMON_FILE, COMMON_KEY, is_complete
 
 DATA_FILES = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
 SAME_IN_BOTH = (".metadata", "metadata.json")
@@ -115,7 +115,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "other folder": (other_folder, "was written for iteration 1, not for iter_0000002"),
     "manifest of numbers": (
         lambda folder: (folder / "checksums.json").write_text("7"),
-        "checksums.json is no list of checksums",
+        "checksums.json is damaged",
     ),
     "manifest of no files": (
         lambda folder: write_manifest(folder, 2, {}),
@@ -127,7 +127,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "manifest of deep values": (
         lambda folder: (folder / "checksums.json").write_text("[" * 100_000),
-        "checksums.json is no list of checksums",
+        "checksums.json is damaged",
     ),
     "manifest that is a pipe": (
         lambda folder: become(os.mkfifo, folder / "checksums.json"),
@@ -155,13 +155,6 @@ def test_damaged_checkpoint_gives_way_to_the_next_whole_one(root, kind, caplog):
     assert weights_folder(iteration_folder(root, 1)) == iteration_folder(root, 1)
 
 
-def test_nothing_whole_is_an_error_that_names_the_newest(root):
-    for iteration in (1, 2):
-        changed_byte(iteration_folder(root, iteration) / "__0_0.distcp")
-    with refused(CheckpointError, match=r"OUTPUT_BASEPATH.*iter_0000002/__0_0\.distcp has CRC-32 "):
-        latest_iteration(root)
-
-
 def test_whole_one_beside_a_damaged_tracked_one_may_be_newer(root):
     (root / "latest_checkpointed_iteration.txt").write_text("1\n")
     assert latest_iteration(root) == 1
@@ -175,6 +168,20 @@ def test_further_files_are_no_damage_and_a_folder_without_checksums_is_none_of_o
     assert latest_iteration(root) == 2
     (newest / "checksums.json").unlink()
     assert latest_iteration(root) == 1 and weights_folder(newest) == newest
+
+
+@pytest.mark.parametrize(
+    ("named", "index", "is_whole"),
+    [(COMMON_FILE, COMMON_KEY, False), ("x", "", True), (None, COMMON_KEY, True), (None, "", False)],
+)
+def test_a_checkpoint_without_common_pt_is_whole_if_its_list_or_its_index_says_so(
+    tmp_path, named, index, is_whole
+):
+    (tmp_path / "metadata.json").touch()
+    (tmp_path / ".metadata").write_text(index)
+    if named is not None:
+        write_manifest(tmp_path, 1, {named: Checksum(0, 0)})
+    assert is_complete(tmp_path) is is_whole
 
 
 def test_every_file_has_its_checksum(saved):

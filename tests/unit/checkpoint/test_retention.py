@@ -12,9 +12,9 @@ from kills import killer_at
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint, weights_folder
-from patch.checkpoint.folder import delete_set_aside
+from patch.checkpoint.folder import delete_removed
 from patch.errors import CheckpointError
-from patch.training.checkpoint_retention import Retention, point_link, set_aside_superseded
+from patch.training.hooks.checkpoint_retention import Retention, mark_superseded_removed, update_link
 
 
 def state(value: float) -> dict:
@@ -50,8 +50,8 @@ def test_last_every_and_best_stay(one_process, tmp_path, retention, best, expect
     for newest in range(1, 7):
         save(tmp_path, newest)
         known_best = best if best is not None and best <= newest else None
-        set_aside_superseded(tmp_path, retention, newest, known_best)
-        delete_set_aside(tmp_path)
+        mark_superseded_removed(tmp_path, retention, newest, known_best)
+        delete_removed(tmp_path)
     assert iterations(tmp_path) == expected
 
 
@@ -61,32 +61,34 @@ def test_later_and_damaged_ones_stay_and_do_not_count(one_process, tmp_path):
     (tmp_path / "iter_0000004" / "metadata.json").unlink()
     data = tmp_path / "iter_0000001" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
-    assert set_aside_superseded(tmp_path, Retention(last=2), 3, None) == []
-    assert set_aside_superseded(tmp_path, Retention(last=1), 3, None) == [2]
-    delete_set_aside(tmp_path)
+    assert mark_superseded_removed(tmp_path, Retention(last=2), 3, None) == []
+    assert mark_superseded_removed(tmp_path, Retention(last=1), 3, None) == [2]
+    delete_removed(tmp_path)
     assert iterations(tmp_path) == [1, 3, 4]
 
 
-def test_those_that_stay_anyway_are_not_looked_at():
+def test_those_that_stay_anyway_are_not_looked_at(tmp_path, monkeypatch):
     """A save must not wait for a look at thousands of files of each of a hundred old checkpoints."""
     asked = []
 
-    def is_whole(iteration: int) -> bool:
-        asked.append(iteration)
-        return iteration != 11
+    def is_whole(folder: Path) -> bool:
+        asked.append(int(folder.name.removeprefix("iter_")))
+        return asked[-1] != 11
 
-    retention = Retention(last=2, every=2)
-    assert retention.superseded(range(1, 13), 3, is_whole) == [1, 5, 7, 9]
-    assert asked == [11, 10, 9, 7, 5, 1]
+    monkeypatch.setattr("patch.training.hooks.checkpoint_retention.has_saved_lengths", is_whole)
+    for iteration in range(1, 13):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    assert mark_superseded_removed(tmp_path, Retention(last=2, every=2), 12, 3) == [1, 5, 7, 9]
+    assert asked == [12, 11, 10, 9, 7, 5, 1]
 
 
 def test_weights_alone_and_what_a_rollback_left_do_not_count(one_process, tmp_path):
     """A run that went back from 3 to 2, because 3 has a wrong byte, needs 2 until 4 is followed by 5."""
     save(tmp_path, 1, 2, 3, 4)
-    assert set_aside_superseded(tmp_path, Retention(last=2), 4, None, {3}) == [1, 3]
+    assert mark_superseded_removed(tmp_path, Retention(last=2), 4, None, {3}) == [1, 3]
     save(tmp_path, 5)
-    assert set_aside_superseded(tmp_path, Retention(last=1), 5, None, {5}) == [2]
-    delete_set_aside(tmp_path)
+    assert mark_superseded_removed(tmp_path, Retention(last=1), 5, None, {5}) == [2]
+    delete_removed(tmp_path)
     assert iterations(tmp_path) == [4, 5]
 
 
@@ -94,7 +96,7 @@ def test_weights_alone_and_what_a_rollback_left_do_not_count(one_process, tmp_pa
 def test_nothing_goes_while_the_newest_is_not_whole(one_process, tmp_path, caplog, name):
     save(tmp_path, 1, 2)
     (tmp_path / "iter_0000002" / name).unlink()
-    assert set_aside_superseded(tmp_path, Retention(last=1), 2, None) == []
+    assert mark_superseded_removed(tmp_path, Retention(last=1), 2, None) == []
     assert iterations(tmp_path) == [1, 2] and "iter_0000002 is not whole" in caplog.text
 
 
@@ -103,8 +105,8 @@ def remove_until(root: Path, moment: int) -> None:
     killed_at = killer_at(moment)
     for name in ("rename", "fsync", "unlink", "rmdir"):
         setattr(os, name, killed_at(getattr(os, name)))
-    set_aside_superseded(root, Retention(last=1), 4, 1)
-    delete_set_aside(root)
+    mark_superseded_removed(root, Retention(last=1), 4, 1)
+    delete_removed(root)
 
 
 def test_kill_at_any_moment_leaves_whole_checkpoints(one_process, tmp_path):
@@ -126,7 +128,7 @@ def test_kill_at_any_moment_leaves_whole_checkpoints(one_process, tmp_path):
             assert weights_folder(root / f"iter_{iteration:07d}")
             loaded = load_checkpoint(root, iteration, state(0.0))
             assert torch.equal(loaded["model"]["decoder.w"], torch.full((8, 4), float(iteration)))
-        delete_set_aside(root)
+        delete_removed(root)
         assert iterations(root) == found
         if code == 0:
             break
@@ -136,10 +138,10 @@ def test_kill_at_any_moment_leaves_whole_checkpoints(one_process, tmp_path):
 
 def test_killed_removal_of_the_same_iteration_is_no_obstacle(one_process, tmp_path):
     save(tmp_path, 1, 2)
-    set_aside_superseded(tmp_path, Retention(last=1), 2, None)
+    mark_superseded_removed(tmp_path, Retention(last=1), 2, None)
     save(tmp_path, 1, 2)
-    assert set_aside_superseded(tmp_path, Retention(last=1), 2, None) == [1]
-    delete_set_aside(tmp_path)
+    assert mark_superseded_removed(tmp_path, Retention(last=1), 2, None) == [1]
+    delete_removed(tmp_path)
     assert iterations(tmp_path) == [2]
 
 
@@ -156,25 +158,25 @@ def test_checkpoint_that_cannot_be_removed_is_named_and_the_others_go(
 
     monkeypatch.setattr(os, "rename", refuse)
     with caplog.at_level(logging.WARNING):
-        assert set_aside_superseded(tmp_path, Retention(last=1), 3, None) == [2]
+        assert mark_superseded_removed(tmp_path, Retention(last=1), 3, None) == [2]
     assert "iter_0000001 cannot be removed: Permission denied" in caplog.text
-    delete_set_aside(tmp_path)
+    delete_removed(tmp_path)
     assert iterations(tmp_path) == [1, 3]
 
 
 def test_link_leads_to_a_checkpoint_wherever_the_folder_goes(one_process, tmp_path):
     root = tmp_path / "here"
     save(root, 1, 2)
-    point_link(root, "last", 2)
+    update_link(root, "last", 2)
     root = root.rename(tmp_path / "there")
     assert weights_folder(root / "last").samefile(root / "iter_0000002")
-    point_link(root, "last", 1)
+    update_link(root, "last", 1)
     assert (root / "last").samefile(root / "iter_0000001")
-    point_link(root, "last", 7)
+    update_link(root, "last", 7)
     assert not (root / "last").is_symlink()
     (root / "last").mkdir()
     with pytest.raises(OSError):
-        point_link(root, "last", 1)
+        update_link(root, "last", 1)
     assert sorted(path.name for path in root.iterdir() if not path.name.startswith("iter")) == [
         "last", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip
@@ -184,7 +186,7 @@ def test_space_that_is_still_being_freed_counts_and_a_full_disk_names_the_flag(
     one_process, tmp_path, monkeypatch
 ):
     save(tmp_path, 1, 2)
-    set_aside_superseded(tmp_path, Retention(last=1), 2, None)
+    mark_superseded_removed(tmp_path, Retention(last=1), 2, None)
     usage = shutil.disk_usage
 
     def full_until_deleted(path):

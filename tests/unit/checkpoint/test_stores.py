@@ -18,7 +18,7 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.compare import compare
-from patch.checkpoint.folder import NoWholeCheckpointError, delete_set_aside
+from patch.checkpoint.folder import NoWholeCheckpointError, delete_removed
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.inspect import find_stored, inspect
 from patch.checkpoint.save import start_save
@@ -27,7 +27,7 @@ from patch.config import to_yaml
 from patch.errors import CheckpointError
 from patch.storage.lock import hold_run
 from patch.storage.remote import RemotePath
-from patch.training.checkpoint_retention import Retention, set_aside_superseded
+from patch.training.hooks.checkpoint_retention import Retention, mark_superseded_removed
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -113,9 +113,9 @@ def test_store_that_does_not_answer_is_no_damage() -> None:
 def test_retention_removes_the_marker_first_and_finishes_what_was_interrupted(root) -> None:
     for iteration in range(1, 6):
         save(root, iteration, float(iteration))
-    assert set_aside_superseded(root, Retention(2), 5, best=1) == [2, 3]
+    assert mark_superseded_removed(root, Retention(2), 5, best=1) == [2, 3]
     assert not (root / "iter_0000002" / "checksums.json").exists() and latest_iteration(root) == 5
-    delete_set_aside(root)
+    delete_removed(root)
     assert root.folders() == ["iter_0000001", "iter_0000004", "iter_0000005"]
 
 

@@ -24,11 +24,12 @@ import pytest
 from answers_on_file import check_answers
 from command_line import CPU, begin
 
-from patch.config import RunConfig, resolve_transformer_impl, unknown_variables, user_message
+from patch.config import RunConfig, unknown_variables, user_message
 from patch.config.fields import FIELDS, scalar_of
 from patch.config.positions import POSITIONS
 from patch.device import GPU_LIBRARIES, MachineFacts
 from patch.errors import PatchError
+from patch.features.backends import resolve_transformer_impl
 from patch.preflight.cluster import Rendezvous, slurm_task
 from patch.preflight.parse import parse_args
 from patch.preflight.resume_guard import resume_notes

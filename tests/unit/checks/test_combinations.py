@@ -71,7 +71,7 @@ def plan(config: RunConfig, machine: MachineFacts) -> str:
     config, _ = resolve_sharding(config, machine)
     config, _ = resolve_cp_comm_type(config)
     config, _ = resolve_activations(config, machine)
-    assert len(config.execution.stage_layers) == config.virtual_pipeline_size * (
+    assert len(config.stage_layers) == config.virtual_pipeline_size * (
         config.parallel.pipeline_model_parallel_size
     )
     return describe_plan(config, machine)

@@ -8,6 +8,7 @@ for a release that the file does not know, the test shows what has changed since
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -151,3 +152,10 @@ def test_what_is_used_is_there_as_it_is_on_file() -> None:
         now = {key: text for key, text in own.items() if text != GONE}
         expected = {key: text for key, text in expected.items() if text != GONE}
         assert now == expected, f"megatron-core {release} has other names than contract.txt"
+
+
+def test_private_methods_that_subclasses_override_are_named_in_compat() -> None:
+    private = {
+        key.partition(":")[2] for lines in on_file().values() for key in lines if re.search(r"\._(?!_)", key)
+    }
+    assert private and private <= {*re.findall(r"`([\w.]+)`", (ROOT / "patch/compat/README.md").read_text())}

@@ -50,8 +50,8 @@ from patch.errors import ConfigError
 from patch.families import read_config
 from patch.families.config_json import ConfigReader
 from patch.model import build_llama_model, initialize_weights
-from patch.model.experts import Router
-from patch.model.rotary import inverse_frequencies
+from patch.model.attention.rotary import inverse_frequencies
+from patch.model.experts.layer import Router
 from patch.optimizer import ParamGroup
 from toolkits.benchmarks._contenders import prepare_cpu
 
@@ -233,7 +233,7 @@ def gradient_of_latents(is_ours: bool, tp: int) -> torch.Tensor:
     groups, tokens = groups_of(tp, num_experts=4, moe_router_topk=2), random(8, 1, 64, seed=9)
     if is_ours:
         config = small_run(tp, **read_config(ConfigReader(Path("config.json"), _DEEPSEEK)))
-        (model,) = build_llama_model(config.model, groups, CPU.device, config.execution)
+        (model,) = build_llama_model(config, groups, CPU.device)
         initialize_weights([model], config.model, seed=1)
         layer = model.decoder.layers[0].self_attention
         output, _ = layer(tokens, None, rotary_pos_emb=model.rotary_pos_emb(8))
@@ -312,7 +312,7 @@ def layers_without_q_latents(is_ours: bool) -> float:
     groups = groups_of(num_experts=4, moe_router_topk=2)
     if is_ours:
         config = small_run(**read_config(ConfigReader(Path("config.json"), _DEEPSEEK)))
-        return float(len(build_llama_model(config.model, groups, CPU.device, config.execution)))
+        return float(len(build_llama_model(config, groups, CPU.device)))
     try:
         upstream_latents(groups, q_latents=None)
     except ValueError:

@@ -8,9 +8,15 @@ import pytest
 from refusals import refused
 
 from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS, SECTIONS
+from patch.config.fields import FIELDS, SECTIONS, coerce
 from patch.config.flags import spellings
-from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag, plain_name
+from patch.config.foreign_flags import (
+    foreign_defaults,
+    foreign_flag,
+    foreign_flags,
+    nearest_flag,
+    plain_name,
+)
 from patch.config.positions import POSITIONS
 from patch.config.yaml_io import to_yaml
 from patch.errors import ConfigError
@@ -59,7 +65,6 @@ def test_answer_is_of_the_value_where_the_table_has_it():
 
 
 def test_overlapped_optimizer_alone_shards_states(command):
-    """Megatron-LLaMA's readme uses the flag alone. Beside an explicit false it is refused."""
     text = to_yaml(command.parse().config).splitlines(keepends=True)
     file = command.folder / "run.yaml"
     file.write_text("".join(line for line in text if "use_distributed_optimizer" not in line))
@@ -135,15 +140,22 @@ def test_shape_by_flags_alone_derives_the_rest(command):
 
 @pytest.mark.long
 def test_table_of_other_programs_leads_to_flags_that_exist():
-    flags = {flag for field in FIELDS.values() for flag in spellings(field)} | {"--config"}
-    rows = [row for rows in foreign_flags().values() for row in rows]
-    assert len(rows) > 330
-    for row in rows:
+    flags = {flag for field in FIELDS.values() for flag in spellings(field)}
+    flags |= {"--config", "--deepspeed-config"}
+    rows = [(row, program) for program, rows in foreign_flags().items() for row in rows]
+    assert len(rows) > 400
+    rows += [(row, "") for program in foreign_flags() for row in foreign_defaults(program)]
+    for row, program in rows:
         starts = ("remove it: ", "not there: ", "not supported at this value: ")
         assert not set(row.ours.split()) - flags or row.ours == "-" and row.advice.startswith(starts), row
+        value = row.value if program else row.advice
+        if row.ours != "-" and re.fullmatch(r"[\w.,-]+\w", value):  # a value as it is
+            parts = value.split(",") if len(row.ours.split()) > 1 and "," in value else [value]
+            for flag, part in zip(row.ours.split(), parts * 2, strict=False):
+                coerce(FIELDS[flag.replace("--no-", "--")[2:].replace("-", "_")], part, row.theirs)
         assert not set(re.findall("--[a-z][a-z0-9-]*", row.advice)) - flags - {"--dry-run", "--help"}, row
         names = {f"--{plain_name(name)}" for name in row.theirs.split(", ")}
         assert not (row.advice.startswith("not there") and names & flags), row
-        for part in row.theirs.replace("*", "x").split(", "):
+        for part in row.theirs.replace("*", "x").split(", ") if program else ():
             name, _, value = re.sub("[ :=]+", " ", part, count=1).partition(" ")
-            assert foreign_flag(name, value.replace("X", "any") or "any") is row, part
+            assert foreign_flag(name, value.replace("X", "any") or "any", program) is row, part

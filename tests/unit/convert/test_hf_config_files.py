@@ -22,7 +22,7 @@ from patch.convert.hf_config_files import (
 )
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConfigError, ConversionError, PatchError
-from patch.preflight.stored_shape import read_hf_config
+from patch.preflight.model_of_folder import read_hf_config
 
 CHAT = "{% for message in messages %}{{ message['content'] }}<|eot_id|>\n{% endfor %}"
 EOS_CHAT = CHAT.replace("<|eot_id|>", "{{ eos_token }}")

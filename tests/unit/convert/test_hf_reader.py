@@ -192,7 +192,7 @@ class _Hostile:
     ("contents", "message"),
     [
         ({"a": _Hostile()}, "holds more than tensors and was not read"),
-        ({"a": 1}, "something else than tensors by name"),
+        ({"a": 1}, "no dict of tensors, expected name -> tensor"),
         (None, "cannot be read as a torch.save file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A family that the project does not have, as somebody else adds it: Arcee, whose MLP has no gate."""
+"""A family that the project does not have, added by another program: Arcee, whose MLP has no gate."""
 
 import dataclasses
 import json

@@ -63,7 +63,7 @@ def test_one_piece_is_made_ahead_and_an_error_comes_in_its_turn():
             yield item
         raise ConversionError("torn")
 
-    ahead = offline._made_ahead(make())
+    ahead = offline._prefetched(make())
     assert next(ahead) == 0
     assert second_is_made.wait(timeout=30) and made == [0, 1]  # not 2, which takes the buffer of 0
     assert [next(ahead), next(ahead)] == [1, 2]

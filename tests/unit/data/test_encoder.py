@@ -93,7 +93,7 @@ def test_tools_and_arguments_are_marked_in_depth() -> None:
 
 
 def test_special_token_that_is_a_character_loses_no_text() -> None:
-    """As where somebody made an ordinary token the pad token."""
+    """An ordinary token was made the pad token."""
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "Q"
     marked = SpecialTokenMarker(special_tokens(tokenizer)).marked("a Q <|eot_id|> QQ")

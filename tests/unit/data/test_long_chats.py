@@ -72,7 +72,7 @@ def pieces(renderer: ChatRenderer, messages: list[dict[str, str]]) -> list[Span]
     assert len(samples) <= 1
     found: list[Span] = []
     for span in (span for sample in samples for span in sample):
-        if span.begins_turn:
+        if span.begins_user_turn:
             found[-1] = found[-1]._replace(text=found[-1].text + unmarked(span.text))
         else:
             found.append(span._replace(text=unmarked(span.text)))

@@ -10,9 +10,9 @@ import pytest
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.rendering import RenderOptions
-from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
+from patch.data.sft.truncation import Headers, Tokens, cut
 from patch.errors import DataError
 
 CUTS = Path(__file__).with_name("cuts.txt")

@@ -262,11 +262,3 @@ def test_plain_text_is_a_document_a_file_or_one_between_blank_lines(
     assert set_bytes(tmp_path / "set_text_document") == upstream_bytes(
         tmp_path, rows, "text", tiny_folder, True
     )
-
-
-def test_command_line_names_a_missing_file(tmp_path: Path, tiny_folder: Path, capsys) -> None:
-    options = ["--tokenizer-name-or-path", str(tiny_folder), "--output-prefix", str(tmp_path / "set")]
-    assert main(["--input", str(tmp_path / "absent"), *options]) == DataError.exit_code
-    assert "absent does not exist, expected a file, a folder or a glob" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--input", "x", *options, "--workers", "0"])

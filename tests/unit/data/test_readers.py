@@ -212,7 +212,7 @@ def test_table_that_is_cut_damaged_or_none_is_refused(tmp_path: Path, form) -> N
     with pytest.raises(DataError, match="has no rows, expected at least one"):
         values(write(tmp_path, form(table[:0], 9)))
     doubled = pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"])
-    with pytest.raises(DataError, match="has two columns 'a', expected a name for each column"):
+    with pytest.raises(DataError, match="two columns are named 'a', expected unique names"):
         values(write(tmp_path, form(doubled, 9)))
 
 

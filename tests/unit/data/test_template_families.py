@@ -124,7 +124,7 @@ def test_turns_that_are_not_learned_are_divided_without_a_change_of_ids(
     quoted = f"x{tokenizer.eos_token}<|eot_id|>{header}y"
     texts = ["hello", "world", " \n yes ", quoted, quoted, "\u4f60\u597d \n", "no", "\n\nno"]
     (spans,) = ChatRenderer(tokenizer, LAST).render(chat(turns(*texts)))
-    begins = [unmarked(span.text) for span in spans if span.begins_turn]
+    begins = [unmarked(span.text) for span in spans if span.begins_user_turn]
     has_system = family in ("LLAMA31", "QWEN25")  # they write a message of their own
     assert [text.startswith(header) for text in begins] == [True] * (3 + has_system)
     assert not any(span.learned for span in spans[:-1])

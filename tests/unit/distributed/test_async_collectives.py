@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distributed_runner import run_distributed
 
 from patch.distributed.async_collectives import (
-    Pending,
+    CommHandle,
     RoundedSums,
     WaitClock,
     start_all_gather,
@@ -61,7 +61,7 @@ def _reduce_scatter(ranks: list[int], group: dist.ProcessGroup, clock: WaitClock
         buffer, out = _buffer(dist.get_rank(), len(ranks), dtype), torch.zeros(N, dtype=dtype)
         started = start_reduce_scatter(buffer, out, group)
         if len(ranks) == 1:
-            assert torch.equal(out, expected), "the only rank waits for nobody"
+            assert torch.equal(out, expected), "the only rank waits for no other rank"
         started.wait(clock)
         assert torch.equal(out, expected), f"memory of its own, {dtype}"
         assert torch.equal(buffer, _buffer(dist.get_rank(), len(ranks), dtype)), f"changed, {dtype}"
@@ -72,12 +72,12 @@ def _reduce_scatter(ranks: list[int], group: dist.ProcessGroup, clock: WaitClock
 
 
 def _rounded(ranks: list[int], group: dist.ProcessGroup, clock: WaitClock) -> None:
-    """Parts that travel as bf16 and are added up in fp32: as over NCCL, and as over gloo."""
+    """Parts that are sent as bf16 and summed in fp32: as over NCCL, and as over gloo."""
     own = _part(group.rank(), N)
     parts = [_buffer(rank, len(ranks), torch.float32).bfloat16().float().numpy() for rank in ranks]
     expected = torch.from_numpy(functools.reduce(np.add, parts))[own]
     sums = RoundedSums(len(ranks) * N + 5, torch.bfloat16, CPU)
-    for start in (sums.start, functools.partial(start_reduce_scatter, travels_as=torch.bfloat16)):
+    for start in (sums.start, functools.partial(start_reduce_scatter, reduce_dtype=torch.bfloat16)):
         for dtype in DTYPES:
             buffer, out = _buffer(dist.get_rank(), len(ranks), torch.float32), torch.zeros(N, dtype=dtype)
             start(buffer, out, group).wait(clock)
@@ -153,7 +153,7 @@ def run_all(rank: int, world_size: int) -> None:
             _under_way_together(ranks, group, clock)
             if len(ranks) > 1:  # what has nothing to wait for is not kept
                 _owner_is_gone(ranks, group, clock)
-    assert Pending([]) not in Pending._unfinished
+    assert CommHandle([]) not in CommHandle._unfinished
     assert clock.read_ms() > 0
 
 
@@ -172,11 +172,11 @@ class _SlowWork(dist.Work):
 
 def test_the_clock_adds_up_what_was_waited_since_it_was_read_but_no_join() -> None:
     clock, done = WaitClock(CPU), []
-    pending = Pending([_SlowWork(), _SlowWork()], lambda: done.append("finished"))
-    pending.join()
+    pending = CommHandle([_SlowWork(), _SlowWork()], lambda: done.append("finished"))
+    pending.wait_stream()
     assert (clock.read_ms(), done) == (0, [])
     pending.wait(clock)
     assert done == ["finished"]
-    Pending([_SlowWork()]).wait(clock)
+    CommHandle([_SlowWork()]).wait(clock)
     time.sleep(0.02)
     assert 60 <= clock.read_ms() < 10_000 and clock.read_ms() == 0

@@ -45,6 +45,6 @@ def test_all_that_tokens_have_is_cut_alike() -> None:
     own = cut_batch(batch, Zigzag(1, 2)).to(torch.device("cpu"))
     assert own.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert torch.equal(own.labels, own.tokens + 1) and torch.equal(own.loss_mask, own.tokens / 2)
-    assert torch.equal(own.further["more"], own.tokens * 3) and own.cu_seqlens is batch.cu_seqlens
+    assert torch.equal(own.extra_tensors["more"], own.tokens * 3) and own.cu_seqlens is batch.cu_seqlens
     assert own.cu_seqlens.tolist() == [0, 3, 8, 16]
     assert cut_batch(batch, WHOLE).tokens is batch.tokens

@@ -111,7 +111,7 @@ def run_orders() -> None:
 def run_wrong_size(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=r"has 2 processes.*expects 4 \(--nnodes x --nproc-per-node\)"):
         initialize(small_run(tp=2, dp=2), CPU)
-    with pytest.raises(ConfigError, match="has 2 processes, expected one"), alone(CPU):
+    with pytest.raises(ConfigError, match="has 2 processes, expected 1"), alone(CPU):
         pass
     assert not parallel_state.model_parallel_is_initialized()
 

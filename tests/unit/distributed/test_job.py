@@ -15,15 +15,15 @@ from small_runs import small_run
 from patch import compat
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from patch.distributed.job import join
 from patch.errors import PatchError
+from patch.launch.job import join
 
 SOON_S = 30  # 2 s, and what torch is given to say it itself; the machine may be busy
 CPU = DeviceContext(torch.device("cpu"), "gloo")
 
 
 def fail_to_join(rank: int, world_size: int) -> list:
-    """What is set when the job is to be joined, which nobody can without an address."""
+    """Return the settings at the time of joining the job, which fails without an address."""
     set_then = []
     for own in ({}, {"NCCL_ALGO": "Ring", "TORCH_NCCL_HIGH_PRIORITY": "0"}):
         dist.destroy_process_group()

@@ -23,10 +23,10 @@ from launches import (
 from small_runs import small_run
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
-from patch.distributed import agent, rendezvous
-from patch.distributed.launch import worker_environment
-from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
+from patch.launch import agent, rendezvous
+from patch.launch.launcher import worker_environment
+from patch.launch.worker_process import LOST_RANK_CODE
 from patch.preflight.cluster import Rendezvous
 
 
@@ -82,7 +82,7 @@ def test_environment_has_what_the_run_needs_but_for_the_users_own_choices(
 def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
     other, *_, core = sorted(os.sched_getaffinity(0))
-    monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{other}, {core}])
+    monkeypatch.setattr("patch.launch.launcher.cores_of_workers", lambda *_: [{other}, {core}])
     assert launch_workers(write_script(tmp_path, f"if rank:\n    {body}"), 2) == 0
     assert (tmp_path / "cores").read_text() == str({core})
 
@@ -142,10 +142,7 @@ ABORT = "os.kill(os.getpid(), signal.SIGABRT)"
         pytest.param((LOST, LOST), 5, "another rank ended", marks=pytest.mark.long),
         pytest.param(("sys.exit(143)", "sys.exit(143)"), 143, "exit code 143", marks=pytest.mark.long),
         ((WAITING, "os.kill(os.getpid(), signal.SIGKILL)"), 5, "SIGKILL; the usual reason is that"),
-        pytest.param(
-            (WAITING, ABORT), 5, "SIGABRT; the usual reason is an error of a library", marks=pytest.mark.long
-        ),
-        ((WAITING, f"worker_process.note_nccl(); {ABORT}"), 5, "--distributed-timeout-minutes"),
+        pytest.param((WAITING, ABORT), 5, "SIGABRT; the usual reason is an error", marks=pytest.mark.long),
     ],
 )
 def test_exit_code_is_that_of_the_first_known_cause(
@@ -158,7 +155,7 @@ def test_exit_code_is_that_of_the_first_known_cause(
 
 ENDLESS = """
 import ctypes
-from patch.distributed.worker_process import Reply, announce_end
+from patch.launch.worker_process import WorkerExit, announce_end
 def wait_for_ever():
     ctypes.PyDLL(None).sleep(120)  # as a destructor that joins a thread: with the interpreter's lock
 """
@@ -169,7 +166,7 @@ def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_w
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = f"{ENDLESS}\nworker_process.END_S = worker_process.FAILED_END_S = 1\n"
-    body += "announce_end((Reply(0), Reply(3, 'why'))[rank])\nwait_for_ever()"
+    body += "announce_end((WorkerExit(0), WorkerExit(3, 'why'))[rank])\nwait_for_ever()"
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 2) == 3
     assert time.monotonic() - begin < 60
@@ -183,7 +180,7 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
     """After the interpreter's end nothing of it can."""
     monkeypatch.setattr(agent, "END_S", 0.5)
     cancelled = "worker_process.faulthandler.cancel_dump_traceback_later()"
-    body = f"{ENDLESS}\nannounce_end(Reply(0))\n{cancelled}\nwait_for_ever()"
+    body = f"{ENDLESS}\nannounce_end(WorkerExit(0))\n{cancelled}\nwait_for_ever()"
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert time.monotonic() - begin < 60
@@ -195,13 +192,13 @@ def test_worker_that_is_done_and_crashes_does_not_end_one_that_still_works(
 ) -> None:
     """As rank 0 that still deletes superseded checkpoints."""
     body = f"""
-from patch.distributed.worker_process import Reply, announce_end
+from patch.launch.worker_process import WorkerExit, announce_end
 if rank:
-    announce_end(Reply(0))
+    announce_end(WorkerExit(0))
     os.kill(os.getpid(), signal.SIGSEGV)
 time.sleep(1.5)
 open('{tmp_path}/deleted', 'w').close()
-sys.exit(announce_end(Reply(0)))
+sys.exit(announce_end(WorkerExit(0)))
 """
     assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 0
     assert (tmp_path / "deleted").exists()
@@ -214,13 +211,13 @@ def test_stopped_run_that_finds_no_room_for_its_reply_ends_with_its_code_all_the
 ) -> None:
     body = f"""
 from pathlib import Path
-from patch.distributed.worker_process import Reply, announce_end
+from patch.launch.worker_process import WorkerExit, announce_end
 Path(os.environ['TORCHELASTIC_ERROR_FILE']).parent.rmdir()
 open('{tmp_path}/starts', 'a').write('1')
-sys.exit(announce_end(Reply({code})))
+sys.exit(announce_end(WorkerExit({code})))
 """
     assert launch_workers(write_script(tmp_path, body), 1, max_restarts=1) == code
-    assert (tmp_path / "starts").read_text() == "1", "it was stopped: nobody wants it to start again"
+    assert (tmp_path / "starts").read_text() == "1", "it was stopped, so it must not start again"
 
 
 COUNT = "\nopen(f'{folder}/starts{rank}', 'a').write(os.environ['PATCH_ROUND'])\n"
@@ -233,16 +230,18 @@ COUNT = "\nopen(f'{folder}/starts{rank}', 'a').write(os.environ['PATCH_ROUND'])\
         ("os.kill(os.getpid(), signal.SIGSEGV)", 5, "12"),
         pytest.param("raise RuntimeError('CUDA error')", 1, "123", marks=pytest.mark.long),
         pytest.param(f"sys.exit({LOST_RANK_CODE})", 5, "12", marks=pytest.mark.long),
-        pytest.param("worker_process.announce_end(Reply(5, 'not finite'))", 5, "1", marks=pytest.mark.long),
-        ("worker_process.announce_end(Reply(3, 'bad row'))", 3, "1"),
-        ("worker_process.announce_end(Reply(143))", 143, "1"),
+        pytest.param(
+            "worker_process.announce_end(WorkerExit(5, 'not finite'))", 5, "1", marks=pytest.mark.long
+        ),
+        ("worker_process.announce_end(WorkerExit(3, 'bad row'))", 3, "1"),
+        pytest.param("worker_process.announce_end(WorkerExit(143))", 143, "1", marks=pytest.mark.long),
     ],
     ids=["crash", "bug", "lost", "training", "data", "signal"],
 )
 def test_what_may_pass_is_tried_again_until_the_budget_is_spent(
     tmp_path: Path, short_waits: None, logged: list[str], end: str, code: int, starts: str
 ) -> None:
-    body = f"folder = {str(tmp_path)!r}\nfrom patch.distributed.worker_process import Reply{COUNT}"
+    body = f"folder = {str(tmp_path)!r}\nfrom patch.launch.worker_process import WorkerExit{COUNT}"
     body += "others = f'{folder}/starts0'\n"
     body += "while not os.path.exists(others) or os.environ['PATCH_ROUND'] not in open(others).read():\n"
     body += "    time.sleep(0.02)  # it would be killed before it has written its start\n"
@@ -255,6 +254,7 @@ def test_what_may_pass_is_tried_again_until_the_budget_is_spent(
     assert sum("restart " in line for line in logged) == len(starts) - 1
 
 
+@pytest.mark.long
 def test_worker_that_is_killed_takes_what_it_has_started_with_it(tmp_path: Path, short_waits: None) -> None:
     """A writer that goes on would disturb the writer of the next start."""
     body = f"""
@@ -315,6 +315,25 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_spare_that_joins_a_round_that_has_ended_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Rendezvous(0, "127.0.0.1", free_port(), num_spares=1)
+    with ThreadPoolExecutor() as threads:
+        first, spare = (
+            rendezvous.RendezvousHandler.join(place._replace(node_rank=rank), [1], timedelta(seconds=30))
+            for rank in (0, 1)
+        )
+        training = threads.submit(first.next_rendezvous)
+
+        def end_of_the_job() -> None:
+            assert training.result(20).rank == 0
+            first.shutdown()
+
+        monkeypatch.setattr(spare, "_wait_as_spare", end_of_the_job)
+        with pytest.raises(RendezvousGracefulExitError):
+            spare.next_rendezvous()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "num_spares", "num_machines", "num_training"),
     [([1, 3], 0, 2, 1), ([2], 1, 3, 2)], ids=["no layout", "spare"],
@@ -327,7 +346,7 @@ def test_machine_beyond_what_the_batch_allows_waits_until_the_end(
     place = Rendezvous(0, "127.0.0.1", free_port(), num_spares)
     with ThreadPoolExecutor() as threads:
         places = [place._replace(node_rank=rank) for rank in range(num_machines)]
-        meetings = [rendezvous.Meeting.join(each, sizes, timedelta(seconds=30)) for each in places]
+        meetings = [rendezvous.RendezvousHandler.join(each, sizes, timedelta(seconds=30)) for each in places]
         *training, beyond = [threads.submit(each.next_rendezvous) for each in meetings]
         found = [(info.rank, info.world_size) for info in (each.result(20) for each in training)]
         assert found == [(rank, num_training) for rank in range(num_training)]

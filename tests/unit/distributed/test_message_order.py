@@ -14,11 +14,11 @@ import torch.distributed as dist
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, POOL, FakeDevice, Order
 
 from patch.distributed import async_collectives, context_group, tensor_group
-from patch.distributed.async_collectives import Pending, RoundedSums, WaitClock, read_values
+from patch.distributed.async_collectives import CommHandle, RoundedSums, WaitClock, read_values
 from patch.distributed.context_group import ContextGroup
-from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
-from patch.model.ring_attention import RingKernels, attend_around_ring
-from patch.model.ring_tiles import PlacedSequence, Tile, tiles_of_piece
+from patch.distributed.tensor_group import ChunkedAllReduce, RingAllGather, RingReduceScatter, TensorGroup
+from patch.model.attention.ring_attention import RingKernels, attend_around_ring
+from patch.model.attention.ring_tiles import PlacedSequence, Tile, tiles_of_piece
 
 N, MESSAGES = 24, 5
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
@@ -84,11 +84,11 @@ def followed(fake: FakeDevice, group: dist.ProcessGroup) -> list[torch.Tensor]:
     pending, across = fake.start_all_reduce(first, group), dist.ProcessGroup(1, 2)
     second.mul_(1.5)
 
-    def start() -> Pending:
+    def start() -> CommHandle:
         second.add_(first)
         return fake.start_all_reduce(second, across)
 
-    pending.then(start, group, CPU).wait()
+    pending.chain(start, group, CPU).wait()
     return [first, second]
 
 
@@ -98,14 +98,14 @@ def rows(fake: FakeDevice, group: dist.ProcessGroup) -> list[torch.Tensor]:
         own, weight = random((32, 512), (512, 512))
     fake.adopt([own, weight])
     ranks = TensorGroup(group, is_overlapped=True)
-    gathered, product = GatheredRows(own * 1.5, ranks), own.new_empty(64, 512)
+    gathered, product = RingAllGather(own * 1.5, ranks), own.new_empty(64, 512)
     for place, piece in gathered.pieces():
         product[place] = piece @ weight
     scattered, reduced = product.clone(), product.clone()
-    sums = ScatteredSums(scattered, ranks)
+    sums = RingReduceScatter(scattered, ranks)
     for place in sums.pieces():
         scattered[place].mul_(2.0)
-    alike = ReducedRows(reduced, ranks)
+    alike = ChunkedAllReduce(reduced, ranks)
     for place in alike.pieces():
         reduced[place].mul_(3.0)
     return [product, sums.wait(), alike.wait()]

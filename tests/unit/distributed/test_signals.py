@@ -13,8 +13,8 @@ import pytest
 from launches import await_end, await_files, free_port, launch_workers, start, write_script
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from patch.distributed import agent, rendezvous
-from patch.distributed.worker_process import STOP_SIGNALS, stop_signals
+from patch.launch import agent, rendezvous
+from patch.launch.worker_process import STOP_SIGNALS, stop_signals
 from patch.preflight.cluster import Rendezvous
 
 pytestmark = pytest.mark.long
@@ -74,9 +74,10 @@ def test_second_ctrl_c_after_a_while_ends_workers_that_hang(tmp_path: Path) -> N
     """The worker plays the user."""
     body = f"""
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-for pause in (0.15, {agent.INSISTENCE_S} + 2.0, 60):  # the first two are one impatient person
+for pause in (0.15, {agent.FORCE_KILL_AFTER_S} + 2.0, 60):  # the first two are one impatient person
+    with open('{tmp_path}/lived', 'a') as file:
+        file.write('.')
     os.kill(os.getppid(), signal.SIGINT)
-    open('{tmp_path}/lived', 'a').write('.')
     time.sleep(pause)
 """
     launcher = start(write_script(tmp_path, body), 1, max_restarts=1)
@@ -88,7 +89,7 @@ def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others(tmp_path: Pa
     place, limit = Rendezvous(0, "127.0.0.1", free_port()), timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
         first, second = (
-            rendezvous.Meeting.join(place._replace(node_rank=rank), [3], limit) for rank in (0, 1)
+            rendezvous.RendezvousHandler.join(place._replace(node_rank=rank), [3], limit) for rank in (0, 1)
         )
         taking_part = threads.submit(first.next_rendezvous)
         outside = signal.getsignal(signal.SIGTERM)

@@ -23,7 +23,7 @@ from patch.convert.hf_config_files import model_description
 from patch.errors import ConfigError
 from patch.families import FAMILIES
 from patch.families.config_json import key_table
-from patch.preflight.stored_shape import read_hf_config
+from patch.preflight.model_of_folder import read_hf_config
 
 NAMES = {
     "llama": "llama-3", "mistral": "mistral-0.1", "qwen2": "qwen-2", "qwen3": "qwen-3", "bloom": "bloom",

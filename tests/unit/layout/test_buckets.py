@@ -43,7 +43,7 @@ def check_bucket(bucket: BucketRange, specs: list[ParamSpec], bucket_size: int, 
     assert all(begin % ALIGNMENT == 0 for begin, _ in shards)
     own = [specs[param.parameter] for param in bucket.params]
     assert {spec.stage for spec in own} == {bucket.stage}
-    assert len(own) == 1 or not any(spec.is_alone for spec in own)
+    assert len(own) == 1 or not any(spec.has_own_bucket for spec in own)
     keys = [(specs[param.parameter].group, param.parameter) for param in bucket.params]
     assert keys == sorted(keys)
 
@@ -74,9 +74,9 @@ def test_a_bucket_of_small_parameters_closes_only_when_it_must() -> None:
         assert sum(len(bucket.params) for bucket in buckets) == len(specs)  # none is cut
         for before, after in pairwise(buckets):
             first = min(param.parameter for param in after.params)
-            is_alone = specs[first].is_alone or specs[before.params[0].parameter].is_alone
+            has_own_bucket = specs[first].has_own_bucket or specs[before.params[0].parameter].has_own_bucket
             filled = before.params[-1].end - before.begin
-            assert is_alone or before.stage != after.stage or filled + specs[first].numel > bucket_size
+            assert has_own_bucket or before.stage != after.stage or filled + specs[first].numel > bucket_size
 
 
 def test_a_parameter_of_no_elements_has_a_place() -> None:
@@ -88,20 +88,20 @@ def test_a_parameter_of_no_elements_has_a_place() -> None:
 def test_domains_have_buffers_of_their_own_and_one_order_of_buckets() -> None:
     generator = random.Random(0)
     for specs, bucket_size, num_shards in product(MODELS, BUCKET_SIZES, SHARDS):
-        mixed = [spec._replace(domain=generator.randrange(3)) for spec in specs]
+        mixed = [spec._replace(buffer_group=generator.randrange(3)) for spec in specs]
         shares = [num_shards, 1, 2 * num_shards]
         buckets = lay_out(mixed, bucket_size, shares)
-        for domain in range(3):
+        for buffer_group in range(3):
             # Each domain is laid out as if it were the whole model.
-            indices = [index for index, spec in enumerate(mixed) if spec.domain == domain]
-            own = [mixed[index]._replace(domain=0) for index in indices]
-            alone = lay_out(own, bucket_size, [shares[domain]])
-            own = [bucket for bucket in buckets if bucket.domain == domain]
+            indices = [index for index, spec in enumerate(mixed) if spec.buffer_group == buffer_group]
+            own = [mixed[index]._replace(buffer_group=0) for index in indices]
+            alone = lay_out(own, bucket_size, [shares[buffer_group]])
+            own = [bucket for bucket in buckets if bucket.buffer_group == buffer_group]
             if indices:
                 assert [(b.begin, b.end, b.stage) for b in own] == [(b.begin, b.end, b.stage) for b in alone]
                 places = [[(indices[p.parameter], *p[1:]) for p in b.params] for b in alone]
                 assert [[tuple(p) for p in b.params] for b in own] == places
-            assert flat_numels(buckets, 3)[domain] == (own[-1].end if own else 0)
+            assert flat_numels(buckets, 3)[buffer_group] == (own[-1].end if own else 0)
         completed = [max(param.parameter for param in bucket.params) for bucket in buckets]
         assert completed == sorted(completed)
 
@@ -134,10 +134,10 @@ def test_among_many_ranks_the_taper_is_shorter() -> None:
 
 
 def test_a_tied_embedding_is_cut_alike_wherever_it_comes() -> None:
-    tied, layers = ParamSpec(3_000_001, 0, is_alone=True), [ParamSpec(2**18, 0)] * 20
+    tied, layers = ParamSpec(3_000_001, 0, has_own_bucket=True), [ParamSpec(2**18, 0)] * 20
     first_stage, last_stage = (
         [[(p.offset, p.end - p.begin) for b in lay_out(specs, 2**20, [4]) for p in b.params
-          if specs[p.parameter].is_alone] for specs in ([*layers, tied], [tied, *layers])]
+          if specs[p.parameter].has_own_bucket] for specs in ([*layers, tied], [tied, *layers])]
     )  # fmt: skip
     assert first_stage == last_stage and len(first_stage) > 3
 
@@ -145,11 +145,15 @@ def test_a_tied_embedding_is_cut_alike_wherever_it_comes() -> None:
 @pytest.mark.parametrize("bucket_size", [*range(100, 700, 50), 10**9])
 def test_of_a_series_nothing_but_padding_lies_between_two(bucket_size: int) -> None:
     """Two layers: each has experts of two matrices, a norm and an attention; a last norm comes first."""
-    experts = [ParamSpec(size, 0, series=1) for size in 4 * (64, 128)]
+    experts = [ParamSpec(size, 0, contiguous_with=1) for size in 4 * (64, 128)]
     of_layer = [*experts, ParamSpec(64, 1), ParamSpec(192, 0)]
-    specs = [ParamSpec(64, 1), *of_layer, *(spec._replace(series=2 * spec.series) for spec in of_layer)]
+    specs = [
+        ParamSpec(64, 1),
+        *of_layer,
+        *(spec._replace(contiguous_with=2 * spec.contiguous_with) for spec in of_layer),
+    ]
     params = [param for bucket in lay_out(specs, bucket_size, [1]) for param in bucket.params]
-    for series in (1, 2):
-        own = [param for param in params if specs[param.parameter].series == series]
+    for contiguous_with in (1, 2):
+        own = [param for param in params if specs[param.parameter].contiguous_with == contiguous_with]
         assert [param.parameter for param in own] == sorted(param.parameter for param in own)
         assert all(after.begin == before.end for before, after in pairwise(own)), own

@@ -279,7 +279,7 @@ def test_the_devices_memory_falls_by_what_travels(alone: dict, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_the_plan_says_what_stays_on_the_device(alone: dict, name: str) -> None:
-    """While as many layers stay as have copies on their way, which take no time here."""
+    """The offloaded layers stay while their copies are in flight, which take no time here."""
     for number in (0, 4):
         planned = activation_peak(offloading(OFFLOADED[name], number), 0, cuda=False)
         assert planned.layers + planned.ends == pytest.approx(alone["peaks"][name][number][0], rel=0.1)

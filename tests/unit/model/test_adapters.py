@@ -41,15 +41,17 @@ def compare(folder: Path, changes: dict[str, Any]) -> tuple[float, dict[str, flo
         if parameter.requires_grad:
             parameter.data.normal_(0, 0.1, generator=generator)
     weights = iter_hf_weights(run.stages, config.model, run.groups, adapter=config.adapter)
-    factors = {name: values.clone() for name, values in weights}
+    quantize_operands = {name: values.clone() for name, values in weights}
     loss, gradients = gradients_of(run)
-    assert gradients.keys() == factors.keys()
+    assert gradients.keys() == quantize_operands.keys()
     new_job()
     plain = build_untrained(family_run(folder), folder)
     base = dict(iter_hf_weights(plain.stages, config.model, plain.groups))
-    names = {name.removesuffix(".lora_A.weight") for name in factors if "lora_A" in name}
+    names = {name.removesuffix(".lora_A.weight") for name in quantize_operands if "lora_A" in name}
     for name in names:
-        base[f"{name}.weight"] += scale * factors[f"{name}.lora_B.weight"] @ factors[f"{name}.lora_A.weight"]
+        base[f"{name}.weight"] += (
+            scale * quantize_operands[f"{name}.lora_B.weight"] @ quantize_operands[f"{name}.lora_A.weight"]
+        )
     for each in mapped_parameters(plain.stages, config.model, 1):
         sources = [base.get(name, base["model.embed_tokens.weight"]) if "lm_head" in name else base[name]
                    for name, _ in each.mapping.hf]  # fmt: skip
@@ -60,7 +62,10 @@ def compare(folder: Path, changes: dict[str, Any]) -> tuple[float, dict[str, flo
     for name in names:
         of_weight = scale * of_weights[f"{name}.weight"]
         a, b = (f"{name}.lora_{factor}.weight" for factor in "AB")
-        for factor, expected in ((a, factors[b].t() @ of_weight), (b, of_weight @ factors[a].t())):
+        for factor, expected in (
+            (a, quantize_operands[b].t() @ of_weight),
+            (b, of_weight @ quantize_operands[a].t()),
+        ):
             largest = expected.abs().max().clamp(min=1e-6)
             found[factor] = float((gradients[factor] - expected).abs().max() / largest)
     return abs(loss - expected_loss), found

@@ -14,9 +14,9 @@ from patch.distributed.context_group import Zigzag
 from patch.families import ALIBI_POSITIONS
 from patch.families.bloom import BLOOM
 from patch.model import PackedSequences
-from patch.model.alibi import AlibiAttention, slopes
-from patch.model.attention import CausalAttention
-from patch.model.context_parallel import ContextParallelAttention
+from patch.model.attention.alibi import AlibiAttention, slopes
+from patch.model.attention.context_parallel import ContextParallelAttention
+from patch.model.attention.core_attention import CausalAttention
 
 HEADS, HEAD_SIZE, ROWS, LENGTH = 6, 12, 2, 48
 BORDERS = [0, 7, 8, 20, 24, 48, 96]

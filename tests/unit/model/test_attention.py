@@ -11,8 +11,8 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from patch.model import PackedSequences
-from patch.model.attention import CausalAttention
-from patch.model.backends import faults_of
+from patch.model.attention.core_attention import CausalAttention
+from patch.model.backends import failing_kernels
 
 HEAD_SIZE = 12
 """No power of two, so that the scale is rounded."""
@@ -21,7 +21,7 @@ FP32_BOUND = 5e-6
 
 
 def _seen(length: int, window: int | None) -> torch.Tensor:
-    """[S, S] bool by transformers' own rule of who sees whom."""
+    """Boolean mask [S, S] by transformers' own rule: query, visible key."""
     rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
     return rule(0, 0, rows, columns)
@@ -111,8 +111,8 @@ def test_kernels_that_raise_at_a_runs_shape_are_found_before_it_begins(recwarn) 
     )  # fmt: skip
     odd = SimpleNamespace(**vars(config) | {"num_query_groups": 6})
     kernels = ("cudnn", "flash", "efficient", "math")
-    assert not faults_of(kernels, config, 33, HEAD_SIZE, torch.device("cpu"))
-    assert not faults_of(kernels, odd, 33, HEAD_SIZE, torch.device("cpu"))
+    assert not failing_kernels(kernels, config, 33, HEAD_SIZE, torch.device("cpu"))
+    assert not failing_kernels(kernels, odd, 33, HEAD_SIZE, torch.device("cpu"))
     assert not recwarn.list
     with NoPlan():
-        assert faults_of(kernels, config, 33, HEAD_SIZE, torch.device("cpu")) == {"flash": "no plan"}
+        assert failing_kernels(kernels, config, 33, HEAD_SIZE, torch.device("cpu")) == {"flash": "no plan"}

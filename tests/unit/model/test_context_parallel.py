@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patch.distributed.context_group import Zigzag
 from patch.model import PackedSequences
-from patch.model.backends import faults_of
-from patch.model.context_parallel import ContextParallelAttention
+from patch.model.attention.context_parallel import ContextParallelAttention
+from patch.model.backends import failing_kernels
 from patch.plan.resolve import resolve_cp_comm_type
 from patch.plan.timing.communication import sent_bytes
 
@@ -107,7 +107,9 @@ def test_the_rings_kernel_is_tried_with_the_tokens_and_heads_of_a_rank() -> None
         num_query_groups=4, tensor_model_parallel_size=2, context_parallel_size=3,
     )  # fmt: skip
     with _Kernels([]) as kernels:
-        assert not faults_of(("flash", "cudnn"), config, LENGTH, HEAD_SIZE, torch.device("cpu"), is_ring=True)
+        assert not failing_kernels(
+            ("flash", "cudnn"), config, LENGTH, HEAD_SIZE, torch.device("cpu"), is_ring=True
+        )
     assert kernels.shapes == [[1, 4, LENGTH // 3, HEAD_SIZE]] * 2, "cuDNN alone, forward and backward"
 
 

@@ -17,8 +17,9 @@ from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from patch.model import experts, initialize_weights
-from patch.model.experts import FURTHER_COUNTS
+from patch.model import initialize_weights
+from patch.model.experts import layer as experts
+from patch.model.experts.layer import EXTRA_STATS
 
 NUM_EXPERTS, CHOSEN, WIDTH, SHARED = 4, 2, 48, 80
 SHAPE: dict[str, Any] = {
@@ -151,7 +152,7 @@ def gradients_of_losses(rank: int, world_size: int, kind: str, has_groups: bool)
         logits = states.double() @ weight.t()
         expected = expected + formula(kind, logits, has_groups=has_groups) / MICRO_BATCHES
     expected.backward()
-    counted = router.counts[FURTHER_COUNTS.index("z_loss" if kind == "z" else "aux_loss") - 3]
+    counted = router.counts[EXTRA_STATS.index("z_loss" if kind == "z" else "aux_loss") - 3]
     factor = Z if kind == "z" else AUX
     pairs = (router.weight.grad, weight.grad, counted * factor, expected.detach())
     return [value.numpy() for value in pairs]

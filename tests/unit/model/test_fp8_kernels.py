@@ -10,12 +10,12 @@ import pytest
 import torch
 from triton_interpreter import interpreted, output_of_compiler
 
-from patch.eight_bits import note_amax
-from patch.model import fp8_matrix
+from patch.fp8 import note_amax
+from patch.model.fp8 import matrix as fp8_matrix
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-MODULE = "patch.model.fp8_kernels"
+MODULE = "patch.model.fp8.kernels"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BITS_OF_512 = 0x44000000
 SHAPES = [(21, 48), (67, 144)]
@@ -65,10 +65,10 @@ def test_factors_are_those_of_the_plain_form(kernels, source, dtype) -> None:
         for x in (matrix, matrix.t().contiguous().t()):
             for rows, columns in WAYS:
                 asked = {"rows": rows, "columns": columns}
-                expected = fp8_matrix.factors(x, dtype, **asked)
+                expected = fp8_matrix.quantize_operands(x, dtype, **asked)
                 known = next(each.scale_inv for each in expected if each)
                 for scale_inv in (None, known):
-                    found = kernels.factors(x, dtype, **asked, scale_inv=scale_inv)
+                    found = kernels.quantize_operands(x, dtype, **asked, scale_inv=scale_inv)
                     for ours, theirs in zip(found, expected, strict=True):
                         assert_same(ours, theirs)
 
@@ -112,7 +112,7 @@ COMPILE = """
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from patch.model import fp8_kernels as k
+from patch.model.fp8 import kernels as k
 
 def ptx(kernel, kinds, constants):
     names = kernel.arg_names

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from patch.model.fp8_matrix import product, quantize, transposed
+from patch.model.fp8.matrix import product, quantize, transposed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from training_runs import build_seeded_run, build_stages, train_run
 
 from patch.model import initialize_weights
-from patch.model.grouped_experts import GroupedExperts
+from patch.model.experts.grouped import GroupedExperts
 from patch.model.weight_gradient import as_one
 
 BF16 = 2**-7

@@ -160,9 +160,9 @@ def _check_upstreams_model() -> None:
     config = small_run(tp=2, sequence_parallel=True, **QWEN)
     with mock.patch.object(llama, "LlamaModel", wraps=LlamaModel) as build:
         model, groups = _model(config, "fast")
-    blueprint, vp_stage = build.call_args.args
+    builder, vp_stage = build.call_args.args
     theirs = GPTModel(
-        blueprint.upstream, blueprint.stage_spec(vp_stage), model.vocab_size, 64,
+        builder.upstream, builder.stage_spec(vp_stage), model.vocab_size, 64,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type="rope", pg_collection=groups,
     )  # fmt: skip

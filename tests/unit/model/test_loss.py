@@ -17,8 +17,8 @@ from training_runs import CPU, build_stages
 
 from patch import compat
 from patch.distributed.groups import initialize
-from patch.model import LearnedTokens, LlamaModel, initialize_weights
-from patch.model.loss import VocabularyPart, chunk_length, linear_cross_entropy
+from patch.model import LlamaModel, LossMask, initialize_weights
+from patch.model.loss import VocabularyShard, chunk_length, linear_cross_entropy
 from toolkits.benchmarks._measure import peak_bytes
 
 LENGTH, ROWS, GRADIENT = 22, 2, 0.25
@@ -59,8 +59,8 @@ class Problem:
         sp_size = self.group.size() if model.config.sequence_parallel else 1
         self.own = self.whole.chunk(sp_size)[tp_rank if sp_size > 1 else 0]
         self.labels = torch.randint(0, vocab_size, (ROWS, LENGTH))
-        self.labels[0, 3] = -100  # nobody learns it, no rank has it
-        self.learned = LearnedTokens((torch.rand(ROWS, LENGTH) < 0.7).float(), GRADIENT)
+        self.labels[0, 3] = -100  # an ignored label, which is in no rank's vocabulary
+        self.learned = LossMask((torch.rand(ROWS, LENGTH) < 0.7).float(), GRADIENT)
         self.learned.mask[0, 3] = 0
 
     def upstream(self) -> Found:
@@ -82,7 +82,7 @@ class Problem:
 
     def in_chunks(self, chunk: int) -> Found:
         weight = self.model.output_layer.weight
-        part = VocabularyPart(self.group.rank() * len(weight), self.model.num_vocab_rows, self.group)
+        part = VocabularyShard(self.group.rank() * len(weight), self.model.num_vocab_rows, self.group)
 
         def loss(hidden: torch.Tensor) -> torch.Tensor:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
@@ -188,8 +188,8 @@ def run_peaks(rank: int, world_size: int) -> tuple[int, int]:
     hidden = torch.randn(tokens, 1, width).requires_grad_()
     weight = torch.randn(vocab_size, width).requires_grad_()
     labels = torch.randint(0, vocab_size, (1, tokens))
-    learned = LearnedTokens(torch.ones(1, tokens), 1.0)
-    part = VocabularyPart(0, vocab_size, group)
+    learned = LossMask(torch.ones(1, tokens), 1.0)
+    part = VocabularyShard(0, vocab_size, group)
 
     def chunked() -> None:
         linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=False, chunk=128).backward()

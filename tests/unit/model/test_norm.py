@@ -13,7 +13,7 @@ from patch.model.norm import HeadRMSNorm, RMSNorm
 FP32_BOUND = 1e-5
 """Relative, and absolute on values near 1: sums over 65 numbers in another order."""
 BF16_BOUND = 2.0**-7
-"""Relative: transformers rounds once more, before the weight."""
+"""Relative: transformers also rounds before the product with the weight."""
 
 
 def _config(dtype: torch.dtype = torch.float32, tp: int = 1, is_sp: bool = False) -> Any:

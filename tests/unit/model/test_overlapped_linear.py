@@ -1,4 +1,4 @@
-"""Linear layers whose messages travel in pieces: the bits of plain products, of upstream's layers, of a run.
+"""Linear layers with TP communication in chunks: the bits of plain products, of upstream's layers, of a run.
 
 The oracle of a layer is torch in one process: products of whole matrices, and sums in the order of ranks.
 Layers that add their weight's gradient to the main gradients have the same bits, but for that gradient.
@@ -21,16 +21,15 @@ from training_runs import CPU
 from triton_interpreter import give_writer
 
 from patch import compat
-from patch.config.execution import Fp8
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import TensorGroup
-from patch.model.eight_bit_product import EightBits, StepWeights
+from patch.model.fp8.product import Fp8Product, StepWeights
 from patch.model.linear import PLAIN, Column, Product, Row, give_product
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 
 UPSTREAM = {Column: ColumnParallelLinear, Row: RowParallelLinear}
 DTYPES = (torch.float32, torch.bfloat16)
-# Tokens of a TP rank, rows, width of what travels, the other width: one piece; several; uneven ones.
+# Tokens of a TP rank, rows, width of the messages, the other width: one chunk; several; uneven ones.
 SHAPES = [(8, 2, 48, 64), (32, 2, 1024, 48), (77, 1, 1036, 52)]
 WRITTEN_BOUND = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 """Of a gradient that is not rounded to the weight's type, relative to the largest value of one that is."""
@@ -194,7 +193,7 @@ def in_8_bits(group: Any) -> list[float]:
     found = []
     for layer, is_cut, keeps_input in product((Column, Row), (False, True), (False, True)):
         problem = Problem(Case(layer, is_cut, torch.bfloat16, SHAPES[0]), group.size(), fits_8_bits=True)
-        eight_bits = EightBits(StepWeights(Fp8()), keeps_input=keeps_input)
+        eight_bits = Fp8Product(StepWeights(), keeps_input=keeps_input)
         ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
         found += compare(ours, problem.expected(group.rank()))
     return found
@@ -207,7 +206,7 @@ def gathered_in_8_bits(group: Any) -> list[str]:
         for is_cut in (False, True):
             problem = Problem(Case(Column, is_cut, torch.bfloat16, SHAPES[0]), group.size())
             problem.hidden[-1, 0, 7] = odd  # only the last rank has it
-            eight_bits = EightBits(StepWeights(Fp8()), keeps_input=keeps)
+            eight_bits = Fp8Product(StepWeights(), keeps_input=keeps)
             with _Events(events := []):
                 ours = run_layer(problem, group, "around", multiplied_by=eight_bits)
             found.append((ours.output, ours.of_weight))

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from patch.config.schema import ModelConfig
 from patch.distributed.context_group import Zigzag
-from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
-from patch.preflight.stored_shape import read_hf_config
+from patch.model.attention.rotary import RotaryTable, attention_factor, inverse_frequencies
+from patch.preflight.model_of_folder import read_hf_config
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -10,7 +10,7 @@ from training_runs import CPU
 from upstream_models import described, upstream_stage
 
 from patch import compat
-from patch.checks.layout import ACCOUNTED
+from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
 from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.model import SOURCES, build_llama_model
@@ -26,7 +26,7 @@ RUNS: dict[int, dict[str, RunConfig]] = {
         "uneven-pp": small_run(pp=2, num_layers=5),
         "tied-vpp": small_run(pp=2, stage=1, **TIED),
         "vpp-by-hand": small_run(pp=2, pipeline_model_parallel_layout="E|ttt|t|L"),
-        "vpp-accounted": small_run(pp=2, stage=1, **dict.fromkeys(ACCOUNTED, True), **TIED),
+        "vpp-accounted": small_run(pp=2, stage=1, **dict.fromkeys(SPLIT_ACCOUNTING_FLAGS, True), **TIED),
         "dp": small_run(dp=2),
     },
     3: {"uneven-pp": small_run(pp=3, num_layers=5)},
@@ -44,9 +44,7 @@ def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
         theirs = [upstream_stage(config, groups, stage) for stage in range(config.virtual_pipeline_size)]
         built = {"upstream": theirs}
         for form, aligned in (("fast", frozenset()), ("aligned", frozenset(SOURCES))):
-            built[form] = build_llama_model(
-                config.model, groups, CPU.device, config.execution, aligned=aligned
-            )
+            built[form] = build_llama_model(config, groups, CPU.device, aligned=aligned)
         found[name] = {form: [described(stage) for stage in stages] for form, stages in built.items()}
         new_job()
     return found

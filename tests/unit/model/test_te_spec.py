@@ -42,7 +42,7 @@ NAMES = [(size, name) for size, runs in RUNS.items() for name in runs]
 
 def _engine(config: RunConfig, groups: Any) -> list:
     model = dataclasses.replace(config.model, transformer_impl="transformer_engine")
-    return build_llama_model(model, groups, CPU.device, config.execution)
+    return build_llama_model(dataclasses.replace(config, model=model), groups, CPU.device)
 
 
 def _upstream(config: RunConfig, groups: Any, vp_stage: int) -> Any:
@@ -80,7 +80,7 @@ def build(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, Any]]
     for name, config in RUNS[world_size].items():
         groups = initialize(config, CPU)
         tp_size = groups.tp.size()
-        local = build_llama_model(config.model, groups, CPU.device, config.execution)
+        local = build_llama_model(config, groups, CPU.device)
         with te_constructors():
             engine = _engine(config, groups)
             theirs = [_upstream(config, groups, stage) for stage in range(config.virtual_pipeline_size)]

@@ -1,4 +1,4 @@
-"""Where backward begins is seen, whatever a model returns and however it is called; nobody has to tell.
+"""The begin of backward is detected for every output and call of a model, without help of the caller.
 
 Every case is trained on two ranks with accumulation, at every ZeRO stage, and equals autograd on one process
 to the bit.
@@ -22,7 +22,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import build_optimizer
 
-# The oracle adds up what a backward gives first, the optimizer (as torch) every gradient as it comes.
+# The oracle first sums the gradients of a backward; the optimizer (as torch) adds each gradient as it comes.
 REPEATS_BOUND = 1e-7
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
@@ -34,7 +34,7 @@ class Pair:
 
 
 class Opaque:
-    """An output that nobody can look into."""
+    """Opaque output of a model."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value

@@ -12,7 +12,8 @@ from optimizer_runs import on_host
 
 from patch.config.schema import OptimizerConfig
 from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
-from patch.optimizer.chunk import (
+from patch.optimizer.param_groups import ParamGroup
+from patch.optimizer.states.chunk import (
     BucketShard,
     Chunk,
     ChunkFullError,
@@ -20,8 +21,7 @@ from patch.optimizer.chunk import (
     ShardRange,
     find_best_chunk_size,
 )
-from patch.optimizer.hybrid_adam import HybridAdam
-from patch.optimizer.param_groups import ParamGroup
+from patch.optimizer.states.hybrid_adam import HybridAdam
 
 GENEROUS = 1 << 40
 DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16}
@@ -147,7 +147,7 @@ def test_states_reach_the_device_while_the_host_goes_on() -> None:
     manager.move(chunk, to_host=False)
     assert not chunk.is_on_host and not chunk.states["exp_avg_sq"].data.any()
     threading.Timer(0.05, device.gate.set).start()
-    ((_, squares),) = chunk.views("exp_avg_sq", 0, 0, 100)  # whoever looks at them waits
+    ((_, squares),) = chunk.views("exp_avg_sq", 0, 0, 100)  # reading them waits
     assert torch.equal(squares, torch.arange(100.0))
     manager.move(chunk, to_host=True)
     device.is_broken = True

@@ -4,7 +4,7 @@ DP 1 to 4, buckets of one parameter up to the whole model, accumulation 1 and 4,
 without decay, clipping in every step, a parameter of 7 elements over 4 ranks; bf16 weights with their fp32
 masters, of which the optimizer holds no more than the low half; parameters that several buckets hold; two
 instances of the distributed optimizer at DP 4, which are summed pair by pair; gradients
-that travel as bf16 and are summed in fp32.
+that are sent as bf16 and summed in fp32.
 
 Equal to the bit, but for ZeRO stage `none` at DP 3 and 4, where gloo's all-reduce adds ranks up in an order
 of its own: bound ALL_REDUCE_BOUND on weights near 0.1 that moved by up to 10 x 3e-3.
@@ -42,8 +42,8 @@ from optimizer_runs import (
 )
 
 from patch.config.choices import ZeroStage
-from patch.optimizer import grad_buffer
-from patch.optimizer.grad_buffer import NUM_STAGING, GradBuffer
+from patch.layout.buckets import NUM_STAGING
+from patch.optimizer import step_schedule
 
 NUM_STEPS = 10
 ACCUMULATIONS = (1, 4)
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
     num_instances: int = 1
     rounds: bool = False
-    """Gradients travel as bf16."""
+    """Whether gradients are sent as bf16."""
 
     def runs_at(self, dp_size: int) -> bool:
         """Whether the job can be divided so, and has something to send."""
@@ -136,7 +136,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_after_ten_steps_are_those_of_the_oracle(ranks: list, case: Case) -> None:
     if not case.runs_at(len(ranks)):
-        pytest.skip("two instances at DP 4 only, nothing travels at DP 1")
+        pytest.skip("two instances at DP 4 only, no messages at DP 1")
     expected, initial = oracle(case, len(ranks)), weights_of(case.model())
     bound = ALL_REDUCE_BOUND if case.zero_stage is ZeroStage.NONE and len(ranks) > 2 else 0.0
     for found in ranks:
@@ -161,8 +161,8 @@ def test_bytes_per_parameter(ranks, zero_stage, dtype, weights, states) -> None:
     if NUMEL % (len(ranks) * BUCKET):
         pytest.skip("buckets are padded at DP 3")
     wanted = NUMEL * formula(zero_stage, weights, states, len(ranks))
-    is_staged = zero_stage.shares_gradients and len(ranks) > 1
-    are_sharded = zero_stage.shares_parameters and len(ranks) > 1
+    is_staged = zero_stage.shards_gradients and len(ranks) > 1
+    are_sharded = zero_stage.shards_parameters and len(ranks) > 1
     largest = 4 * BUCKET // (2 if are_sharded else 1)  # a bucket has one layer only, or two
     for found in ranks:
         staging = found["bytes"][f"{zero_stage.name} torch.{dtype}"] - wanted
@@ -175,22 +175,22 @@ def test_bytes_per_parameter(ranks, zero_stage, dtype, weights, states) -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_a_cpu_waits_for_older_reductions_and_no_bit_depends_on_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, results = GradBuffer._launch, []
-    travelling: list[int] = []
+    launch, results = step_schedule.StepSchedule._launch, []
+    in_flight: list[int] = []
 
-    def count(self: GradBuffer) -> None:
+    def count(self: step_schedule.StepSchedule) -> None:
         launch(self)
-        travelling.append(len(self._travelling))
+        in_flight.append(len(self._in_flight))
 
-    monkeypatch.setattr(GradBuffer, "_launch", count)
+    monkeypatch.setattr(step_schedule.StepSchedule, "_launch", count)
     for limit in (0, 1, 2, 10**6):
-        monkeypatch.setattr(grad_buffer, "MAX_TRAVELLING", limit)
-        travelling.clear()
+        monkeypatch.setattr(step_schedule, "MAX_IN_FLIGHT", limit)
+        in_flight.clear()
         model = OddModel()
         optimizer = build_optimizer(model, ZeroStage.NONE, reduce_bucket_size=1)
         norms = [take_step(model, optimizer, step[0]) for step in make_steps(3, 1, 1)]
         optimizer.finish_param_sync()
         results.append([norms, *(weight.tolist() for weight in weights_of(model).values())])
         num_buckets = len(optimizer.grad_buffer.buckets)
-        assert len(travelling) == 3 * num_buckets and max(travelling) == min(num_buckets, limit)
+        assert len(in_flight) == 3 * num_buckets and max(in_flight) == min(num_buckets, limit)
     assert all(found == results[0] for found in results)

@@ -14,14 +14,14 @@ from fake_device import LATE, Event, FakeDevice
 from fake_offload import FakeOffloadDevice, HostKernel, on
 
 from patch.config.schema import OptimizerConfig
-from patch.distributed.async_collectives import Pending
+from patch.distributed.async_collectives import CommHandle
 from patch.memory import UNLIMITED
-from patch.optimizer import host_buffers
-from patch.optimizer.chunk import BucketShard, ShardRange
-from patch.optimizer.hybrid_adam import HybridAdam
-from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.placement import StaticPlacementPolicy
+from patch.optimizer.states import host_buffers
+from patch.optimizer.states.chunk import BucketShard, ShardRange
+from patch.optimizer.states.hybrid_adam import HybridAdam
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.states.placement import StaticPlacementPolicy
 
 NUM_CHUNKS, SIZE, LR = 12, 100, 1e-3
 STATES = NUM_CHUNKS * SIZE * 10
@@ -56,7 +56,7 @@ class Job:
         points = []
         for index, shard in enumerate(self.adam.shards):
             shard.grad.fill_(index + 1.0)
-            after = Pending([])
+            after = CommHandle([])
             if is_reduced:
                 after = self.fake.start_all_reduce(shard.grad, self.groups[index % 2])
             self.adam.grad_ready(index, after)

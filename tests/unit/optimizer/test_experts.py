@@ -98,7 +98,7 @@ class Trained:
         )  # fmt: skip
         self.optimizer = build_optimizer([self.model], adam, zero_stage, groups)
         if num_steps:
-            with self.optimizer.described_weights():
+            with self.optimizer.meta_weights():
                 load_checkpoint(self.folder, number, self.model.sections(self.optimizer))
             common = {"optimizer_steps": num_steps}
             self.optimizer.load_common_state_dict(self.optimizer.common_state_dict() | common)
@@ -112,7 +112,7 @@ class Trained:
         return norms
 
     def save(self, number: int) -> None:
-        with self.optimizer.described_weights():
+        with self.optimizer.meta_weights():
             sections = self.model.sections(self.optimizer)
         save_checkpoint(self.folder, number, sections, {"iteration": number})
 

@@ -1,6 +1,6 @@
 """Faults in the numbers of the original (Megatron-LLaMA's optimizer of this name), and that they are gone.
 
-Its other faults are tested where their law is: stale weights in test_reads.py, unused parameters in
+Its other faults are tested where their law is: stale weights in test_param_access.py, unused parameters in
 test_micro_batches.py, frozen ones in test_main_grad.py, several optimizers in test_several_models.py.
 """
 

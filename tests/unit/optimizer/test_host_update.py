@@ -29,7 +29,7 @@ from optimizer_runs import (
 
 from patch.config.choices import ZeroStage
 from patch.memory import UNLIMITED, DiskMemory, SimulatedDevice
-from patch.optimizer.offload import Offload
+from patch.optimizer.states.offload import Offload
 
 pytestmark = pytest.mark.long
 

@@ -54,7 +54,7 @@ class _Theirs(torch.autograd.Function):
         main_grad.copy_(own if ctx.reads_mark and weight.overwrite_main_grad else main_grad + own)
         assert not weight.grad_added_to_main_grad
         weight.grad_added_to_main_grad = True
-        return gradient @ weight, torch.full_like(weight, torch.nan)  # whose values nobody may read
+        return gradient @ weight, torch.full_like(weight, torch.nan)  # values that must not be read
 
 
 class _TheirsIn8Bits(_Theirs):
@@ -111,13 +111,14 @@ class Model(torch.nn.Module):
 
 def train(rank: int, zero_stage: ZeroStage, num_micro_batches: int, bucket_size: int) -> None:
     """Three steps of the model and of its oracle; before the second one a backward is done for nothing."""
-    build = partial(Model, 1 if zero_stage.shares_gradients else 2)  # there a second one is refused
+    build = partial(Model, 1 if zero_stage.shards_gradients else 2)  # there a second one is refused
     model, oracle = build(), Oracle(build(), zero_stage)
     optimizer = build_optimizer(
         model, zero_stage, reduce_bucket_size=bucket_size, gradient_accumulation_fusion=True
     )
     for index, step in enumerate(make_steps(3, 2, num_micro_batches)):
         if index == 1:
+            next(model.theirs.parameters()).grad_added_to_main_grad = True  # as after an error
             accumulate(model, optimizer, step[1 - rank])
         take_step(model, optimizer, step[rank])
         oracle.take_step(step)

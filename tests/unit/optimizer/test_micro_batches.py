@@ -56,13 +56,13 @@ class Shared(torch.nn.Module):
 
 def a_weight_in_two_reentrant_checkpoints(rank: int, zero_stage: ZeroStage) -> None:
     """In a first step of one micro-batch; with accumulation, and of all weights: test_backward_hooks.py."""
-    if not zero_stage.shares_gradients:  # it has no memory to wait with: see the error below
+    if not zero_stage.shards_gradients:  # it has no memory to wait with: see the error below
         check_training(rank, zero_stage, Shared, make_steps(3, 2, 1), reduce_bucket_size=1)
 
 
 def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> None:
     """At ZeRO stage `gradients` in any micro-batch; elsewhere where no step before had two."""
-    is_sharded = zero_stage.shares_gradients
+    is_sharded = zero_stage.shards_gradients
     for num_micro_batches, is_fused in product((1, 2) if is_sharded else (1,), (False, True)):
         model, changes = Shared(is_sharded), {"gradient_accumulation_fusion": is_fused}
         optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1, **changes)
@@ -104,7 +104,7 @@ def a_gradient_penalty_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
         penalized(model, batches[0], optimizer.no_sync()).backward()
 
     (step,) = make_steps(1, 2, 1)
-    if zero_stage.shares_parameters:
+    if zero_stage.shards_parameters:
         with pytest.raises(TrainingError, match=r"create_graph.*sharding gradients"):
             backward(model := OddModel(), build_optimizer(model, zero_stage), step[rank])
         return
@@ -141,7 +141,7 @@ def taken_by_a_hook(model: OddModel, optimizer: Optimizer) -> None:
 
 
 def another_optimizer(model: torch.nn.Module, optimizer: Optimizer) -> Optimizer:
-    return build_optimizer(model, optimizer.grad_buffer.buckets[0].domain.sharding.stage)
+    return build_optimizer(model, optimizer.grad_buffer.buckets[0].buffer_group.stage)
 
 
 Misuse = Callable[[OddModel, Optimizer], object]
@@ -158,7 +158,7 @@ MISUSES: dict[str, tuple[Misuse, str]] = {
         lambda m, o: [accumulate(m, o, [ONES]), m.first(ONES).sum().backward()], WITHOUT_FORWARD,
     ),
     "between two steps": (
-        lambda m, o: [take_step(m, o, [ONES]), m(ONES).backward()], "between steps call `zero_grad`",
+        lambda m, o: [take_step(m, o, [ONES]), m(ONES).backward()], "call `zero_grad` between steps",
     ),
     "no zero_grad": (lambda m, o: [take_step(m, o, [ONES]), o.step()], r"zero_grad\(lr\)"),
     "sparse gradients": (sparse, r"weight.*sparse=False"),
@@ -294,7 +294,7 @@ def a_context_of_an_evaluation_that_ends_within_a_later_step(rank: int, zero_sta
 
 def unequal_numbers_of_micro_batches(rank: int, zero_stage: ZeroStage) -> None:
     for counts in ([2, 1], [3, 1], [0, 3]):
-        if not zero_stage.shares_gradients:
+        if not zero_stage.shards_gradients:
             quiet_steps(rank, zero_stage, uneven(counts))
             continue
         with pytest.raises(TrainingError, match=r"1 of 2 ranks.*--data-parallel-sharding optimizer"):
@@ -306,7 +306,7 @@ def gradients_with_a_graph(rank: int, zero_stage: ZeroStage) -> None:
     """Backward that keeps a graph of itself leaves none in the buffers."""
     optimizer = build_optimizer(model := OddModel(), zero_stage)
     optimizer.zero_grad(LR)
-    is_refused = zero_stage.shares_parameters
+    is_refused = zero_stage.shards_parameters
     with pytest.raises(TrainingError, match="create_graph") if is_refused else nullcontext():
         model(ONES).backward(create_graph=True)
         optimizer.finish_grad_sync()
@@ -319,7 +319,7 @@ def a_weight_read_between_two_steps(rank: int, zero_stage: ZeroStage) -> None:
     optimizer = build_optimizer(model, zero_stage)
     take_step(model, optimizer, [ONES])
     optimizer.finish_param_sync()
-    if rank == 0 and zero_stage.shares_parameters:
+    if rank == 0 and zero_stage.shards_parameters:
         for read in (lambda: model.last.weight.sum(), model.state_dict):
             with pytest.raises(TrainingError, match="full_weights"):
                 read()

@@ -22,8 +22,8 @@ from patch.errors import ConfigError
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.model import sharded_weights
 from patch.optimizer import OptimizerConfig, OverlappedDistributedOptimizer
-from patch.optimizer.offload import Offload
-from patch.optimizer.trained import check_rows
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.trainable_params import check_rows
 
 LR = 1e-2
 KINDS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "8bit", "precision": "bf16"}
@@ -43,8 +43,7 @@ def update_twice(optimizer: OverlappedDistributedOptimizer) -> None:
         for shard in optimizer.adam.shards:
             shard.grad.copy_(shard.param.float() * 3.7 - 0.01)
         optimizer.adam.start_step(LR, 1.0)
-        optimizer.adam.start_update(LR, 1.0)
-        optimizer.param_buffer.update_in_turns(optimizer.adam.update)
+        optimizer.schedule.update(LR, 1.0)
         optimizer.finish_param_sync()
 
 

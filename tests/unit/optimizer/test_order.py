@@ -26,13 +26,13 @@ from optimizer_runs import (
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
+from patch.layout.buckets import NUM_STAGING
 from patch.memory import UNLIMITED
 from patch.model.linear import PLAIN
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.grad_buffer import NUM_STAGING
-from patch.optimizer.offload import Offload
 from patch.optimizer.param_groups import ParamGroup
-from patch.optimizer.placement import DeviceMemory, Move, StaticPlacementPolicy
+from patch.optimizer.states.offload import Offload
+from patch.optimizer.states.placement import DeviceMemory, Move, StaticPlacementPolicy
 
 pytestmark = pytest.mark.long
 
@@ -49,8 +49,8 @@ CASES = [
     (ZeroStage.PARAMETERS, torch.float32, FREE, ALIKE),
     (ZeroStage.PARAMETERS, torch.bfloat16, FREE, ALONE),
 ]
-"""ZeRO stage, type, clipping, and which ranks have copies: the same of all parameters; of some nobody else,
-as of an expert; ranks in instances; or nobody of any."""
+"""ZeRO stage, dtype, clipping, and ranks with copies of the parameters: the same for all parameters; none for
+some, such as experts; ranks in instances; or none for all."""
 ON_HOST = CASES[-2:]
 """Where weights and gradients lie in host memory, but for the reference."""
 TIGHT = 20 * CHUNK * 12
@@ -81,10 +81,8 @@ def build(
         shared = [parameter for parameter in model.parameters() if all(parameter is not p for p in own)]
         alone = dist.ProcessGroup(0, 1)
         param_groups = [ParamGroup(shared, 0.1), ParamGroup(own, 0.0, data_parallel_group=alone)]
-    optimizer = OverlappedDistributedOptimizer(
-        [model], config, zero_stage, groups, offload, param_groups=param_groups
-    )
-    optimizer.grad_buffer._can_wait_elsewhere = True
+    optimizer = OverlappedDistributedOptimizer([model], config, zero_stage, groups, offload, param_groups)
+    optimizer.schedule._can_wait_elsewhere = True
     assert len(optimizer.grad_buffer.buckets) > NUM_STAGING, "no message could overwrite another"
     return optimizer
 
@@ -239,7 +237,7 @@ def gathers_that_wait_for_compute() -> int:
             model(step[0][0])
         fake.run_others()
         assert fake.compute.tasks
-        return len(fake.comm_of(optimizer.grad_buffer.buckets[0].domain.instance).tasks)
+        return len(fake.comm_of(optimizer.grad_buffer.buckets[0].buffer_group.shard_group).tasks)
 
 
 def host_bytes_of(case: tuple, order: Order) -> int:

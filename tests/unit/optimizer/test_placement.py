@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from patch.memory.cuda_device import Fragmentation
-from patch.optimizer.placement import (
+from patch.optimizer.states.placement import (
     WINDOW,
     AutoPlacementPolicy,
     DeviceMemory,

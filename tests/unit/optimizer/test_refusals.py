@@ -18,8 +18,8 @@ from patch.optimizer import build_optimizer as from_config
 EIGHT = torch.float8_e4m3fn
 Change = Callable[[OddModel], Any]
 AT_CONSTRUCTION: list[tuple[Change, str]] = [
-    (lambda m: setattr(m.gain, "data", m.gain.data.double()), r"gain has type torch.float64, .*--precision"),
-    (lambda m: m.double(), r"last.bias has type torch.float64, expected float32.*--precision"),
+    (lambda m: setattr(m.gain, "data", m.gain.data.double()), r"gain has dtype torch.float64, .*--precision"),
+    (lambda m: m.double(), r"last.bias has dtype torch.float64, expected float32.*--precision"),
     (lambda m: m.last.to("meta"), r"last.bias is on the meta device, expected values"),
     (lambda m: setattr(m.last.weight, "allreduce", False), r"last.weight: an expert-parallel parameter, exp"),
 ]
@@ -61,7 +61,7 @@ def test_each_is_an_error_that_names_the_parameter() -> None:
         take_step(model, optimizer, step[0])
         optimizer.zero_grad(LR)
         change(model)
-        with optimizer.full_weights():  # as whoever saves in between
+        with optimizer.full_weights():  # as a save in between does
             pass
         with pytest.raises(TrainingError, match=message):
             optimizer.zero_grad(LR)
@@ -78,7 +78,7 @@ def _refuse_another_optimizer() -> None:
     (step,) = make_steps(1, 1, 1)
     take_step(model, optimizer, step[0])
     optimizer.finish_param_sync()
-    build_optimizer(copy.deepcopy(model), ZeroStage.NONE)  # a copy is nobody's
+    build_optimizer(copy.deepcopy(model), ZeroStage.NONE)  # a copy belongs to no optimizer
 
 
 def _refuse_a_parameter_in_two_stages() -> None:
@@ -101,18 +101,18 @@ def _train_what_is_not_contiguous() -> None:
 
 
 def _refuse_offload_and_gathers_in_8_bits(rank: int, world_size: int) -> None:
-    for dtypes, gathered_as, policy, message in (
+    for dtypes, gather_dtype, policy, message in (
         ((torch.float32, torch.bfloat16), None, "static",
-         r"types torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one with --optimizer-off"),
-        ((torch.bfloat16,), EIGHT, "static", "gathered in 8 bits, expected none .--fp8-param-gather"),
-        ((torch.float16,), EIGHT, None, "float16 weights that are gathered in 8 bits"),
+         r"dtypes torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one with --optimizer-off"),
+        ((torch.bfloat16,), EIGHT, "static", "got static or auto, expected false beside --fp8-param-gather"),
+        ((torch.float16,), EIGHT, None, "float16 weights with --fp8-param-gather"),
     ):  # fmt: skip
         model, config = OddModel().to(dtypes[0]), OptimizerConfig(lr=LR, optimizer_offload_policy=policy)
         model.last.to(dtypes[-1])
-        model.last.weight.gather_dtype = gathered_as  # type: ignore[assignment]
+        model.last.weight.gather_dtype = gather_dtype  # type: ignore[assignment]
         with pytest.raises(ConfigError, match=message):
             from_config([model], config, ZeroStage.OPTIMIZER, data_parallel_groups())
-        if gathered_as:  # where nothing is gathered; two types, where nothing is offloaded
+        if gather_dtype:  # where nothing is gathered; two types, where nothing is offloaded
             from_config([model], config, ZeroStage.NONE, data_parallel_groups())
         else:
             from_config([model], OptimizerConfig(lr=LR), ZeroStage.NONE, data_parallel_groups())

@@ -28,7 +28,7 @@ from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import shards_of
 from patch.config.schema import RunConfig
 from patch.model import sharded_weights
-from patch.optimizer.sharded_state import rectangles, zeros_of_frozen
+from patch.optimizer.states.sharded_state import rectangles, zeros_of_frozen
 from patch.training.setup import Run
 
 SHAPES = [(1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
@@ -110,7 +110,7 @@ def wanted_states(run: Run) -> dict[str, list[torch.Tensor]]:
 
 
 def sharded_state(run: Run) -> dict[str, Any]:
-    with run.optimizer.described_weights():
+    with run.optimizer.meta_weights():
         weights = sharded_weights(run.stages)
         states = run.optimizer.sharded_state_dict(weights)
         return {"model": run.optimizer.sharded_weights(weights), "optimizer": states}

@@ -10,7 +10,7 @@ from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.plan.fits import heaviest_rank
 from patch.plan.resolve import resolve_activations
-from patch.plan.savings import Mix, with_changes
+from patch.plan.savings import RecomputePlan, with_changes
 from patch.preflight.parse import parse_args
 
 CPU = MachineFacts(0, 2)
@@ -27,11 +27,15 @@ def asking(budget: int, changes: dict[str, Any]) -> RunConfig:
     return small_run(recompute_granularity="auto", simulated_device_memory=budget, **changes)
 
 
-def mixes(num_layers: int) -> list[tuple[float, Mix]]:
+def mixes(num_layers: int) -> list[tuple[float, RecomputePlan]]:
     """All mixes of a stage of so many layers, without offload, and how much of a forward each repeats."""
-    whole = [(0.0, Mix()), (0.05 * num_layers, Mix("selective"))]
-    some = [(float(layers), Mix("full", "block", layers)) for layers in range(1, num_layers)]
-    return whole + some + [(float(num_layers), Mix("full", "uniform", k)) for k in range(1, num_layers + 1)]
+    whole = [(0.0, RecomputePlan()), (0.05 * num_layers, RecomputePlan("selective"))]
+    some = [(float(layers), RecomputePlan("full", "block", layers)) for layers in range(1, num_layers)]
+    return (
+        whole
+        + some
+        + [(float(num_layers), RecomputePlan("full", "uniform", k)) for k in range(1, num_layers + 1)]
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -9,11 +9,12 @@ from hf_families import family_model, family_run
 from planned_runs import H100, planned_run
 from torch.utils.flop_counter import FlopCounterMode
 
-from patch.plan.cures import cures, lora_line, refuse_what_cannot_fit
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import frozen_of, parameters_of, total_parameters, trained_parameters
+from patch.plan.resolve import resolve_run
+from patch.plan.suggest import lora_hint, refuse_what_cannot_fit, suggest
 from patch.plan.timing.step_time import step_time
 
 REASON = "peft is not installed: make test installs it"
@@ -64,12 +65,15 @@ def test_flops_are_those_of_torchs_counter_for_pefts_model(tmp_path: Path) -> No
 def test_70b_on_eight_gpus_is_planned_and_named_beside_the_cures() -> None:
     with pytest.raises(ValueError, match="this run cannot fit") as error:
         refuse_what_cannot_fit(planned_run(tp=8, size="70B"), H100.facts)
-    line = lora_line(planned_run(tp=8, size="70B"), H100.facts, H100)
+    line = lora_hint(planned_run(tp=8, size="70B"), H100.facts, H100)
     assert line.startswith("LoRA of this run fits: --lora-rank 16 (") and line[:60] in str(error.value)
     run = planned_run(tp=8, size="70B", flags="--lora-rank 16")
     state = bytes_per_rank(run)
     assert 16.5 < state.weights / 2**30 < 16.7 and state.total < 18 * 2**30
-    assert fit_of(run, H100.facts).is_whole and not cures(run, H100.facts) and not lora_line(run, H100.facts)
+    assert fit_of(run, H100.facts).is_whole and not suggest(run, H100.facts)
+    assert not lora_hint(run, H100.facts)
+    mixed = planned_run(tp=2, size="deepseek-v2-lite", flags="--lora-rank 8 --sequence-parallel")
+    assert resolve_run(mixed, H100.facts)  # the first layer has other adapters than those with experts
 
 
 def test_8b_in_4_bits_on_a_gpu_of_24_gb_is_planned_and_named() -> None:
@@ -80,6 +84,6 @@ def test_8b_in_4_bits_on_a_gpu_of_24_gb_is_planned_and_named() -> None:
     others = total_parameters(run.model) - matrices + OF_8B
     assert bytes_per_rank(run) == (2 * others + matrices * 36 // 64, *bytes_per_rank(lora)[1:])
     assert frozen_of(planned_run(tp=2, pp=2, flags=flags), 1).in_4_bits == matrices // 4
-    assert lora_line(lora, card.facts).startswith("QLoRA of this run fits: --quantize-base nf4 (")
-    assert fit_of(run, card.facts).is_whole and not lora_line(run, card.facts)
+    assert lora_hint(lora, card.facts).startswith("QLoRA of this run fits: --quantize-base nf4 (")
+    assert fit_of(run, card.facts).is_whole and not lora_hint(run, card.facts)
     assert step_time(lora, H100).seconds < step_time(run, H100).seconds

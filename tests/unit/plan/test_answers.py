@@ -12,10 +12,10 @@ import pytest
 from answers_on_file import check_answers
 from planned_runs import H100, planned_run
 
-from patch.plan.cures import advice
 from patch.plan.describe import start_lines
 from patch.plan.planned_run import plan_run
 from patch.plan.report import describe_here
+from patch.plan.suggest import advice
 from toolkits.plan import main
 
 FILE = Path(__file__).with_name("answers.txt")

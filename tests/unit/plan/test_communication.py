@@ -5,7 +5,7 @@ import itertools
 import pytest
 from planned_runs import planned_run as run
 
-from patch.layout import apart
+from patch.layout import rank_stride
 from patch.plan.timing.communication import group_of
 
 SHAPES = [
@@ -33,4 +33,4 @@ def test_groups_lie_on_nodes_as_a_list_of_all_ranks_says(order, tp, cp, dp, pp, 
     assert max(nodes.count(node) for node in nodes) == group_of(config, *axes).per_node
     assert len(set(nodes)) == group_of(config, *axes).nodes
     if len(axes) == 1 and len(group) > 1:
-        assert apart(config.axes, axes[0]) == group[1] - group[0]
+        assert rank_stride(config.axes, axes[0]) == group[1] - group[0]

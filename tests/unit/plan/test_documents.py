@@ -4,18 +4,25 @@ Every constant that was assumed is in `Assumed`, with where it is from; none is 
 What the documents do not say, and what they say in pictures alone, is predicted as a range.
 """
 
+import re
+from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
+import hf_families
 import pytest
+from planned_runs import H100, planned_run
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.families import weight_rows
-from patch.plan.describe import plan_rows
+from patch.plan.describe import describe_plan, plan_rows
+from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.pipeline import Schedule, simulate
-from patch.plan.timing.step_time import Travel
+from patch.plan.timing.machine import PRESETS
+from patch.plan.timing.step_time import ReplicaMessages
 from patch.preflight.parse import parse_args
 
 
@@ -78,10 +85,12 @@ NETWORK_SHARE = 6 * WEIGHTS_13B / MESSAGES_13B / (A.network_13b / 2)
 
 
 def tokens_per_gpu(gpus: int, *, gradients: bool, weights: bool) -> float:
-    """Tokens/s of each GPU of 13B; whether gradients, whether weights travel beside compute."""
+    """Return the tokens/s per GPU of 13B. `gradients`, `weights`: their messages overlap with compute."""
     count, contention = A.batch // A.micro_batch // (gpus // A.tp_size), A.slower_beside_messages - 1
     last = A.bucket / WEIGHTS_13B
-    reduce, gather = (Travel(MESSAGES_13B * share, MESSAGES_13B * share * last) for share in (4 / 6, 2 / 6))
+    reduce, gather = (
+        ReplicaMessages(MESSAGES_13B * share, MESSAGES_13B * share * last) for share in (4 / 6, 2 / 6)
+    )
     forward, backward = MICRO_BATCH_13B / 3, MICRO_BATCH_13B * 2 / 3
     seconds = count * (forward + backward)
     if gradients:
@@ -110,7 +119,7 @@ def test_13b_with_distributed_optimizer() -> None:
 
 
 def test_13b_with_overlapped_optimizer() -> None:
-    """The readme's rows, its scaling of 0.85, and a later edition's rows, whose gathers travel too."""
+    """The readme's rows, its scaling of 0.85, and a later edition's rows, whose gathers overlap too."""
     assert overlapped(256) == pytest.approx(1800, rel=0.05)
     assert overlapped(512) == pytest.approx(1660, rel=0.05)
     assert overlapped(512) / overlapped(32) == pytest.approx(0.85, rel=0.05)
@@ -145,7 +154,7 @@ def bloom_step() -> float:
     forward[-1], backward[-1] = forward[-1] + output, backward[-1] + 2 * output
     link = A.network_bloom / 8 * NETWORK_SHARE
     message = 2 * tokens * hidden / tp_size / link
-    for stage in range(pp_size):  # whoever sends waits
+    for stage in range(pp_size):  # the sender waits
         forward[stage] += message if stage + 1 < pp_size else 0
         backward[stage] += message if stage else 0
     count = A.batch // dp_size // micro_batch
@@ -172,23 +181,78 @@ def test_sizes_of_bloom() -> None:
     assert {*between} == {between[0]} and max(first, last) / between[0] == pytest.approx(1.08, rel=0.01)
 
 
+def _lines(config: RunConfig, machine: MachineFacts) -> list[str]:
+    return [text for row in plan_rows(config, machine) for text in row.formulas]
+
+
 @pytest.mark.parametrize(
     ("flags", "formula", "size"),
     [
         ((), "s b h (34 + 5 a s / h) = ", 34 + 80),
         (("--tensor-model-parallel-size=8",), "s b h (10 + 24 / t + 5 a s / (h t)) = ", 10 + 3 + 10),
-        (("--tensor-model-parallel-size=8", "--sequence-parallel"), " / t = ", (34 + 80) / 8),
+        (("--tensor-model-parallel-size=8", "--sequence-parallel"), " / 8 = ", (34 + 80) / 8),
     ],
 )
 def test_formulas_of_papers_for_gpt_3(flags: tuple[str, ...], formula: str, size: float) -> None:
     """Of Korthikanti: 5 a s / h is 80 for 96 layers of 12,288 with 96 heads at 2048 tokens."""
     own = ("--hidden-size=12288", "--ffn-hidden-size=49152", "--num-layers=96", "--num-attention-heads=96")
     config = _llama("bloom-176b", 2048, *own, "--num-query-groups=96", *flags)
-    lines = [text for row in plan_rows(config, MachineFacts(8, 16)) for text in row.formulas]
-    (kept,) = (text for text in lines if "papers, with all scores" in text)
+    lines = _lines(config, MachineFacts(8, 16))
+    (kept,) = (text for text in lines if "nothing recomputed" in text)
     assert f"{formula}{size * 2048 * 12288 / 2**30:.2f} GiB" in kept
     ours = flops_per_step(config).model + 3 * 64 * 96 * 2 * 2048 * 2047 * 12288  # the hidden half of scores
-    assert any(text.endswith(f" = {ours:.4g} a step") for text in lines)
+    twice = ours + 3 * 64 * 96 * 4 * 2048**2 * 12288  # all of attention
+    for part, step in ((6, ours), (3, twice)):
+        assert any(f"(1 + s / ({part} h) + V / (12 h L)) = {step:.4g}; this model" in text for text in lines)
+
+
+@pytest.mark.parametrize("name", [*hf_families.FAMILIES, *hf_families.MIXTURES])
+def test_formulas_stand_beside_the_parameters_of_transformers(tmp_path: Path, name: str) -> None:
+    """The counts of attention, MLP, norms and the whole model agree."""
+    theirs = dict(hf_families.family_model(name, tmp_path).named_parameters())
+    config = hf_families.family_run(tmp_path)
+    count = Counter({key: 0.0 for key in ("attention", "MLP", "norms")})
+    for path, values in theirs.items():
+        if re.search(r"\.(layers|h)\.\d", path):
+            kind = "norms" if "norm" in path else "attention" if "self_att" in path else "MLP"
+            count[kind] += values.numel() / config.model.num_layers
+    lines = [text for text in _lines(config, MachineFacts(8, 16)) if text.startswith("papers, ")]
+    counts = r"papers, (?:the )?(\w+)(?: of a layer)?: .* = \d+; this model (\d+)"
+    found = dict(re.findall(counts, "\n".join(lines)))
+    assert found.pop("model") == str(sum(each.numel() for each in theirs.values()))
+    assert found == {key: str(round(size)) for key, size in count.items()}
+
+
+def test_messages_by_hand() -> None:
+    """8B at 8192 tokens, TP 2 with SP: 64 MiB of hidden states. Four all-reduces send them four times.
+
+    Forward gathers and scatters twice, backward also gathers inputs again: ten times half of them.
+    """
+    flags = "--tensor-model-parallel-size=2 --sequence-parallel --pipeline-model-parallel-size=2"
+    lines = _lines(_llama("8B", 8192, *flags.split()), MachineFacts(8, 16))
+    expected = "0.25 GiB; this model 0.31 GiB", "0.06 GiB; this model 0.03 GiB"
+    assert all(any(f" = {each}" in text for text in lines) for each in expected)
+
+
+def test_pai_70b_with_64k_on_32_a100s() -> None:
+    """16K needs recomputation or offload, 64K fits with both; our loss has no logits, so less is enough."""
+
+    def fits(length: int, *flags: str) -> bool:
+        more = " ".join(("--sequence-parallel --global-batch-size=64", *flags))
+        run = planned_run(tp=8, pp=4, size="70B", length=length, flags=more, machine=PRESETS["a100"])
+        return fit_of(run, PRESETS["a100"].facts).is_whole
+
+    offload = "--optimizer-offload-policy=static"
+    full, of_32 = "--recompute-granularity=full", "--recompute-granularity=selective"
+    assert not fits(16384) and fits(16384, offload) and fits(16384, full)
+    assert not fits(32768, of_32) and not fits(32768, offload) and fits(32768, of_32, offload)
+    assert not fits(65536, offload) and not fits(65536, of_32, offload) and fits(65536, full, offload)
+
+
+def test_a_tp_group_that_leaves_its_machine_is_warned_of() -> None:
+    runs = [planned_run(order, tp=4, dp=4) for order in ("dp-tp-cp-pp", "tp-cp-dp-pp")]
+    text = "warning     TP 4 leaves the machine, which has 2 of a TP group"
+    assert [text in describe_plan(run, H100.facts) for run in runs] == [True, False]
 
 
 def test_bloom_on_384_gpus() -> None:

@@ -8,7 +8,7 @@ import yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.flops import peak_flops
-from patch.plan.timing.machine import PRESETS, Machine, Reached, preset, read_machine, this_machine
+from patch.plan.timing.machine import PRESETS, Efficiency, Machine, preset, read_machine, this_machine
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -86,8 +86,8 @@ def test_a_measured_machine_reaches_what_was_measured():
     assert Machine.from_json(cpu.to_json(), "cpu") == cpu
 
 
-def vars_of(reached: Reached) -> list[float]:
-    return [getattr(reached, name) for name in Reached.__dataclass_fields__]
+def vars_of(reached: Efficiency) -> list[float]:
+    return [getattr(reached, name) for name in Efficiency.__dataclass_fields__]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "Tesla V100-SXM2-16GB", "NVIDIA L4"])

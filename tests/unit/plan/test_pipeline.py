@@ -1,10 +1,15 @@
 """The simulated schedule against the formulas where they hold, and by hand where they do not."""
-
+import itertools
+import re
+from collections.abc import Iterator
 
 import pytest
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from patch.layout.pipeline_stages import smallest_micro_batch_group
 from patch.plan.pipeline import Schedule, simulate
+from toolkits._schedule import drawing
 
 SIZES = [(pp, vp, count) for pp in (2, 3, 4, 8) for vp in (1, 2, 3) for count in (pp, pp + 1, 2 * pp, 37)]
 
@@ -19,6 +24,56 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp_size: int, vp_size
     timing = simulate(schedule_of(pp_size, vp_size, count), [1.0] * stages, [2.0] * stages)
     assert timing.bubble == pytest.approx((pp_size - 1) / (vp_size * count))
     assert timing.computing == pytest.approx([3.0 * vp_size * count] * pp_size)
+
+
+@pytest.fixture
+def upstream_rank() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size", "count"), SIZES)
+@pytest.mark.usefixtures("upstream_rank")
+def test_the_order_is_that_of_upstreams_schedule(pp_size: int, vp_size: int, count: int) -> None:
+    """Its table, its number of forwards before the first backward, then one of each in turn."""
+    schedule = schedule_of(pp_size, vp_size, count)
+    table = get_schedule_table(count, vp_size, schedule.group_size)
+    parallel_state.set_pipeline_model_parallel_world_size(pp_size)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(vp_size if vp_size > 1 else None)
+    for rank in range(pp_size):
+        parallel_state.set_pipeline_model_parallel_rank(rank)
+        _, _, warm_up, rest = get_pp_rank_microbatches(count, vp_size, schedule.group_size)
+        forwards = [(True, chunk, micro_batch) for micro_batch, chunk in table]
+        backwards = [(False, vp_size - 1 - chunk, micro_batch) for micro_batch, chunk in table]
+        pairs = [each for pair in zip(forwards[warm_up:], backwards[:rest], strict=True) for each in pair]
+        assert list(schedule.passes(rank)) == forwards[:warm_up] + pairs + backwards[rest:]
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size", "count"), SIZES)
+@pytest.mark.parametrize("all_forward", [False, True])
+def test_drawn_slots_follow_their_inputs_and_idle_as_the_formula(
+    pp_size: int, vp_size: int, count: int, all_forward: bool
+) -> None:
+    if all_forward and vp_size > 1:  # not drawn
+        return
+    schedule = schedule_of(pp_size, vp_size, count)._replace(all_forward=all_forward)
+    title, rows = drawing("all", schedule)
+    ends = dict[tuple[str, int, int], int]()
+    for rank, row in enumerate(rows):
+        for begin, width, label, _ in row:
+            kind, number, chunk = re.fullmatch(r"([FB])(\d+)([a-c]?)", label).groups()
+            assert width == (1 if kind == "F" else 2)
+            ends[kind, "abc".index(chunk) * pp_size + rank, int(number)] = begin + width
+        assert all(one.begin + one.width <= other.begin for one, other in itertools.pairwise(row))
+        if all_forward:
+            assert [drawn.label[0] for drawn in row] == ["F"] * count + ["B"] * count
+    assert len(ends) == 2 * pp_size * vp_size * count
+    for (kind, stage, number), end in ends.items():
+        needed = [("F", stage - (kind == "F"), number), *[("B", stage + 1, number)] * (kind == "B")]
+        assert end - (1 if kind == "F" else 2) >= max(ends.get(each, 0) for each in needed)
+    computing = 3 * vp_size * count * pp_size
+    idle = (pp_size * max(ends.values()) - computing) / computing
+    assert idle == pytest.approx((pp_size - 1) / (vp_size * count)) and f"idle {idle:.1%} of" in title
 
 
 def test_fewer_micro_batches_than_stages_still_pass_all_of_them() -> None:

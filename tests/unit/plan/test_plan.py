@@ -56,7 +56,7 @@ def _built_parameters(config: RunConfig) -> int:
     parallel_state.destroy_model_parallel()
     groups = initialize(config, CPU)
     with torch.device("meta"):
-        stages = build_llama_model(config.model, groups, torch.device("meta"), config.execution)
+        stages = build_llama_model(config, groups, torch.device("meta"))
     return sum(p.numel() for stage in stages for p in stage.parameters())
 
 

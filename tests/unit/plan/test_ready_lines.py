@@ -16,18 +16,18 @@ from planned_runs import H100
 from proofs import prove_all, shrunk
 
 from patch.plan.fits import fit_of
-from patch.plan.planned_run import Planned, plan_run
+from patch.plan.planned_run import PlannedRun, plan_run
 from patch.plan.timing.step_time import step_time
 
 GUIDES = Path(__file__).parents[3] / "docs"
-PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "parallelism.md": 11}
+PAGES = {GUIDES / "ready_lines.md": 60, GUIDES / "parallelism.md": 8}
 """With a number of figures of which each has more."""
 FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
 LABEL = re.compile(r"# (.*?)[:：]")
 ALONE = re.compile(r"(\w+), (\d+) tokens, (\d+) GPUs?")
 """A row's label that no line has: flags are all of the run."""
 SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
-PLANNED: list[Planned] = []
+PLANNED: list[PlannedRun] = []
 """All runs that `figures` has planned."""
 PATHS = dict.fromkeys(("MODEL", "DATA", "CORPUS", "RUN"), "/nowhere")
 

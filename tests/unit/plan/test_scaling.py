@@ -44,7 +44,7 @@ def test_instances_keep_latency_small() -> None:
     )
     assert one.mfu + 0.015 < instances.mfu and few.mfu == pytest.approx(few_instances.mfu, rel=1e-3)
     planned = scaled_run("8B", "h100", 4096, H100.facts, has_instances=True)
-    assert planned.resolved.num_state_shares == 64
+    assert planned.resolved.state_group_size == 64
     assert not scaling("70B", "h100", [32])  # one replica
     assert not scaling("405B", "h100", [256])  # does not fit
 

@@ -6,7 +6,7 @@ import pytest
 from planned_runs import ENVIRON, H100, planned_run
 
 from patch.checks.rules import RULES
-from patch.plan import cures, savings
+from patch.plan import savings, suggest
 from patch.plan.savings import SAVINGS, Change, MemorySaving
 from patch.plan.search import Candidate, search
 from patch.plan.timing.machine import PRESETS
@@ -31,6 +31,7 @@ def test_8b_on_one_gpu_needs_the_host():
     assert roomy.resolved.optimizer.optimizer_offload_fraction < 1.0 or not roomy.fit.host_needed
 
 
+@pytest.mark.long
 def test_8b_on_eight_gpus_is_data_parallel():
     """Pai's article: 8 A100s, DP 8; 8 H100s, TP 2 x DP 4."""
     best, *others = found()
@@ -49,7 +50,7 @@ def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
     assert len(layouts) >= 3
     for each in layouts:
         model_parallel = each.layout.tp * each.layout.pp
-        parts = model_parallel * each.resolved.num_param_parts
+        parts = model_parallel * each.resolved.num_param_shards
         assert model_parallel <= 2 if size == "8B" else 4 <= parts <= 32
         assert each.layout.tp <= 8 and each.resolved.world_size == 32 and each.fit.is_whole
         assert each.run.parallel.sequence_parallel == (each.layout.tp > 1)
@@ -80,13 +81,13 @@ def test_a_model_that_fits_nowhere_is_not_found():
 
 def test_a_saving_is_taught_in_one_row(monkeypatch):
     """Gradients in bf16, which no row has: search, cures and advice take them up."""
-    none, halved = (Change("grads", (("optimizer", "main_grads_dtype", each),)) for each in ("fp32", "bf16"))
+    none, halved = (Change("grads", (("main_grads_dtype", each),)) for each in ("fp32", "bf16"))
     row = MemorySaving(lambda run: iter([halved]), frees_host=True, searched=lambda run: (none, halved))
     machine = dataclasses.replace(H100, devices_per_node=1, host_memory_bytes=140 * 10**9)  # for states alone
     run = planned_run(size="llama2-13B", flags="--global-batch-size 8", length=2048)
     assert not search(run, machine)
-    for module in (cures, savings):
+    for module in (suggest, savings):
         monkeypatch.setattr(module, "SAVINGS", (row, *SAVINGS))
     assert {each.run.optimizer.main_grads_dtype for each in search(run, machine)} == {"bf16"}
-    assert any("--main-grads-dtype" in each.flags for each in cures.cures(run, machine.facts, machine))
-    assert "--main-grads-dtype bf16" in cures.advice(run, machine.facts, on_device=True)
+    assert any("--main-grads-dtype" in each.flags for each in suggest.suggest(run, machine.facts, machine))
+    assert "--main-grads-dtype bf16" in suggest.advice(run, machine.facts, on_device=True)

@@ -11,7 +11,7 @@ from patch.plan import resolve
 from patch.plan.flops import flops_per_step
 from patch.plan.timing.layer_time import layer_times
 from patch.plan.timing.machine import PRESETS
-from patch.plan.timing.step_time import step_costs, step_time
+from patch.plan.timing.step_time import StepCosts, step_time
 
 QUIET = dataclasses.replace(planned_runs.H100.reached, contention=0.0)
 H100 = dataclasses.replace(planned_runs.H100, reached=QUIET)
@@ -26,14 +26,14 @@ def test_gradients_hide_behind_the_last_backward_but_for_the_embeddings():
     """On a node all but the last gradient hides; on a slow network what backward does not cover is left."""
     config = run(dp=8)
     embedding = 128256 * 4096
-    costs = step_costs(config, H100)
-    assert parts(config)["gradients, exposed"] == pytest.approx(costs.travel.reduce.seconds(embedding))
-    assert parts(config)["weights, exposed"] == pytest.approx(costs.travel.gather.seconds(embedding))
+    costs = StepCosts(config, H100)
+    assert parts(config)["gradients, exposed"] == pytest.approx(costs.data_parallel.reduce.seconds(embedding))
+    assert parts(config)["weights, exposed"] == pytest.approx(costs.data_parallel.gather.seconds(embedding))
     slow = dataclasses.replace(H100, node_link_bandwidth=5e9)
-    costs = step_costs(config, slow)
-    travel = costs.travel.reduce.seconds(costs.parameters[0])
+    costs = StepCosts(config, slow)
+    messages = costs.data_parallel.reduce.seconds(costs.parameters[0])
     left = parts(config, slow)["gradients, exposed"]
-    assert left == pytest.approx(travel - costs.backward[0], rel=1e-3)
+    assert left == pytest.approx(messages - costs.backward[0], rel=1e-3)
 
 
 def test_sharded_gradients_travel_in_each_micro_batch():
@@ -42,9 +42,9 @@ def test_sharded_gradients_travel_in_each_micro_batch():
         parts(run(dp=8, flags=f"--data-parallel-sharding {level}"), slow)["gradients, exposed"]
         for level in ("optimizer", "gradients")
     )
-    costs = step_costs(run(dp=8), slow)
-    travel = costs.travel.reduce.seconds(costs.parameters[0])
-    more = travel - costs.forward[0] - costs.backward[0]
+    costs = StepCosts(run(dp=8), slow)
+    messages = costs.data_parallel.reduce.seconds(costs.parameters[0])
+    more = messages - costs.forward[0] - costs.backward[0]
     assert more > 0 and each - once == pytest.approx(7 * more, rel=1e-3)
 
 
@@ -85,7 +85,7 @@ def test_tp_sends_in_pieces_where_a_layer_takes_less_time(tp, flags, machine, ch
 def test_a_pass_of_8b_reaches_what_is_published(name, length, flags, least, most):
     """Forward and backward alone: the rest of a step hides on one node with many micro-batches."""
     config, machine = run(dp=8, length=length, flags=flags), PRESETS[name]
-    costs = step_costs(config, machine)
+    costs = StepCosts(config, machine)
     flops = flops_per_step(config).model / config.training.global_batch_size
     seconds = sum(costs.forward) + sum(costs.backward)
     assert least < flops / seconds / machine.peak_flops(config.training.precision) < most

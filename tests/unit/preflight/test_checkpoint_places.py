@@ -8,9 +8,9 @@ from refusals import refused
 
 from patch.config import to_yaml
 from patch.errors import ConfigError
-from patch.preflight.checkpoint_places import checkpoint_root, newest_saved, record_home
+from patch.preflight.checkpoint_places import checkpoint_root, newest_saved, resumed_run_folder
+from patch.preflight.model_of_folder import run_behind, shape_at
 from patch.preflight.resume_guard import remember_data, resume_notes
-from patch.preflight.stored_shape import run_behind, shape_at
 from patch.preflight.validate import store_is_there, validate_run
 from patch.storage.remote import RemotePath
 
@@ -77,7 +77,11 @@ def test_guard_compares_with_what_lies_beside_the_checkpoints_in_the_store(comma
     with refused(ConfigError, match=f"{url}/config.yaml is missing|config.yaml is missing, while {url}"):
         resume_notes(config)
     (root / "config.yaml").write_bytes(to_yaml(config).encode())
-    assert resume_notes(config) == [] and record_home(config) == root and newest_saved(config) == (root, 10)
+    assert (
+        resume_notes(config) == []
+        and resumed_run_folder(config) == root
+        and newest_saved(config) == (root, 10)
+    )
     assert not [*output.iterdir()], "nothing is written before the run has its lock"
     with refused(ConfigError, match=f"--seed: got 1, .*: {url} .--save. has a run"):
         resume_notes(command.parse(f"--save={url}", "--seed=1").config)

@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 
 from patch.errors import ConfigError
-from patch.preflight.stored_shape import read_hf_config
+from patch.preflight.model_of_folder import read_hf_config
 
 ROPE = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

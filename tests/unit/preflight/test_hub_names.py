@@ -83,18 +83,6 @@ def test_tokenizer_has_a_name(command, cache: Path) -> None:
         command.parse()
 
 
-def test_unknown_names_are_said_in_one_line(command, cache: Path) -> None:
-    with refused(ConfigError, r"^--load \(position 22 .*: acme/no is neither a path nor in /.*OFFLINE"):
-        command.parse(PRETRAIN_CHECKPOINT_PATH="acme/no")
-    config = command.parse(DATASET_PATH="acme/no").config
-    validate_run(config, command.machine)
-    with refused(DataError, r"^--train-data-path \(position 20 .*: acme/no is neither a path nor in /"):
-        fetch_from_hub(config, weights=True)
-    config = command.parse(DATASET_PATH="acme/no", TP="3").config
-    with pytest.raises(ConfigError):  # the configuration is checked before data are asked for
-        validate_run(config, command.machine)
-
-
 def test_a_run_keeps_the_revision_that_it_began_with(command, cache: Path) -> None:
     rows = add_set(cache, "acme/rows", "rows.jsonl")
     names = {"PRETRAIN_CHECKPOINT_PATH": MODEL, "DATASET_PATH": "acme/rows"}

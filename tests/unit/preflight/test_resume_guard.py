@@ -181,7 +181,7 @@ def test_other_tokens_are_refused_with_what_has_changed(command, changes, messag
 
 
 def test_template_that_writes_the_date_is_named_and_taken(command):
-    """Nobody can go back to the day on which the run began; the sizes say that no sample has moved."""
+    """The date cannot be set back to the first day of the run; equal sizes show that no sample has moved."""
     dated = replace(SET, reads_clock=True)
     config = _begun(command, sets=[dated])
     (warning,) = check_tokens(config, [replace(dated, tokens="5" * 64)])

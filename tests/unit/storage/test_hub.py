@@ -37,6 +37,8 @@ WEIGHTS = [name for name in MODEL if name.startswith("model-")]
 LIGHT = [*MODEL][:5]
 UNSAFE = {key: MODEL[key] for key in ("config.json", "pytorch_model.bin")}
 
+ROWS = "fetch(hub_name('acme/{}', 'dataset'), 'rows', error_type=DataError)"
+
 
 @pytest.fixture(scope="module")
 def hub() -> FakeHub:
@@ -49,7 +51,7 @@ def start(
     calls: list[str], hub_url: str, home: Path, offline: bool = False, token: str = ""
 ) -> subprocess.Popen[str]:
     """A new process, because the library reads its environment when imported; prints what calls return."""
-    code = "from patch.errors import PatchError\nfrom patch.storage.hub import *\n" + "".join(
+    code = "from patch.errors import DataError, PatchError\nfrom patch.storage.hub import *\n" + "".join(
         f"try: print({call})\nexcept PatchError as error: print(error.exit_code, error)\n" for call in calls
     )
     own = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline))}
@@ -65,7 +67,7 @@ def said(process: subprocess.Popen[str]) -> list[str]:
 
 
 def fetch_model(name: str, *, weights: bool) -> str:
-    return f"fetch_model(hub_name('{name}', 'model'), weights={weights})"
+    return f"fetch(hub_name('{name}', 'model'), '{'weights' if weights else 'config.json'}')"
 
 
 def test_a_model_is_downloaded_once_without_what_could_execute_code(hub: FakeHub, tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_a_model_is_downloaded_once_without_what_could_execute_code(hub: FakeHub
 def test_a_data_set_is_downloaded_without_its_code(hub: FakeHub, tmp_path: Path) -> None:
     hub.sent.clear()
     folder = tmp_path / "hub" / "datasets--acme--rows" / "snapshots" / REVISION
-    assert said(start(["fetch_data(hub_name('acme/rows', 'dataset'))"], hub.url, tmp_path)) == [str(folder)]
+    assert said(start([ROWS.format("rows")], hub.url, tmp_path)) == [str(folder)]
     assert sorted(hub.sent) == ["data/train.parquet", "more/rows.json", "more/rows.jsonl.gz"]
 
 
@@ -94,7 +96,7 @@ def test_what_cannot_be_had_is_said_in_one_line(hub: FakeHub, tmp_path: Path) ->
     one, two, unsafe = (fetch_model(f"acme/{name}", weights=True) for name in ("one", "two", "unsafe"))
     nothing_listens = "http://127.0.0.1:1"
     processes = [
-        start([two, "fetch_data(hub_name('acme/two', 'dataset'))", unsafe], hub.url, tmp_path),
+        start([two, ROWS.format("two"), unsafe], hub.url, tmp_path),
         start([one, two], nothing_listens, tmp_path),
         start([one, two], hub.url, tmp_path, offline=True),
     ]
@@ -107,38 +109,19 @@ def test_what_cannot_be_had_is_said_in_one_line(hub: FakeHub, tmp_path: Path) ->
         f"2 acme/one has no weights as safetensors in {model}, and the",
         f"2 acme/two is neither a path nor in {cache}, and it cannot be downloaded: ",
         f"2 acme/one has no weights as safetensors in {model}, and HF_HUB",
-        f"2 acme/two is neither a path nor in {cache}, and HF_HUB_OFFLINE forbids to download",
+        f"2 acme/two is neither a path nor in {cache}, and HF_HUB_OFFLINE forbids downloads",
     ]
     messages = [message for process in processes for message in said(process)]
     for message, part in zip(messages, parts, strict=True):
         assert message.startswith(part), message
 
 
-@pytest.mark.parametrize(
-    "text", ["meta-llama/Llama-3.2-1B", "a/b", "org/data_set.v1", "0rg/1", "data/rows", "org/name.git2"]
-)
-def test_names(text: str) -> None:
-    assert hub_name(text, "model") == HubName("model", text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("/models/llama", "./models/llama", "../llama", "~/llama", "llama", "a/b/c", "a//b", "a/b/", "a/.b"),
-        *(
-            "data/rows.json",
-            "data/rows.jsonl.gz",
-            "data/rows.parquet",
-            "a/b..c",
-            "a--b/c",
-            "a/b c",
-            "a/b*",
-            "",
-        ),
-    ],
-)
-def test_paths_are_no_names(text: str) -> None:
-    assert hub_name(text, "dataset") is None
+def test_names_and_paths() -> None:
+    names = "meta-llama/Llama-3.2-1B a/b org/data_set.v1 0rg/1 data/rows org/name.git2".split()
+    assert [hub_name(text, "model") for text in names] == [HubName("model", text) for text in names]
+    paths = "/models/llama ./models/llama ../llama ~/llama llama a/b/c a//b a/b/ a/.b data/rows.json".split()
+    paths += [*"data/rows.jsonl.gz data/rows.parquet a/b..c a--b/c a/b*".split(), "a/b c", ""]
+    assert not [text for text in paths if hub_name(text, "dataset") is not None]
 
 
 def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +167,8 @@ def test_an_export_becomes_a_repository_and_overwrites_none_without_a_word(tmp_p
     wanted = ("acme/one", "private"), ("acme/new", "update"), new, ("acme/open", "public")
     tried = [call.format(*which) for which in wanted for call in (ask, push)]
     with serving({"models/acme/one": MODEL}) as hub:
-        others, unmade = said(start(tried, hub.url, tmp_path, token="some")), "there is none to update"
-        assert others[0].startswith("there is one already") and others[2].startswith(unmade)
+        others, unmade = said(start(tried, hub.url, tmp_path, token="some")), "the repository does not exist"
+        assert others[0].startswith("the repository exists") and others[2].startswith(unmade)
         assert f"4 {folder} was not pushed to acme/one: Client error '409 Conflict'" in others[1]
         assert others[3].startswith(f"4 {folder} was not pushed to acme/new: 404")
         assert others[4:] == ["", f"{hub.url}/acme/new", "", f"{hub.url}/acme/open"]
@@ -199,5 +182,5 @@ def test_an_export_becomes_a_repository_and_overwrites_none_without_a_word(tmp_p
         assert repositories["models/acme/new"] == {**files, "README.md": b"by hand"}
         kept = MODEL.keys() - {*WEIGHTS, "model.safetensors.index.json"}
         assert repositories["models/acme/one"].keys() == kept | files.keys()
-        (nobody,) = said(start([ask.format("acme/x", "private")], hub.url, tmp_path))
-        assert nobody.startswith("the hub says: ")
+        (refused,) = said(start([ask.format("acme/x", "private")], hub.url, tmp_path))
+        assert refused.startswith("the hub says: ")

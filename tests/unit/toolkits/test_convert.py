@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,33 +56,6 @@ def _change(root: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-SPOILED_HF = {
-    "missing key": (lambda root: _change(root, lambda tensors: tensors.pop(NAME)), [f"no tensor {NAME}"]),
-    "converted already": (
-        lambda root: (shutil.rmtree(root / "hf"), (root / "mcore").rename(root / "hf")),
-        ["hf is a converted checkpoint", "mcore2hf"],
-    ),
-}  # fmt: skip
-
-
-def _check_refused(argv, root, parts, capsys):
-    """Exit code 4, a message with these parts, nothing on stdout, and the targets as they were."""
-    before = _snapshot(root / "before")
-    assert main([*argv, "--overwrite"]) == 4
-    output, message = capsys.readouterr()
-    assert all(part in message for part in parts), message
-    assert not output
-    assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
-
-
-@pytest.mark.parametrize("case", SPOILED_HF)
-def test_spoiled_folder_ends_with_4_and_leaves_the_target(root, case, capsys):
-    spoil, parts = SPOILED_HF[case]
-    spoil(root)
-    argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "mcore")]
-    _check_refused(argv, root, parts, capsys)
-
-
 def test_values_that_float16_cannot_hold_are_refused_by_name(root, capsys):
     _change(root, lambda tensors: tensors[NAME].view(-1)[5].fill_(65504.0))
     argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "m"), "--params-dtype", "fp16"]
@@ -118,9 +92,13 @@ def _data(root: Path) -> Path:
     return root / "mcore" / "release" / "__0_0.distcp"
 
 
-def _flip(root: Path) -> None:
-    """Break the directory at the end of the first record."""
-    _data(root).write_bytes(_data(root).read_bytes().replace(b"PK\x05\x06", b"PK\x00\x00", 1))
+def _exchange(root: Path, old: bytes, new: bytes) -> None:
+    _data(root).write_bytes(_data(root).read_bytes().replace(old, new, 1))
+
+
+def _without_checksums(root: Path) -> Path:
+    (root / "mcore" / "release" / "checksums.json").unlink()
+    return root
 
 
 def _other_model(root: Path) -> None:
@@ -138,34 +116,48 @@ def _change_index(root: Path, change) -> None:
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 
 
-SPOILED_MCORE = {
-    "missing key": (
-        lambda root: _change_index(root, lambda index: index.state_dict_metadata.pop(FC2)),
+END = b"PK\x05\x06"
+"""How the directory at the end of a record begins."""
+SPOILED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "hf lacks a key": (
+        lambda root: _change(root, lambda tensors: tensors.pop(NAME)), [f"no tensor {NAME}"],
+    ),
+    "hf is converted already": (
+        lambda root: (shutil.rmtree(root / "hf"), (root / "mcore").rename(root / "hf")),
+        ["hf is a converted checkpoint", "mcore2hf"],
+    ),
+    # Without checksums, as of another program: what is wrong is found while it is read.
+    "mcore lacks a key": (
+        lambda root: _change_index(_without_checksums(root), lambda read: read.state_dict_metadata.pop(FC2)),
         ["release lacks decoder.layers.*.mlp.linear_fc2.weight of layer 0"],
     ),
-    "broken record": (_flip, ["__0_0.distcp: embedding.word_embeddings.weight (bytes 0 to"]),
-    "no config": (lambda root: (root / "mcore" / "config.json").unlink(), ["--hf-config"]),
-    "other shape": (_other_model, ["mlp.linear_fc1.weight has shape (2, 192, 64)", "expected (2, 256, 64)"]),
-    "no folder": (lambda root: shutil.rmtree(root / "mcore"), ["mcore: no such folder"]),
+    "mcore has a broken record": (
+        lambda root: _exchange(_without_checksums(root), END, b"PK\0\0"),
+        ["__0_0.distcp: embedding.word_embeddings.weight (bytes 0 to"],
+    ),
+    "mcore has other bytes": (
+        lambda root: _exchange(root, END, b"PK\0\0"), ["__0_0.distcp ", "convert the model again"],
+    ),
+    "mcore has no config": (lambda root: (root / "mcore" / "config.json").unlink(), ["--hf-config"]),
+    "mcore has another shape": (
+        _other_model, ["mlp.linear_fc1.weight has shape (2, 192, 64)", "expected (2, 256, 64)"],
+    ),
+    "mcore is not there": (lambda root: shutil.rmtree(root / "mcore"), ["mcore: no such folder"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPOILED_MCORE)
-def test_spoiled_checkpoint_ends_with_4_and_leaves_the_target(root, case, capsys):
-    """Without checksums, as of another program: what is wrong is found while it is read."""
-    (root / "mcore" / "release" / "checksums.json").unlink()
-    spoil, parts = SPOILED_MCORE[case]
+@pytest.mark.parametrize("case", SPOILED)
+def test_spoiled_source_ends_with_4_and_leaves_the_target(root, case, capsys):
+    """A message with all parts, nothing on stdout, and the targets as they were."""
+    spoil, parts = SPOILED[case]
+    source, target = ("hf", "mcore") if case.startswith("hf") else ("mcore", "hf")
     spoil(root)
-    argv = ["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "hf")]
-    _check_refused(argv, root, parts, capsys)
-
-
-def test_a_flipped_bit_is_found_by_its_checksum(root, capsys):
-    content = bytearray(_data(root).read_bytes())
-    content[len(content) // 2] ^= 1
-    _data(root).write_bytes(content)
-    argv = ["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "hf")]
-    _check_refused(argv, root, [f"{_data(root)} ", "convert the model again"], capsys)
+    before = _snapshot(root / "before")
+    argv = ["--load", str(root / source), "--save", str(root / "before" / target), "--overwrite"]
+    assert main([f"{source}2{target}", *argv]) == 4
+    output, message = capsys.readouterr()
+    assert all(part in message for part in parts) and not output, message
+    assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
 
 
 def test_conversions_do_without_the_import_of_transformers(root):

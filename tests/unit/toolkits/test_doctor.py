@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import await_end
 from small_runs import small_run
 
 from patch.device import MachineFacts
@@ -18,12 +17,11 @@ from patch.errors import ConfigError
 from patch.plan.timing.machine import Machine, read_machine
 from patch.preflight.validate import validate_run
 from patch.storage.places import file_system_of
-from toolkits._program import run_program
 from toolkits.doctor.__main__ import main
 from toolkits.doctor.check import Finding, Settings, json_of, run_check, verdict_of
 from toolkits.doctor.devices import check_torch_sees_gpus
 from toolkits.doctor.messages import measure_messages
-from toolkits.doctor.software import check_versions, missing_libraries, pinned_versions
+from toolkits.doctor.software import check_software, missing_libraries, pinned_versions
 from toolkits.doctor.speed import machine_part
 
 pytestmark = pytest.mark.long
@@ -51,13 +49,6 @@ def test_a_check_that_fails_keeps_what_it_has_found() -> None:
     failed = run_check("disk", fail, SETTINGS)
     assert statuses(failed) == {"first": "ok", "disk": "warning"} and "no such device" in failed[1].value
     assert verdict_of({"x": failed}) == "warnings" and verdict_of({"x": failed[:1]}) == "ok"
-
-
-def test_a_program_whose_time_is_up_is_killed_with_its_children(tmp_path: Path) -> None:
-    script = f"sleep 60 & echo $! > {tmp_path}/child; wait"
-    ended = run_program(["bash", "-c", script], 1.0)
-    assert ended.code is None and ended.reason == "took too long"
-    await_end([int((tmp_path / "child").read_text())])
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
@@ -99,7 +90,7 @@ def test_versions_are_compared_with_those_that_tests_run_with() -> None:
     pins = pinned_versions(ROOT / "requirements.txt")
     tested = "==0.16.1" if sys.version_info < (3, 12) else "==0.19.2"
     assert str(pins["megatron-core"]) == tested and len(pins["fsspec"]) == 1
-    found = {finding.name: finding for finding in check_versions(SETTINGS)}
+    found = {finding.name: finding for finding in check_software(SETTINGS)}
     assert found["torch"].data["version"] == torch.__version__
     assert found["python"].status == found["megatron-core"].status == "ok"
 
@@ -115,7 +106,7 @@ def test_the_innermost_mount_decides_and_there_the_last(monkeypatch: pytest.Monk
 
 def test_processes_talk_and_are_timed() -> None:
     found = {finding.name: finding for finding in measure_messages(SETTINGS)}
-    assert {*found} == {"reduce-scatter", "all-gather", "latency"}
+    assert {*found} == {"reduce-scatter", "latency"}
     assert all(finding.status == "ok" for finding in found.values())
     reduced = found["reduce-scatter"].data
     # With two ranks half of the message crosses the link.
@@ -132,12 +123,11 @@ def test_the_report_has_no_names_of_people_or_machines() -> None:
 
 
 def test_a_gpu_machine_is_planned_with_what_was_measured() -> None:
-    bus = {"bus_bytes_per_s": 300e9}
     numbers = {
         "GPU 0 products": {"flops_per_s": 700e12}, "GPU 0 memory": {"bytes_per_s": 2.8e12},
         "GPU 0 pinned copies": {"to_device_bytes_per_s": 55e9, "to_host_bytes_per_s": 50e9},
         "GPU 0 start": {"seconds": 5e-6}, "Adam on the host": {"bytes_per_s": 200e9},
-        "reduce-scatter": bus, "all-gather": {"bus_bytes_per_s": 320e9}, "latency": {"seconds": 2e-5},
+        "reduce-scatter": {"bus_bytes_per_s": 300e9}, "latency": {"seconds": 2e-5},
         "interfaces": {"mbit_per_s": {"eth0": 400_000}},
     }  # fmt: skip
     report = {"all": [Finding(name, "ok", "", data=data) for name, data in numbers.items()]}

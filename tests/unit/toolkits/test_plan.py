@@ -1,10 +1,13 @@
-"""toolkits.plan: what its JSON says adds up, its searches' command lines give their layouts, exit codes.
+"""toolkits.plan: sums in its JSON are right, its searches' command lines give their layouts, exit codes.
 
 What it prints is in tests/unit/plan/answers.txt.
 """
 
+import contextlib
 import json
+import re
 import shlex
+from xml.etree import ElementTree
 
 import pytest
 from planned_runs import ENVIRON, H100
@@ -68,3 +71,32 @@ def test_a_removed_flag_names_what_to_do(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--search", "--plot=a.png", "--", "--model-size=8B"])
     assert "--plot was removed: plan a line that was found" in capsys.readouterr().err
+
+
+STAGES = ["--", "--model-size=8B", "--pipeline-model-parallel-size=4", "--use-distributed-optimizer"]
+
+
+def test_schedules_are_drawn_in_the_terminal_and_as_svg(tmp_path, capsys):
+    file = tmp_path / "drawn.svg"
+    assert main(["--machine=h100", f"--schedule={file}", *STAGES, "--global-batch-size=8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [number for number, line in enumerate(lines) if "stages idle" in line and ", PP 4" in line]
+    assert [lines[n].partition(",")[0] for n in titles] == ["1F1B", "interleaved 1F1B", "all forward"]
+    assert all("idle 75.0%" in lines[n] and "= 75.0%" in lines[n] for n in titles[::2])
+    assert lines[titles[0] + 4].rstrip() == "rank 3            F1 B1--- F2 B2--- F3 B3--- F4 B4---"
+    drawn = "".join(ElementTree.fromstring(file.read_text()).itertext())
+    assert len(re.findall(r"[FB]\d[ab]?", drawn.replace("1F1B", ""))) == 2 * 4 * 4 * (1 + 2 + 1)  # VPP 2
+    assert "the first" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schedule", "--", "--model-size=1B"], "got a run with PP 1, expected PP of at least 2"),
+        (["--failures-per-week=1", *STAGES], "expected --tokens beside it"),
+    ],
+)
+def test_what_cannot_be_drawn_or_counted_is_refused(options, message, capsys):
+    with contextlib.suppress(SystemExit):
+        assert main(["--machine=h100", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -163,20 +163,6 @@ def test_wrong_commands_are_refused(arguments, code, said, tokenizer, tmp_path, 
     assert said in told.err and (told.out == "" or "--json" in arguments)
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("--jsno", "unknown argument --jsno, did you mean --json? (--help lists the flags)"),
-        ("--html", "--html was removed: the terminal shows rows and figures, and --json FILE writes them"),
-        ("--plot", "--plot was removed: the terminal shows rows and figures, and --json FILE writes them"),
-    ],
-)
-def test_unknown_flag_names_the_nearest_one_and_a_removed_one_what_to_use(flag, said, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["none.jsonl", f"{flag}=x"])
-    assert caught.value.code == 2 and capsys.readouterr().err.endswith(said + "\n")
-
-
 @pytest.fixture(scope="module")
 def documents(tokenizer, tmp_path_factory) -> Path:
     """A set of three documents, as a user makes it."""
@@ -209,11 +195,6 @@ def test_documents_are_shown_with_figures_counted_by_hand(documents, tokenizer, 
     assert figures["provenance"]["tokenizer"] == str(tokenizer)
     said = capsys.readouterr().out
     assert f"{documents}: document 1: {len(ids) + 1} tokens" in said and str(tokenizer) in said
-
-
-def test_a_document_has_a_number(documents, tokenizer, capsys):
-    assert main([str(documents), *_flags(tokenizer, "--row", 3, "--no-statistics")]) == 0
-    assert f"{documents}: document 3: 512 tokens" in capsys.readouterr().out
 
 
 def test_documents_that_are_not_there_or_of_another_tokenizer_are_refused(

@@ -1,4 +1,4 @@
-"""A run's flags are proved by a small run of the same code paths; whatever travels wrong in it is found."""
+"""`prove` compares a small run with the same code paths; every wrong message in it is found."""
 
 import os
 import subprocess

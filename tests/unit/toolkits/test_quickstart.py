@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from patch.errors import ConfigError
 from toolkits.quickstart.__main__ import launcher_command
@@ -28,18 +28,10 @@ def folder(examples: tuple[list[Example], list[Example]], tmp_path_factory: pyte
     return path
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (1, "one"),
-        (20, "twenty"),
-        (42105, "forty-two thousand one hundred five"),
-        (100000 - 1, "ninety-nine thousand nine hundred ninety-nine"),
-        (30017, "thirty thousand seventeen"),
-    ],
-)
-def test_number_words(number: int, words: str) -> None:
-    assert number_words(number) == words
+def test_number_words() -> None:
+    words = {1: "one", 20: "twenty", 30017: "thirty thousand seventeen"}
+    words |= {42105: "forty-two thousand one hundred five", 99990: "ninety-nine thousand nine hundred ninety"}
+    assert {number: number_words(number) for number in words} == words
 
 
 def test_nothing_held_out_is_in_training(examples: tuple[list[Example], list[Example]]) -> None:
@@ -75,13 +67,6 @@ def test_every_sample_fits_pad_len(folder: Path, examples: tuple[list[Example], 
             {"role": "assistant", "content": example.answer},
         ]
         assert len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]) <= pad_len
-
-
-def test_model_is_llama31_in_miniature(folder: Path) -> None:
-    config = AutoModelForCausalLM.from_pretrained(folder).config
-    assert config.rope_parameters["rope_type"] == "llama3"
-    assert config.num_key_value_heads < config.num_attention_heads
-    assert not config.tie_word_embeddings
 
 
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:

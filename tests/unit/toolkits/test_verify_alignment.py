@@ -90,7 +90,7 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     compat.apply(cuda=False)
     config = family_run(hf, **fields)
     with alone(CPU) as groups:
-        stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+        stages = build_llama_model(config, groups, CPU.device)
         import_hf(stages, hf, config.model, groups)
         damage(stages[0])
         save_checkpoint(folder / "checkpoint", 3, {"model": sharded_weights(stages)}, {"iteration": 3})
@@ -237,6 +237,7 @@ def run_adapters(rank: int, world_size: int, root: Path) -> list[dict]:
     return found
 
 
+@pytest.mark.long
 def test_adapters_are_compared_in_both_models(root: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: make test installs it")
     for family in BESIDE:
@@ -254,13 +255,6 @@ def test_faults_of_weights_are_listed(reports: dict) -> None:
     assert names["gate and up"] == [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
     assert names["bloom's bias"] == ["transformer.h.1.mlp.dense_4h_to_h.bias"]
     assert names["theta"] == names["fp32"] == []
-
-
-@pytest.mark.parametrize("arguments", [[], ["--hf=x"], ["--hf=x", "--mcore=y", "--attention=flash"]])
-def test_wrong_arguments_end_with_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
 
 
 def test_wrong_folders_end_with_2_and_unreadable_ones_with_4(

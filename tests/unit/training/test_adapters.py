@@ -3,6 +3,7 @@
 That layouts train as one process: test_covered_layouts.py. Checkpoints: test_any_layout.py.
 """
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +131,9 @@ def test_steps_of_one_process_are_those_of_peft(
     pytest.importorskip("peft")
     ours, (config, hf) = beside_peft[name], run_beside(name, folder)
     theirs = peft_steps(config, folder / "dense" if hf.name == "wide" else hf, ours.first, MANY_STEPS)
-    if config.model.precision_align:
+    # On CPUs with AVX2, MKL's products of these latents depend on the addresses of their operands, unless
+    # MKL_CBWR=AUTO is set.
+    if config.model.precision_align and (name != "latents" or "MKL_CBWR" in os.environ):
         assert ours.losses == theirs["losses"]
         assert not [n for n, values in theirs["factors"].items() if (ours.factors[n] != values).any()]
     assert ours.losses == pytest.approx(theirs["losses"], rel=1e-6)

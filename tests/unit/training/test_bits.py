@@ -1,4 +1,4 @@
-"""What changes no bit of a run: where stages, replicas, buckets and states lie, and when messages travel.
+"""No bit of a run depends on the place of stages, replicas, buckets and states, or on the order of messages.
 
 Each run is compared with one whose sums have the same order. Where the order is another one (TP, SP, CP,
 ZeRO-2, packing): test_covered_layouts.py. A small model against oracles: tests/unit/optimizer.
@@ -11,7 +11,7 @@ from distributed_runner import new_job, run_distributed
 from small_runs import HALF, ON_DISK, ON_HOST, ZERO_3, small_run
 from training_runs import build_seeded_run, digest_of, digests, train_run
 
-from patch.checks.layout import ACCOUNTED
+from patch.checks.layout import SPLIT_ACCOUNTING_FLAGS
 from patch.config.schema import RunConfig
 
 pytestmark = pytest.mark.long
@@ -67,7 +67,7 @@ RUNS = {
     "pp": Row({"pp": 2}, "one"),
     "vpp": Row({"pp": 2, "stage": 1}, "one"),
     "vpp, full": Row({"pp": 2, "stage": 1, "recompute_granularity": "full"}, "one"),
-    "vpp, accounted": Row({"pp": 2, "stage": 1, **dict.fromkeys(ACCOUNTED, True)}, "one"),
+    "vpp, accounted": Row({"pp": 2, "stage": 1, **dict.fromkeys(SPLIT_ACCOUNTING_FLAGS, True)}, "one"),
     "vpp, 4": Row({"pp": 2, "stage": 1, **FOUR}, "one, 4"),
     "vpp, 5": Row({"pp": 2, "stage": 1, **FIVE}, "one, 5"),
     "vpp, 5, flush": Row(

@@ -20,9 +20,9 @@ from patch.checkpoint import save_checkpoint
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_KEY, METRICS_FILE, all_iterations, iteration_name
-from patch.training import checkpoint_retention
-from patch.training.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
-from patch.training.metrics import MetricsLog
+from patch.training.hooks import checkpoint_retention
+from patch.training.hooks.checkpoint_retention import LOWEST_LOSS, CheckpointRetention, Measure, Retention
+from patch.training.hooks.metrics import MetricsLog
 from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
 from patch.training.trainer import Trainer

@@ -7,6 +7,7 @@ One process trains on the conversations one by one; rows may pack them, and comp
 chunks. So the same sums come from different code, in another order.
 """
 
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -34,10 +35,11 @@ from patch.device import MachineFacts
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
 from patch.errors import ConfigError
+from patch.features.table import CONFLICTS
 from patch.model import loss
 from patch.plan.flops import attended_pairs
 from patch.training.evaluation import evaluate
-from patch.training.preference import Preference
+from patch.training.objectives.preference import Preference
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -71,7 +73,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "DO": {level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")}
     | {"parameters": {"data_parallel_sharding": "parameters", "param_persistence_threshold": 40}},
     "instances": {"1": {}, "2": {"num_distributed_optimizer_instances": 2}},
-    "travel": {"whole": {}, "bf16": {"grad_reduce_in_bf16": True}},
+    "message": {"whole": {}, "bf16": {"grad_reduce_in_bf16": True}},
     "sums": {"plain": {}, "fused": {"gradient_accumulation_fusion": True}},
     "offload": {
         "none": {},
@@ -125,16 +127,29 @@ CHANGE_SUMS = {
 """Columns whose values are tested to 5e-6 in pairs; those of others change no bit, which other tests show."""
 VALUES = {column: list(values) for column, values in COLUMNS.items()}
 FIRST = {column: values[0] for column, values in VALUES.items()}
+
+
+@functools.cache
+def agree(names: str, *values: str) -> bool:
+    """Whether the table of features has no conflict between these values of columns."""
+    cells = zip(names.split(), values, strict=True)
+    run = small_run(**{key: each for column, value in cells for key, each in COLUMNS[column][value].items()})
+    return not any(conflict.is_met(run) for conflict in CONFLICTS)
+
+
 RULES_OF_ROWS = [
+    *(
+        Rule((*names.split(),), functools.partial(agree, names))
+        for names in ("PR model", "PR LoRA", "PR offload", "model LoRA", "model EP instances")
+    ),
     Rule(("PP", "VPP"), lambda pp, vpp: pp == "2" or vpp == "1"),
     Rule(("PP", "stages"), lambda pp, stages: pp == "2" or stages == "even"),
     Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"),
     Rule(("TP", "overlap"), lambda tp, overlap: tp == "2" or overlap == "auto"),
     Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
     Rule(("PR", "DO"), lambda precision, level: "gather" not in precision or level != "none"),
-    Rule(("PR", "offload"), lambda precision, share: "gather" not in precision or share == "none"),
     Rule(("DO", "instances"), lambda level, instances: level != "none" or instances == "1"),
-    Rule(("DO", "travel"), lambda level, travel: level != "none" or travel == "whole"),
+    Rule(("DO", "message"), lambda level, message: level != "none" or message == "whole"),
     Rule(  # of two replicas or more
         ("TP", "PP", "instances"),
         lambda tp, pp, instances: int(tp) * int(pp) * int(instances) * 2 <= PROCESSES,
@@ -151,12 +166,7 @@ RULES_OF_ROWS = [
             "1" == pp or etp == "-" or ranks.endswith("pp") or int(ep) * int(etp) == int(cp) * int(tp)
         ),
     ),
-    Rule(("EP", "instances"), lambda ep, instances: ep == "1" or instances == "1"),
     Rule(("TP", "SP", "model"), lambda tp, sp, model: tp == "1" or sp == "yes" or model not in WITH_EXPERTS),
-    Rule(("PR", "model"), lambda precision, model: "fp8" not in precision or model not in WITH_EXPERTS),
-    Rule(("PR", "LoRA"), lambda precision, lora: "gather" not in precision or lora == "no"),
-    Rule(("PR", "LoRA"), lambda precision, lora: "fp8" not in precision or lora != "nf4"),
-    Rule(("model", "LoRA"), lambda model, lora: model != "deepseek" or lora != "nf4"),
     Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
     Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
     Rule(
@@ -307,7 +317,7 @@ def of_eight() -> list[tuple[Trained, ...]]:
 def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) -> None:
     row = ROWS[number]
     one = of_one[one_process_of(row)]
-    rounded = [row["PR"], *(["any, sent as bf16"] if row["travel"] == "bf16" else [])]
+    rounded = [row["PR"], *(["any, sent as bf16"] if row["message"] == "bf16" else [])]
     loss_bound, norm_bound = (max(bounds) for bounds in zip(*(BOUNDS[name] for name in rounded), strict=True))
     for ours in of_eight[number]:
         assert ours.losses == pytest.approx(one.losses, abs=loss_bound)
@@ -332,7 +342,7 @@ def test_attention_of_a_packed_step_is_counted_sequence_by_sequence(of_eight: li
 
 def with_all_pairs(rows: list[Row]) -> list[Row]:
     """These rows, and others so that no pair is missing, nor in fp32 a pair of what changes sums."""
-    in_fp32 = VALUES | {"PR": ["fp32"], "travel": ["whole"]}
+    in_fp32 = VALUES | {"PR": ["fp32"], "message": ["whole"]}
     for values, columns in ((VALUES, {*VALUES}), (in_fp32, CHANGE_SUMS)):
         present = pairs_of(row for row in rows if all(row[column] in values[column] for column in row))
         wanted = {pair for pair in legal_pairs(values, RULES_OF_ROWS) if dict(pair).keys() <= columns}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from distributed_runner import rejoin, run_distributed
 from small_runs import small_run
 
-from patch.distributed.worker_process import LOST_RANK_CODE, failure
 from patch.errors import MemoryLackError, TrainingError
-from patch.training.error_translation import (
+from patch.launch.worker_process import LOST_RANK_CODE, failure
+from patch.training.guards.error_translation import (
     LostRankError,
     is_device_error,
     is_out_of_memory,

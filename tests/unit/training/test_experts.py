@@ -15,8 +15,8 @@ from training_runs import SeededReader, build_seeded_run, digests, seeded_batche
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.model.experts import routers_of
-from patch.training.metrics import loads_of_experts
+from patch.model.experts.layer import routers_of
+from patch.training.hooks.metrics import loads_of_experts
 from patch.training.step import StepResult, train_step
 
 STEPS = 2

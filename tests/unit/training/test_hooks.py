@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import messages_from
 
 from patch.errors import CheckpointError
-from patch.training.hooks import LastSaved, RateWarning, TrainerHook
-from patch.training.metrics import LossPlot, MetricsLog, plot_losses, read_metrics
+from patch.training.hooks.hook import LastSaved, RateWarning, TrainerHook
+from patch.training.hooks.metrics import LossPlot, MetricsLog, plot_losses, read_metrics
 
 
 def test_file_names_the_last_saved_checkpoint(tmp_path: Path) -> None:

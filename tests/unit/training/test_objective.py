@@ -20,7 +20,7 @@ from patch.data.packing import PairSource
 from patch.distributed.collectives import max_over_world
 from patch.distributed.context_group import Zigzag
 from patch.training.evaluation import evaluate
-from patch.training.preference import Preference
+from patch.training.objectives.preference import Preference
 from patch.training.setup import RunData
 from patch.training.step import train_step
 
@@ -95,7 +95,7 @@ def train_everywhere(rank: int, world_size: int, folder: Path) -> dict[str, dict
         for iteration in range(run.config.training.train_iters):
             result = train_step(run, iteration)
             loss, numbers["margin"] = max_over_world(
-                [result.loss, result.further["rewards/margins"]], run.device
+                [result.loss, result.extra_metrics["rewards/margins"]], run.device
             )
             numbers |= {f"loss {iteration}": loss, f"norm {iteration}": result.grad_norm}
         found[name] = numbers | evaluate(run)

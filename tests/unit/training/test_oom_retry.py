@@ -12,9 +12,9 @@ from training_runs import build_seeded_run, digests, messages_from
 
 from patch.distributed.collectives import is_on_all_ranks
 from patch.memory import SimulatedDevice
-from patch.optimizer.bucket import Bucket
-from patch.training.error_translation import LostRankError
+from patch.optimizer.buckets.bucket import Bucket
 from patch.training.evaluation import evaluate
+from patch.training.guards.error_translation import LostRankError
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -68,10 +68,10 @@ class Fault:
         self.device, self.place, self.is_armed, self.turns = device_of(run), place, False, 0
         batches = run.config.num_micro_batches
         self.after = {"last forward": batches, "backward": batches, "hook": 6}.get(place, 1)
-        self.provide_buffer = run.optimizer.grad_buffer._provide_buffer
+        self.provide_buffer = run.optimizer.schedule._provide_buffer
         run.stages[0].register_forward_hook(self.on_forward)
         if place == "hook":
-            run.optimizer.grad_buffer._provide_buffer = self.on_bucket
+            run.optimizer.schedule._provide_buffer = self.on_bucket
         if place == "backward":
             weight = run.stages[0].decoder.layers[0].mlp.linear_fc1.weight
             weight.register_hook(lambda gradient: self.strike())

@@ -76,12 +76,12 @@ DEEP = {
     "hidden_size": 128, "ffn_hidden_size": 352, "num_attention_heads": 8, "kv_channels": 16, "num_layers": 6,
     "max_padding_length": 8, "seq_length": 8, "dp": 4, "global_batch_size": 8,
 }  # fmt: skip
-TRAVELLING: dict[str, dict[str, Any]] = {
+IN_FLIGHT: dict[str, dict[str, Any]] = {
     "replicas": {"data_parallel_sharding": "optimizer"},
-    "replicas, bf16 travels": {"data_parallel_sharding": "optimizer", "grad_reduce_in_bf16": True},
+    "replicas, bf16 messages": {"data_parallel_sharding": "optimizer", "grad_reduce_in_bf16": True},
     "replicas, gradients sharded": {"data_parallel_sharding": "gradients"},
 }
-for changes in TRAVELLING.values():
+for changes in IN_FLIGHT.values():
     changes |= DEEP | {"reduce_bucket_size": 75_000, "gradient_accumulation_fusion": True}
 
 
@@ -177,7 +177,7 @@ def observe(rank: int, world_size: int) -> dict[str, Rank]:
 def allocate_travelling(rank: int, world_size: int) -> dict[str, int]:
     """By case: bytes that gradients have beside the main ones, and the most that a step allocates."""
     found = {}
-    for case, changes in TRAVELLING.items():
+    for case, changes in IN_FLIGHT.items():
         run = build_seeded_run(small_run(**changes))
         buffer = run.optimizer.grad_buffer
         held = buffer.num_bytes - sum(flat.nbytes for flat in buffer._flats)
@@ -219,12 +219,12 @@ def ranks() -> list[tuple[dict[str, Rank], dict[str, int]]]:
     return run_distributed(run_four, 4)
 
 
-@pytest.mark.parametrize("case", TRAVELLING)
+@pytest.mark.parametrize("case", IN_FLIGHT)
 def test_the_plan_says_what_gradients_take_on_their_way(ranks: list, case: str) -> None:
-    config = small_run(**TRAVELLING[case])
+    config = small_run(**IN_FLIGHT[case])
     planned, activations = staging_bytes(config, 0, cuda=False), activation_peak(config, 0, cuda=False).total
-    for _, travelling in ranks:  # most of them travel when activations are gone
-        assert 0.95 * planned <= travelling[case] <= planned + activations
+    for _, in_flight in ranks:  # most gradients are in flight after the activations are freed
+        assert 0.95 * planned <= in_flight[case] <= planned + activations
 
 
 @pytest.mark.parametrize("case", CASES)

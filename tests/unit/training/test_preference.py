@@ -30,10 +30,10 @@ from patch.data.sft.options import SftOptions
 from patch.distributed.groups import initialize
 from patch.errors import CheckpointError
 from patch.training.guards.phases import PhaseClock
-from patch.training.hooks import Record
-from patch.training.preference import Preference, _keys_in
+from patch.training.hooks.hook import Record
+from patch.training.hooks.store_records import send_records, take_records
+from patch.training.objectives.preference import Preference, _keys_in
 from patch.training.setup import build_run
-from patch.training.store_records import send_records, take_records
 from patch.training.trainer import Trainer
 
 _FOLDER = os.environ.get("TRL", "")
@@ -213,7 +213,7 @@ def test_losses_and_rewards_are_trls(folder: Path, trl: dict[str, Any]) -> None:
 def packed_and_resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Of three steps, and of the last two again: records; what the log says of references; a refusal."""
     found: dict[str, Any] = {}
-    said = messages_from("INFO", "patch.training.preference")
+    said = messages_from("INFO", "patch.training.objectives.preference")
     common = {"valid_data_path": str(folder / "whole.json"), "save_interval": 1, "eval_interval": 3}
     one_row = {"packing": True, "global_batch_size": 1, "seq_length": 512, "max_padding_length": 512}
 
@@ -263,7 +263,7 @@ RESUMED: dict[str, list[dict[str, Any]]] = {
 
 def resumed_elsewhere(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """The last of Mixtral's three steps, here and in another layout, with the cache and without it."""
-    said, cache = messages_from("INFO", "patch.training.preference"), folder / "experts cache"
+    said, cache = messages_from("INFO", "patch.training.objectives.preference"), folder / "experts cache"
     found: dict[str, Any] = {}
     for name, (first, then) in RESUMED.items():
         root = folder / name / "checkpoint"

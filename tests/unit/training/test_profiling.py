@@ -15,7 +15,7 @@ from training_runs import build_seeded_run
 from patch.checks.run_length import profiled_steps
 from patch.compat.torch_internals import Phases, region
 from patch.config.schema import RunConfig
-from patch.training.hooks import Record, StepProfile, TrainerHook
+from patch.training.hooks.hook import Record, StepProfile, TrainerHook
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 
@@ -31,7 +31,7 @@ class Watching(TrainerHook):
 
     def on_step(self, iteration: int, seconds: float) -> None:
         if self._is_profiled and iteration == PROFILED[-1]:
-            assert self._run.optimizer.param_buffer.is_settled
+            assert self._run.optimizer.schedule.is_settled
 
     def on_log(self, record: Record) -> None:
         self.losses.append(record["loss"])

@@ -20,7 +20,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def draw() -> None:
     with quick_start():
-        from patch.training.hooks import ProgressDisplay
+        from patch.training.hooks.hook import ProgressDisplay
 
     configure_logging(rank=0)
     log = get_logger("patch.test")
@@ -45,7 +45,7 @@ def output_on_a_terminal() -> str:
     try:
         while chunk := os.read(ours, 65536):
             received += chunk
-    except OSError:  # how a pseudo-terminal says that nobody writes any more
+    except OSError:  # a pseudo-terminal reports its closed end with an error
         pass
     os.close(ours)
     assert drawing.wait(30) == 0, received

@@ -24,10 +24,10 @@ from urllib.request import urlopen
 import pytest
 from launches import free_port
 
-from patch.training import reporting
-from patch.training.forwarder import _OPEN, Target, without_credentials
-from patch.training.metrics import MetricsLog
-from patch.training.reporting import Reporter
+from patch.training.hooks import reporting
+from patch.training.hooks.forwarder import _OPEN, Target, without_credentials
+from patch.training.hooks.metrics import MetricsLog
+from patch.training.hooks.reporting import Reporter
 
 SERVICES = os.environ.get("SERVICES", "")
 OFFLINE = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "TRACKIO_DIR": "trackio"}

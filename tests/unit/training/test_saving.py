@@ -21,7 +21,7 @@ from patch.checkpoint import host_copies, latest_iteration
 from patch.compat.checkpoint_format import COMMON_IS_OBJECT
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.training.hooks import TrainerHook
+from patch.training.hooks.hook import TrainerHook
 from patch.training.saving import _have_room
 from patch.training.setup import Run
 from patch.training.step import train_step
@@ -30,7 +30,7 @@ from patch.training.worker import build_hooks
 
 STEPS, BF16 = 6, {"precision": "bf16"}
 COPY_S = 0.1
-"""Longer than a step: whoever does not wait for a copy changes what is copied."""
+"""Longer than a step: a step that does not wait for the copy changes the copied tensors."""
 
 
 def slow_down_copies() -> None:

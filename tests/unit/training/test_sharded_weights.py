@@ -21,9 +21,9 @@ from patch.convert import export_hf
 from patch.distributed.groups import initialize
 from patch.errors import TrainingError
 from patch.memory import SimulatedDevice
-from patch.optimizer.sharded_flat import ShardedFlat
-from patch.plan.memory import bytes_per_rank, whole_bytes
-from patch.training.objective import Objective
+from patch.optimizer.zero3.sharded_params import Zero3FlatParams
+from patch.plan.memory import bytes_per_rank, gathered_unit_bytes
+from patch.training.objectives.objective import Objective
 from patch.training.run_state import checksum
 from patch.training.setup import Run, RunData, build_model, load_start
 from patch.training.step import train_step
@@ -41,7 +41,7 @@ def run_of(config: RunConfig) -> Run:
 
 
 def export(run: Run, folder: Path) -> None:
-    with run.optimizer.described_weights() as visit:
+    with run.optimizer.meta_weights() as visit:
         export_hf(
             run.stages, folder, run.config.model, run.groups, hf_source=None, tokenizer=tiny_tokenizer(),
             visit=visit,
@@ -49,11 +49,11 @@ def export(run: Run, folder: Path) -> None:
 
 
 def peak_of(run: Run, found: list[int]) -> None:
-    """Note, within forward and backward of each layer, the bytes of weights that come and go."""
-    flats = [flat for flat in run.optimizer.param_buffer.flats if isinstance(flat, ShardedFlat)]
+    """Note, within forward and backward of each layer, the bytes of gathered weights."""
+    flats = [flat for flat in run.optimizer.param_buffer.flats if isinstance(flat, Zero3FlatParams)]
 
     def note(*arguments: Any) -> None:
-        memories = [run.memory for flat in flats for run in flat._of_units()]
+        memories = [run.memory for flat in flats for unit in flat.units for run in flat._runs[unit]]
         found.append(sum(memory.untyped_storage().nbytes() for memory in memories))
 
     for layer in run.stages[0].decoder.layers:
@@ -151,7 +151,7 @@ def types_after_a_step(level: str, is_used: bool) -> set[torch.dtype]:
     )  # fmt: skip
     run = build_seeded_run(config)
     train_step(run, 0)
-    assert run.optimizer._units.num_bytes == pytest.approx(whole_bytes(config), rel=0.03)
+    assert run.optimizer.param_buffer.unit_bytes == pytest.approx(gathered_unit_bytes(config), rel=0.03)
     if level == "parameters":  # the shards, and what stays whole
         kept = run.optimizer.param_buffer.num_bytes
         assert kept == pytest.approx(bytes_per_rank(config).weights, rel=0.03)

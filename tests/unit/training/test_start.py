@@ -18,7 +18,7 @@ from patch import compat
 from patch.convert.live_weights import iter_hf_weights
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
-from patch.training.objective import Objective
+from patch.training.objectives.objective import Objective
 from patch.training.run_state import Progress
 from patch.training.setup import Run, RunData, _load, build_model, build_run_optimizer
 
@@ -42,7 +42,7 @@ def run_building(rank: int, world_size: int) -> dict[str, Any]:
     sizes, (stages, optimizer) = allocations(lambda: build_model(config, groups, CPU.device))
     before_gradients = sizes[: sizes.index(optimizer.grad_buffer.num_bytes)]
     initialize_weights(stages, config.model, config.training.seed)
-    plain = build_llama_model(config.model, groups, CPU.device, config.execution)
+    plain = build_llama_model(config, groups, CPU.device)
     initialize_weights(plain, config.model, config.training.seed)
     ours, expected = (
         digest_of(p for stage in built for p in stage.parameters()) for built in (stages, plain)

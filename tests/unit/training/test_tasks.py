@@ -28,7 +28,7 @@ from patch.distributed.groups import initialize
 from patch.errors import PatchError
 from patch.training.evaluation import evaluating
 from patch.training.guards.phases import PhaseClock
-from patch.training.metrics import MetricsLog, plot_losses, read_metrics
+from patch.training.hooks.metrics import MetricsLog, plot_losses, read_metrics
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 

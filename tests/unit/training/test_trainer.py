@@ -15,7 +15,7 @@ from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
 from patch.training.guards.phases import Phase
-from patch.training.hooks import Record, TrainerHook
+from patch.training.hooks.hook import Record, TrainerHook
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks

@@ -27,7 +27,7 @@ from patch.errors import ConfigError
 from patch.preflight.resume_guard import resume_notes
 from patch.storage.names import TRACKER, all_iterations, iteration_name
 from patch.training.guards.phases import PhaseClock
-from patch.training.hooks import Record
+from patch.training.hooks.hook import Record
 from patch.training.setup import build_run
 from patch.training.trainer import Trainer
 from patch.training.worker import run

@@ -1,4 +1,4 @@
-"""A worker enters a run's folder that nobody else writes; the launcher knows its code before its end."""
+"""A worker is the only writer of a run's folder; the launcher knows its exit code before its end."""
 
 import faulthandler
 import os
@@ -12,8 +12,8 @@ from small_runs import small_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from patch.config.schema import RunConfig
-from patch.distributed.worker_process import read_reply
 from patch.errors import ConfigError, PatchError
+from patch.launch.worker_process import read_worker_exit
 from patch.storage.lock import hold_run
 from patch.training.worker import run
 
@@ -33,7 +33,7 @@ def enter(rank: int, world_size: int, config: RunConfig) -> list[str]:
 
 
 def test_workers_of_a_second_run_all_end_before_anything_is_written(tmp_path: Path) -> None:
-    """As a torchrun starts them, or the launchers of several machines: nobody has looked before."""
+    """Workers of torchrun, or of launchers on several machines: no launcher has checked the folder before."""
     config = small_run(dp=2, output_path=str(tmp_path / "out"), train_data_path=str(tmp_path / "none.json"))
     with hold_run(tmp_path / "out"):
         (*differ, first), (*also_differ, second) = run_distributed(enter, 2, config)
@@ -52,7 +52,7 @@ def fail(rank: int, world_size: int, output: str) -> int:
     with pytest.raises(PatchError) as caught:
         run(small_run(output_path=output, train_data_path=__file__))
     faulthandler.cancel_dump_traceback_later()
-    assert dist.is_initialized(), "it waits for nobody"
+    assert dist.is_initialized(), "it waits for no other rank"
     return caught.value.exit_code
 
 
@@ -63,7 +63,7 @@ def test_worker_that_fails_announces_its_code_and_that_a_restart_would_not_help(
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     (code,) = run_distributed(fail, 1, str(tmp_path / "out"))
-    reply = read_reply(str(file))
+    reply = read_worker_exit(str(file))
     assert (reply.exit_code, reply.may_restart) == (code, False)
     theirs = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(file))
     assert theirs.message == reply.message and "tokenizer" in reply.message

@@ -9,10 +9,10 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from triton_interpreter import give_writer, interpreted, output_of_compiler, rounding
 
 from patch.distributed.context_group import Zigzag
-from patch.model import four_bit_product
-from patch.model.ring_attention import RingKernels, attend_around_ring
-from patch.model.ring_tiles import Tile
-from patch.model.weight_gradient import RowsOfWeight
+from patch.model import nf4_product
+from patch.model.attention.ring_attention import RingKernels, attend_around_ring
+from patch.model.attention.ring_tiles import Tile
+from patch.model.weight_gradient import EmbeddingLookup
 
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -136,10 +136,10 @@ def test_split_and_joined_qkv_have_upstreams_bits(fused, dtype, size, groups, qu
 @pytest.mark.parametrize("shape", [(3, 64), (5, 64 * 19)], ids=str)
 def test_numbers_of_4_bits_have_torchs_bits(fused, shape, dtype):
     torch.manual_seed(0)
-    packed = four_bit_product.quantize(torch.randn(shape).exp().sub(1))
+    packed = nf4_product.quantize(torch.randn(shape).exp().sub(1))
     weight = torch.empty(shape, dtype=dtype)
-    fused.dequantize_nf4(packed, four_bit_product._tables(packed.device).levels, weight)
-    assert torch.equal(weight, four_bit_product.dequantize(packed, dtype))
+    fused.dequantize_nf4(packed, nf4_product._tables(packed.device).levels, weight)
+    assert torch.equal(weight, nf4_product.dequantize(packed, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -186,7 +186,7 @@ def test_an_embeddings_gradient_is_added_to_the_main_gradient_row_by_row(fused, 
     for _ in range(2):
         tokens, direction = torch.randint(-9, 60, (3, 40)), torch.randn(3, 40, width).to(dtype)
         tokens[:, 7:30] = 4
-        rows, is_own = RowsOfWeight.apply(tokens, weight, True), (tokens >= 0) & (tokens < 50)
+        rows, is_own = EmbeddingLookup.apply(tokens, weight, True), (tokens >= 0) & (tokens < 50)
         assert torch.equal(rows, torch.where(is_own[..., None], weight[tokens.clamp(0, 49)], 0))
         rows.backward(direction)
         expected.index_add_(0, tokens[is_own], direction[is_own].double())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from distributed_runner import run_distributed
 from triton_interpreter import give_writer, interpreted, output_of_compiler, rounding
 
-from patch.model.loss import LearnedTokens, VocabularyPart, linear_cross_entropy
+from patch.model.loss import LossMask, VocabularyShard, linear_cross_entropy
 
 pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -117,11 +117,11 @@ def test_the_weights_gradient_is_added_to_the_main_gradient_without_a_rounding(
     weight = torch.randn(300, 16).bfloat16().requires_grad_()
     total, exact = torch.full((300, 16), torch.nan, dtype=kept_as), torch.zeros(300, 16, dtype=torch.float64)
     give_writer(weight, total)
-    part = VocabularyPart(0, 290, SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
+    part = VocabularyShard(0, 290, SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
     with interpreted(MODULE, rounding):
         for _ in range(2):
             hidden, labels = torch.randn(12, 1, 16).bfloat16(), torch.randint(0, 290, (1, 12))
-            learned = LearnedTokens(torch.rand(1, 12), expected)
+            learned = LossMask(torch.rand(1, 12), expected)
             loss = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=True, chunk=chunk)
             (0.5 * (loss if expected else loss * learned.mask).sum()).backward()
             wide = weight.detach().double().requires_grad_()

@@ -102,7 +102,7 @@ def test_a_compiler_that_takes_too_long_ends_with_all_its_processes_and_is_not_t
     monkeypatch.setattr(os, "getloadavg", lambda: (1e9, 0.0, 0.0))
     with ThreadPoolExecutor(3) as ranks:
         failures = [each.exception() for each in [ranks.submit(build.find_or_build) for _ in range(3)]]
-    assert all("compiler: longer than 0.5 s" in str(failure) for failure in failures)
+    assert all("compiler: compiling took longer than 0.5 s" in str(failure) for failure in failures)
     (child,) = map(int, (tmp_path / "children").read_text().split())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     monkeypatch.delenv("CXX")

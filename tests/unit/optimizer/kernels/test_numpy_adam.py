@@ -5,7 +5,7 @@ import pytest
 import torch
 from adam_cases import SPECIAL, scalars
 
-from patch.optimizer.kernels.narrow import Draw, codes
+from patch.optimizer.kernels.low_bit_moments import RngCoords, codes
 from patch.optimizer.kernels.numpy_adam import (
     adam,
     join_split,
@@ -78,7 +78,7 @@ def test_folded_scalars_are_the_same_update():
 
 
 def _drawn(step: int, name: str = "weight", first: int = 0) -> np.ndarray:
-    *_, first_key, second_key = Draw(name, 0, 1, 1).numbers(step)
+    *_, first_key, second_key = RngCoords(name, 0, 1, 1).numbers(step)
     return random_numbers(np.arange(first, first + 100_000, dtype=np.uint64), first_key, second_key)
 
 

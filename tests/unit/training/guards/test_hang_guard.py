@@ -18,11 +18,11 @@ from distributed_runner import leave, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run
 
-from patch.distributed.worker_process import read_reply
+from patch.launch.worker_process import read_worker_exit
 from patch.logger import configure_logging
-from patch.training.guards.hang_guard import Beat, Judge, guarding
+from patch.training.guards.hang_guard import HangDetector, Heartbeat, guarding
 from patch.training.guards.phases import Phase, PhaseClock
-from patch.training.hooks import TrainerHook
+from patch.training.hooks.hook import TrainerHook
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 
@@ -163,7 +163,7 @@ def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     stacks = {file.stem: file.read_text() for file in (folder / "log" / "stacks").iterdir()}
     assert stacks.keys() == {f"rank_{rank}" for rank in others}
     assert all("in train_step" in each or "in _save" in each for each in stacks.values())
-    replies = [read_reply(str(folder / str(rank) / "reply")) for rank in others]
+    replies = [read_worker_exit(str(folder / str(rank) / "reply")) for rank in others]
     first = next(reply for reply in replies if reply.message)  # the other rank may be killed before
     assert first.exit_code == 5 and first.may_restart and "rank 1 (process" in first.message
 
@@ -175,6 +175,7 @@ def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
         ("behind", r"rank 1 \(.*\), in forward of step 3, has made no progress for \d+ s\. All"),
     ],
 )
+@pytest.mark.long
 def test_rank_that_keeps_the_store_or_lives_but_is_behind_is_named(
     outcomes: dict[str, Outcome], place: str, named: str
 ) -> None:
@@ -182,15 +183,15 @@ def test_rank_that_keeps_the_store_or_lives_but_is_behind_is_named(
     assert re.search(named, text), text
 
 
-def beats(phases: list[tuple[Phase, int, float]], sent: float = 1.0) -> list[Beat]:
+def beats(phases: list[tuple[Phase, int, float]], sent: float = 1.0) -> list[Heartbeat]:
     """One beat of each rank: its phase, the phases entered, and its age."""
-    return [Beat(sent, *phase, f"rank {rank}") for rank, phase in enumerate(phases)]
+    return [Heartbeat(sent, *phase, f"rank {rank}") for rank, phase in enumerate(phases)]
 
 
-def judge_of(**changes: Any) -> Judge:
+def judge_of(**changes: Any) -> HangDetector:
     clock = PhaseClock()
     clock.num_steps = 60
-    return Judge(small_run(**changes).parallel, clock)
+    return HangDetector(small_run(**changes).parallel, clock)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_the_rank_that_is_behind_for_too_long_is_named(phases: list, expected: s
 
 def test_automatic_limit_is_twenty_steps_and_at_least_five_minutes() -> None:
     clock = PhaseClock()
-    judge = Judge(small_run().parallel, clock)
+    judge = HangDetector(small_run().parallel, clock)
     clock.end_step(1000.0)  # the first step, in which kernels are tuned
     clock.end_step(2.0)
     assert judge.step_s() == 300.0

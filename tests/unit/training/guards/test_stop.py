@@ -14,16 +14,16 @@ from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, messages_from
 
-from patch.distributed.worker_process import LAUNCHER
+from patch.launch.worker_process import LAUNCHER
 from patch.training.guards import stop
-from patch.training.hooks import TrainerHook
+from patch.training.hooks.hook import TrainerHook
 from patch.training.trainer import Trainer
 
 NUM_STEPS = 400
 
 
 class Asking(TrainerHook):
-    """After step 2 the last rank gets a signal, or somebody writes the stop file."""
+    """After step 2 the last rank gets a signal, or the user creates the stop file."""
 
     def __init__(self, number: int | None, file: Path | None) -> None:
         self._number, self._file = number, file

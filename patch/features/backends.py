@@ -1,0 +1,259 @@
+"""Kernel selection: one table with the kernel of each operation, for the model, the plan and the log.
+
+`choose_backends` depends on the installed libraries, the GPU and the run. The rules refuse an impossible
+choice; `auto` takes the fastest kernel that is installed and allowed. Facts behind the attention order:
+
+    Hopper           cuDNN is 1.7 to 2.3 x as fast as FlashAttention-2 (huggingface/transformers#48163);
+                     FlashAttention-3 is 1.14 x as fast as cuDNN (toolkits/benchmarks/RESULTS.md, 26 Nov 2026)
+    Ampere, Ada      FlashAttention-2 is at least as fast as cuDNN (huggingface/transformers#48163)
+    determinism      cuDNN is never deterministic, and torch knows it; FlashAttention-2 and -3 can be
+    FlashAttention-3 Hopper only; replaces FlashAttention-2 in torch's SDPA, varlen_attn and ring attention
+    ring attention   uses cuDNN if it is first in the order, but not for packed rows and windows: cuDNN builds
+                     a plan for each shape, and these have many shapes
+
+Not used even if installed: flash-attn 2, because torch includes its kernels; and liger-kernel. Its SwiGLU
+takes gate and up, and its RoPE q and k, as separate tensors, not as slices of the merged projections. Its
+loss needs the whole vocabulary on a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from patch.config.choices import PRECISIONS, Precision
+from patch.config.positions import where
+from patch.config.schema import ModelConfig, RunConfig
+from patch.device import MachineFacts
+from patch.families import TransformerImpl, traits_of
+from patch.families.adapters import are_experts_single
+from patch.features.table import CONFLICTS, ENGINE, WITHOUT_TP_OVERLAP
+
+FP8_MULTIPLE = 16
+"""fp8 matmuls on CUDA need sizes that are multiples of this. CPU runs too: they may resume on a GPU."""
+
+
+def why_not_transformer_engine(config: RunConfig) -> str:
+    """Return the setting that Transformer Engine's layers do not support, or "" if there is none."""
+    whys = (each.why(config) for each in CONFLICTS if each.refused is ENGINE and each.other.is_on(config))
+    return next(whys, _fp8_obstacle(config) if config.is_fp8 else "")
+
+
+def can_overlap_tp_comm(config: RunConfig) -> bool:
+    """Return whether TP communication can overlap matmuls, in chunks; only our own layers can."""
+    is_idle = any(each.is_on(config) for each in (ENGINE, *WITHOUT_TP_OVERLAP))
+    return config.parallel.tensor_model_parallel_size > 1 and not is_idle
+
+
+def _fp8_obstacle(config: RunConfig) -> str:
+    training, parallel = config.training, config.parallel
+    if training.cpu_offloading or training.recompute_granularity == "auto":
+        flag = "cpu_offloading" if training.cpu_offloading else "recompute_granularity"
+        return f"{where(flag)}: Transformer Engine would offload its fp8 weights with the activations"
+    most_in_bf16 = config.model.num_layers // parallel.pipeline_model_parallel_size
+    if max(config.bf16_ends) > most_in_bf16:
+        return (
+            f"{where('first_last_layers_bf16')}: at most {most_in_bf16} of the first and of the last layers"
+        )
+    tokens = config.sample_length * training.micro_batch_size // parallel.context_parallel_size
+    if parallel.sequence_parallel:
+        tokens //= parallel.tensor_model_parallel_size
+    if tokens % FP8_MULTIPLE:
+        needs = f"its fp8 matmuls need a multiple of {FP8_MULTIPLE}"
+        return f"a rank has {tokens} tokens of a micro-batch, {needs}"
+    return ""
+
+
+SdpaKernel = Literal["flash", "cudnn", "efficient", "math"]
+
+_HOPPER = 9
+_CUDNN_FIRST = (9, 10)
+"""Major compute capabilities where cuDNN is torch's fastest attention: Hopper and server Blackwell."""
+
+
+class KernelChoice(NamedTuple):
+    """One row of the kernel table."""
+
+    operation: str
+    by: str
+    reason: str = ""
+    """Why a faster kernel is not used, or "" if there is no reason to log."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.by}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Kernels of a model's operations on one device."""
+
+    transformer_impl: TransformerImpl
+    sdpa: tuple[SdpaKernel, ...]
+    """SDPA kernels in order of preference on CUDA; empty on a CPU, which has a single kernel."""
+    has_flash_attention_3: bool
+    """Whether flash-attn 3 replaces torch's FlashAttention-2."""
+    is_fused: bool
+    """Whether RoPE, activations and loss use the kernels of `patch/model/kernels`, not torch operations."""
+    is_grouped: bool
+    """Whether a layer's experts use torch's grouped matmul, not one matmul per expert."""
+    choices: tuple[KernelChoice, ...]
+
+    @property
+    def line(self) -> str:
+        """The table in one line, for the log."""
+        return "; ".join(map(str, self.choices))
+
+
+def choose_backends(
+    config: RunConfig, machine: MachineFacts, *, faulty: Collection[SdpaKernel] = ()
+) -> Backends:
+    """Choose the kernels for a model that the rules have accepted.
+
+    Args:
+        machine: device and installed libraries; without GPUs the model runs on the CPU.
+        faulty: attention kernels that do not work on this machine.
+    """
+    model = config.model
+    is_cuda = bool(machine.cuda_devices)
+    is_aligned = model.precision_align is not None
+    impl: TransformerImpl = model.transformer_impl or "local"
+    has_fa3 = is_cuda and not is_aligned and _takes_flash_attention_3(model, machine)
+    order = _sdpa_order(config, machine, has_fa3) if is_cuda else ()
+    sdpa = tuple(kernel for kernel in order if kernel not in faulty)
+    is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
+    is_grouped = not is_aligned and _groups_products(config, machine)
+    backends = Backends(impl, sdpa, has_fa3, is_fused, is_grouped, ())
+    choices = _kernel_table(backends, config, machine)
+    return dataclasses.replace(backends, choices=tuple(choices))
+
+
+def resolve_transformer_impl(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Replace `--transformer-impl auto` by Transformer Engine if it is installed and possible, else by local.
+
+    All machines are assumed to be equal to `machine`. Return the run, and a log line if Transformer Engine is
+    installed but not used.
+    """
+    if config.model.transformer_impl is not None:
+        return config, []
+    obstacle = no_transformer_engine(config, machine)
+    impl: TransformerImpl = "local" if obstacle else "transformer_engine"
+    model = dataclasses.replace(config.model, transformer_impl=impl)
+    is_said = obstacle and machine.cuda_devices and "transformer_engine" in machine.libraries
+    return dataclasses.replace(config, model=model), (
+        [f"--transformer-impl auto: local, because {obstacle}"] if is_said else []
+    )
+
+
+def no_transformer_engine(config: RunConfig, machine: MachineFacts) -> str:
+    """Return why a run's layers cannot be Transformer Engine's, or "" if they can."""
+    if not machine.cuda_devices:
+        return "Transformer Engine needs a GPU, and this machine has none"
+    if "transformer_engine" not in machine.libraries:
+        return "it is not installed: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    return why_not_transformer_engine(config)
+
+
+def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
+    return (
+        "flash_attn_3" in machine.libraries
+        and machine.compute_capability[0] == _HOPPER
+        and model.attention_backend in ("auto", "flash", "fused")
+    )
+
+
+def _groups_products(config: RunConfig, machine: MachineFacts) -> bool:
+    """Off Hopper, grouped matmuls are slow, or wrong for experts without tokens (Blackwell)."""
+    if config.model.num_experts is None or are_experts_single(config.model, config.adapter):
+        return False
+    is_hopper = bool(machine.cuda_devices) and machine.compute_capability[0] == _HOPPER
+    return is_hopper and PRECISIONS[config.training.precision].kept_as == "bf16"
+
+
+def _sdpa_order(config: RunConfig, machine: MachineFacts, has_fa3: bool) -> tuple[SdpaKernel, ...]:
+    """The last two kernels support fp32 and odd head sizes, not grouped heads; math stores all scores."""
+    wish = config.model.attention_backend
+    if wish == "unfused":
+        return ("math",)
+    is_cudnn_fast = machine.compute_capability[0] in _CUDNN_FIRST and not has_fa3
+    if config.training.deterministic_mode:
+        return ("flash", "efficient", "math")
+    if wish == "fused" or is_cudnn_fast:
+        return ("cudnn", "flash", "efficient", "math")
+    return ("flash", "cudnn", "efficient", "math")
+
+
+def _kernel_table(backends: Backends, config: RunConfig, machine: MachineFacts) -> Iterator[KernelChoice]:
+    model, precision = config.model, config.training.precision
+    if model.precision_align is not None:
+        yield KernelChoice("all of a layer", "transformers' operations", "--precision-align")
+        yield KernelChoice("loss", "torch's, from logits")
+        return
+    is_cuda, is_engine = bool(machine.cuda_devices), backends.transformer_impl == "transformer_engine"
+    yield _attention(backends, config, machine)
+    if is_cuda:
+        yield _packed_rows(backends, model, precision)
+    traits = traits_of(model)
+    norm = "rms_norm" if traits.normalization == "RMSNorm" else "layer_norm"
+    yield KernelChoice("norm", "Transformer Engine" if is_engine else f"torch's {norm}")
+    missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
+    activations = {(True, "silu"): "SwiGLU", (False, "gelu_pytorch_tanh"): "bias and GELU"}
+    fused = activations.get((traits.gated_linear_unit, traits.activation))
+    if not traits.has_rope:
+        yield KernelChoice("ALiBi", "channels of queries and keys, in the same kernel")
+    for operation in filter(None, ("RoPE" if traits.has_rope else None, fused)):
+        yield KernelChoice(
+            operation, "one Triton kernel" if backends.is_fused else "torch operations", missing
+        )
+    yield _products(is_engine, precision, machine)
+    if model.num_experts is not None and is_cuda:
+        why = "" if backends.is_grouped else "grouped ones need bf16 on Hopper, and no adapters"
+        yield KernelChoice("products of experts", f"torch, {'one by one' if why else 'grouped'}", why)
+    chunks = "chunks of tokens, without all logits"
+    yield KernelChoice("loss", f"{chunks}, in two Triton kernels" if backends.is_fused else chunks, missing)
+    yield KernelChoice("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")
+
+
+def _attention(backends: Backends, config: RunConfig, machine: MachineFacts) -> KernelChoice:
+    cp_size = config.parallel.context_parallel_size
+    flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
+    reasons = []
+    if not machine.cuda_devices:
+        return KernelChoice("attention", "torch's SDPA")
+    if backends.transformer_impl == "transformer_engine" and config.model.attention_backend != "local":
+        if cp_size == 1:
+            return KernelChoice("attention", "Transformer Engine")
+        reasons.append("Transformer Engine's is not used with context parallelism")
+    if machine.compute_capability[0] == _HOPPER and "flash_attn_3" not in machine.libraries:
+        reasons.append("flash-attn 3 is not installed")
+    if config.training.deterministic_mode:
+        reasons.append("cuDNN is not deterministic")
+    names = {"flash": flash, "cudnn": "cuDNN", "efficient": "memory-efficient SDPA", "math": "all scores"}
+    order = backends.sdpa
+    if cp_size > 1 and config.parallel.cp_comm_type == "p2p":
+        is_last = order[:1] != ("cudnn",)  # ring attention never falls back to cuDNN
+        order = tuple(kernel for kernel in order if not (kernel == "cudnn" and is_last))
+    if config.training.precision == "fp32":
+        order = tuple(kernel for kernel in order if kernel not in ("flash", "cudnn"))
+        reasons.append("the others take no fp32")
+    return KernelChoice(
+        "attention", ", else ".join(names[kernel] for kernel in order[:2]), ", ".join(reasons)
+    )
+
+
+def _packed_rows(backends: Backends, model: ModelConfig, precision: Precision) -> KernelChoice:
+    operation = "packed rows and windows"
+    if model.attention_backend == "unfused" or precision == "fp32":
+        return KernelChoice(operation, "sequence by sequence", "the one kernel takes fp16 and bf16")
+    flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
+    return KernelChoice(operation, f"torch's varlen_attn by {flash}")
+
+
+def _products(is_engine: bool, precision: Precision, machine: MachineFacts) -> KernelChoice:
+    """Return the row of the linear layers (matmuls)."""
+    if is_engine:
+        return KernelChoice("products", "Transformer Engine")
+    what = "torch's scaled products" if PRECISIONS[precision].is_fp8 else "torch"
+    is_missing = machine.cuda_devices and "transformer_engine" not in machine.libraries
+    return KernelChoice("products", what, "Transformer Engine is not installed" if is_missing else "")

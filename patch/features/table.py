@@ -1,0 +1,198 @@
+"""The features of a run, and the pairs that exclude each other: `CONFLICTS` is the only place where two meet.
+
+Rules (patch/checks), `--transformer-impl auto` and `can_overlap_tp_comm` (backends.py), the planner's search,
+the tables of guides and the rules of tests/covered_layouts.md read it. Rules about sizes are in patch/checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, NoReturn
+
+from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.positions import refuse, where
+from patch.config.schema import RunConfig
+from patch.families import traits_of
+from patch.families.adapters import adapts_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A feature that a run may use."""
+
+    name: str
+    field: str
+    """The field that turns it on; refusals name it."""
+    off: str
+    """The values of `field` without the feature, in words."""
+    on: str | bool | None = None
+    """The value of `field` that turns it on; None: all but the default."""
+    condition: Callable[[RunConfig], bool] = lambda run: True
+    """A further condition."""
+    choice: Literal["beside", "or", "shape"] = "beside"
+    """How another feature's refusal mentions it: as given, as another way out, or (a model's shape) not."""
+
+    def is_on(self, config: RunConfig) -> bool:
+        """Return whether a run uses the feature."""
+        value = value_of(config, self.field)
+        has_value = value != FIELDS[self.field].default if self.on is None else value == self.on
+        return has_value and self.condition(config)
+
+    def text(self, config: RunConfig) -> str:
+        """Return its value in words."""
+        value = scalar_of(config, self.field)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Conflict(NamedTuple):
+    """Two features that no run can have together."""
+
+    refused: Feature
+    """The feature whose field a refusal names."""
+    other: Feature
+    reason: str
+    """A format of the RunConfig `run`."""
+    instead: str | None = None
+    """Legal values; None: those of `refused`, and how `other` is chosen."""
+
+    def is_met(self, config: RunConfig) -> bool:
+        """Return whether a run has both features."""
+        return self.refused.is_on(config) and self.other.is_on(config)
+
+    def why(self, config: RunConfig) -> str:
+        """Return the reason."""
+        return self.reason.format(run=config)
+
+    def refuse(self, got: object, given: str, why: str) -> NoReturn:
+        """Raise the ConfigError of two values in words: of the refused feature, and of the other."""
+        flag = where(self.other.field)
+        endings = {
+            "beside": f" beside {flag}" + ("" if given == "true" else f" {given}"),
+            "or": f", or {self.other.off} at {flag}",
+            "shape": "",
+        }
+        refuse(self.refused.field, got, self.instead or self.refused.off + endings[self.other.choice], why)
+
+
+def _has_experts(run: RunConfig) -> bool:
+    return run.model.num_experts is not None
+
+
+_16_BITS = "bf16, fp16 or fp32"
+
+LORA = Feature("LoRA", "lora_rank", "0")
+NF4 = Feature("nf4 weights (QLoRA)", "quantize_base", "none")
+LORA_OF_EXPERTS = Feature("LoRA of experts", "lora_rank", "0",
+                          condition=lambda run: adapts_experts(run.model, run.adapter))
+DECOUPLED_LR = Feature("--decoupled-lr", "decoupled_lr", "none")
+FP8 = Feature("fp8", "precision", _16_BITS, on="fp8")
+FP32 = Feature("fp32", "precision", "bf16, fp16 or fp8", on="fp32")
+FP8_GATHER = Feature("fp8 gathers of weights", "fp8_param_gather", "false")
+ALIGNMENT = Feature("--precision-align", "precision_align", "none", choice="or")
+EXPERTS = Feature("experts", "num_experts", "0", choice="shape")
+EXPERT_PARALLEL = Feature("EP", "expert_model_parallel_size", "1", condition=_has_experts)
+TP_OF_EXPERTS = Feature("TP with experts", "tensor_model_parallel_size", "1", condition=_has_experts)
+CAPACITY = Feature("expert capacity", "moe_expert_capacity_factor", "0", condition=_has_experts)
+LATENTS = Feature("latent attention", "kv_lora_rank", "0", choice="shape")
+QKV_BIAS = Feature("biases of q, k and v", "add_qkv_bias", "false")
+QK_NORM = Feature("norms of heads", "qk_layernorm", "false")
+WINDOW = Feature("sliding window", "window_size", "none")
+ROPE_SCALING = Feature("scaled RoPE", "use_rope_scaling", "false")
+OTHER_LAYERS = Feature("layers unlike LLaMA's", "model_type", "auto", choice="shape",
+                       condition=lambda run: not traits_of(run.model).is_llama_like)
+ALIBI = Feature("ALiBi", "model_type", "auto", choice="shape",
+                condition=lambda run: not traits_of(run.model).has_rope)
+ONE_ORDER = Feature("layers unlike LLaMA's and BLOOM's", "model_type", "auto", choice="shape",
+                    condition=lambda run: OTHER_LAYERS.is_on(run) and not traits_of(run.model).is_bloom_like)
+CP = Feature("CP", "context_parallel_size", "1")
+TP_OVERLAP = Feature("TP overlap", "tp_comm_overlap", "false", on=True,
+                     condition=lambda run: run.parallel.tensor_model_parallel_size > 1)
+INSTANCES = Feature("several optimizer instances", "num_distributed_optimizer_instances", "1")
+HOST_STATES = Feature("offload of optimizer states", "optimizer_offload_policy", "false")
+HOST_WEIGHTS = Feature("offload of weights", "cpu_offloading_weights", "false")
+HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false")
+AUTO_RECOMPUTE = Feature("AC=auto", "recompute_granularity", "none, selective or full", on="auto")
+FULL_RECOMPUTE = Feature("AC=full of all layers", "recompute_method", "block", on="uniform",
+                         condition=lambda run: run.training.recompute_granularity == "full")
+ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine")
+
+_LATENT = f"it is not supported with latent attention ({where('kv_lora_rank')})"
+_ITS = "{run.model.model_type}'s layers have"
+_ONE_PROCESS = "transformers sums the outputs of a token's experts in one process"
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(ENGINE, ALIGNMENT, "--precision-align computes in transformers' order of operations"),
+    Conflict(ENGINE, EXPERTS, "experts exist only in our own layers"),
+    Conflict(ENGINE, LORA, "adapters exist only in our own layers"),
+    Conflict(ENGINE, LATENTS, "latent attention exists only in our own layers"),
+    Conflict(ENGINE, OTHER_LAYERS,
+             "its layers are built for LLaMA's parts, and {run.model.model_type} has others"),
+    Conflict(ENGINE, FP32, f"{where('precision')} fp32: Transformer Engine multiplies float32 in TF32"),
+    Conflict(ENGINE, TP_OVERLAP,
+             "--tp-comm-overlap needs our own layers; Transformer Engine's need user buffers for it"),
+    Conflict(ENGINE, FP8_GATHER, f"{where('fp8_param_gather')} needs our own layers"),
+    Conflict(LATENTS, OTHER_LAYERS, f"{_ITS} no RoPE that could be a part of a head"),
+    Conflict(QKV_BIAS, LATENTS, _LATENT),
+    Conflict(QK_NORM, LATENTS, _LATENT),
+    Conflict(WINDOW, LATENTS, _LATENT),
+    Conflict(FP8, LATENTS, "latent attention has no fp8 matmuls yet"),
+    Conflict(NF4, LATENTS, _LATENT),
+    Conflict(ROPE_SCALING, ALIBI, f"{_ITS} ALiBi instead of RoPE"),
+    Conflict(QKV_BIAS, OTHER_LAYERS, f"{_ITS} biases anyway"),
+    Conflict(QK_NORM, OTHER_LAYERS, f"{_ITS} no RMSNorm of heads"),
+    Conflict(ALIGNMENT, ONE_ORDER,
+             f"{_ITS} one order of operations, within 1e-4 of transformers' logits in fp32"),
+    Conflict(AUTO_RECOMPUTE, ALIGNMENT, "the plan has no memory model for --precision-align"),
+    Conflict(HOST_ACTIVATIONS, AUTO_RECOMPUTE, "--recompute-granularity auto chooses the layers itself",
+             "false, or --recompute-granularity none or selective"),
+    Conflict(FULL_RECOMPUTE, HOST_ACTIVATIONS,
+             "it recomputes all layers, so no layer is left for --cpu-offloading",
+             "block, or --recompute-granularity selective or none"),
+    Conflict(FP8, ALIGNMENT, "transformers' order of operations has no fp8 matmuls"),
+    Conflict(HOST_STATES, FP8_GATHER,
+             "fp8 scales are computed after the GPU's update, and a host updates its weights later"),
+    Conflict(CP, ALIGNMENT,
+             "transformers sums the scores of a whole sequence in one process, parts of it have other bits"),
+    Conflict(FP8, EXPERTS, "experts have no fp8 matmuls yet"),
+    Conflict(EXPERT_PARALLEL, ALIGNMENT, _ONE_PROCESS),
+    Conflict(TP_OF_EXPERTS, ALIGNMENT, _ONE_PROCESS),
+    Conflict(CAPACITY, ALIGNMENT, "in transformers no expert is full"),
+    Conflict(INSTANCES, EXPERT_PARALLEL,
+             "an instance holds all experts, which are distributed over more ranks"),
+    Conflict(INSTANCES, HOST_WEIGHTS, "instances sum gradients on the device, but gradients of offloaded "
+             "weights are in host memory"),
+    Conflict(ALIGNMENT, LORA_OF_EXPERTS,
+             "PEFT adds adapters of experts to their weights: they have no matmuls of their own",
+             f"none, or targets at {where('lora_target_modules')} that are not of experts"),
+    Conflict(FP8_GATHER, LORA, "the fp8 weights are frozen, so they are never all-gathered"),
+    Conflict(DECOUPLED_LR, LORA, "embedding and output layer are not trained"),
+    Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
+    Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),
+)  # fmt: skip
+"""All conflicts, each once, in the order in which they are refused."""
+
+WITHOUT_TP_OVERLAP = {
+    ALIGNMENT: f" with {where('precision_align')}",
+    FP8: " on layers with fp8 matmuls",
+    NF4: " on nf4 weights",
+}
+"""Features on whose layers TP overlap has no effect, and the end of the sentence that says so."""
+
+
+def refuse_conflicts(config: RunConfig) -> None:
+    """Refuse the first conflict of a run.
+
+    Raises:
+        ConfigError: the run has two features that exclude each other.
+    """
+    for conflict in CONFLICTS:
+        if conflict.is_met(config):
+            got, given = conflict.refused.text(config), conflict.other.text(config)
+            conflict.refuse(got, given, conflict.why(config))
+
+
+def refuse_pair(refused: Feature, other: Feature, got: object) -> NoReturn:
+    """Raise the ConfigError of a conflict with a flag that is true, where there is no RunConfig."""
+    conflict = next(each for each in CONFLICTS if each[:2] == (refused, other))
+    conflict.refuse(got, "true", conflict.reason)

@@ -1,0 +1,1 @@
+"""Attention: core attention, RoPE and ALiBi, latent attention, context parallelism."""

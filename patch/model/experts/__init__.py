@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: router, dispatcher, shared and grouped experts."""

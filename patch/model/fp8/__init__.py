@@ -1,0 +1,1 @@
+"""fp8 products: scales, casts, kernels, and Transformer Engine's scales."""

@@ -1,0 +1,1 @@
+"""Layers with the order of operations of Hugging Face transformers (--precision-align)."""

@@ -1,0 +1,1 @@
+"""Buffer groups, buckets of gradients, and flat parameters that are gathered after an update."""

@@ -1,0 +1,108 @@
+"""Buffers in host memory that updates of chunks on the host need in addition to the chunks' states."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from patch.memory import HOST, Allocator, Event, OffloadDevice
+from patch.optimizer.kernels.low_bit_moments import bytes_of, elements_of
+from patch.optimizer.states.chunk import BucketShard, Chunk
+
+# The largest share of the chunks on the host that is updated speculatively.
+_SPECULATIVE_SHARE = 0.5
+# The largest share of the chunks on the host that have input buffers. Copies run in the order of backward.
+# With more buffers the gradient that is needed first is copied last, and the host waits for it.
+_INPUT_SHARE = 0.35
+# The shares of the host memory without states that shadows and input buffers may take.
+_SHADOW_MEMORY_SHARE = 0.5
+_INPUT_MEMORY_SHARE = 0.25
+# The least number of input buffers, and the number of in-place outputs: one is in use, one is copied.
+_NUM_ALWAYS = 2
+
+
+class InputBuffers:
+    """Pinned copies of the gradients, and parameters, that the update of one chunk reads."""
+
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.grad = device.allocate_pinned(size, like.grad.dtype)
+        is_master = like.param.dtype != torch.float16
+        self.param = device.allocate_pinned(size, like.param.dtype) if is_master else None
+        """Parameters that are masters (fp32) or the high bits of masters (bf16); None for fp16."""
+
+
+class OutputBuffers:
+    """Pinned buffers that the update of one chunk writes."""
+
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.param = device.allocate_pinned(size, like.param.dtype)
+        self.shadow: dict[str, Chunk] = {}
+        """The new states of a speculative update; empty if updates overwrite the old states."""
+        self.copied: Event | None = None
+        """An event at the end of the last copies from `param` to the device, or None."""
+
+
+class HostBuffers:
+    """Pools of input and output buffers.
+
+    Args:
+        size: elements of a chunk.
+        dtypes: dtypes of the states of a chunk.
+        like: a bucket shard; all shards have the same dtypes of gradients and parameters.
+        spare_bytes: host memory of this process without the states.
+        memory: memory of the states of speculative updates.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtypes: Mapping[str, torch.dtype],
+        like: BucketShard,
+        device: OffloadDevice,
+        spare_bytes: int,
+        memory: Allocator = HOST,
+    ) -> None:
+        self._size, self._dtypes, self._like, self._device = size, dtypes, like, device
+        self._memory = memory
+        grad_bytes, param_bytes = like.grad.dtype.itemsize, like.param.dtype.itemsize
+        state_bytes = bytes_of(dtypes) if memory is HOST else 0
+        shadow_bytes = size * (param_bytes + state_bytes)
+        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes / shadow_bytes)
+        input_bytes = size * (grad_bytes + param_bytes)
+        self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * spare_bytes) // input_bytes
+        self.inputs: deque[InputBuffers] = deque()
+        """Input buffers that no update uses."""
+        self.outputs: list[OutputBuffers] = []
+        """Outputs of in-place updates, which use them in turn."""
+        self.shadow_outputs: deque[OutputBuffers] = deque()
+        """Outputs of speculative updates that no update of this step uses."""
+
+    def resize(self, num_chunks: int) -> None:
+        """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
+        while len(self.outputs) < min(_NUM_ALWAYS, num_chunks):
+            self.outputs.append(self._make_outputs())
+        most = max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE))
+        num_inputs = min(num_chunks, most, self._max_inputs)
+        while len(self.inputs) > num_inputs:
+            self.inputs.pop()
+        while len(self.inputs) < num_inputs:
+            self.inputs.append(InputBuffers(self._size, self._like, self._device))
+        num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), self._max_shadows)
+        while len(self.shadow_outputs) > num_shadows:
+            self.shadow_outputs.pop()
+        while len(self.shadow_outputs) < num_shadows:
+            outputs = self._make_outputs()
+            outputs.shadow = self.make_states(self._memory)
+            self.shadow_outputs.append(outputs)
+
+    def make_states(self, memory: Allocator) -> dict[str, Chunk]:
+        """Allocate buffers in `memory` for the states of any chunk."""
+        return {
+            name: Chunk(self._size // elements_of(name), memory, dtype)
+            for name, dtype in self._dtypes.items()
+        }
+
+    def _make_outputs(self) -> OutputBuffers:
+        return OutputBuffers(self._size, self._like, self._device)

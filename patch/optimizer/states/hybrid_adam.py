@@ -1,0 +1,301 @@
+"""HybridAdam: optimizer states in chunks on device and host, and their Adam update.
+
+It runs no communication. The caller reports when the gradient of a bucket shard is final (`grad_ready`), and
+waits for the shard's new parameters (`wait_for_update`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from patch.compat.torch_internals import region
+from patch.config.choices import MOMENT_BLOCK
+from patch.config.schema import OptimizerConfig
+from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator, write_values
+from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.param_groups import ParamGroup
+from patch.optimizer.schedule import group_rates
+from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
+from patch.optimizer.states.disk_update import DiskUpdates
+from patch.optimizer.states.host_update import HostUpdates, adam_states
+from patch.optimizer.states.offload import Offload, Placement
+
+_MASTERS = {
+    torch.float32: {},
+    torch.bfloat16: {"master_low": torch.int16},
+    torch.float16: {"master": torch.float32},
+}
+"""States of a parameter's fp32 master, by the parameter's dtype. An fp32 parameter is its own master, a bf16
+parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a separate master."""
+
+
+def state_dtypes(config: OptimizerConfig, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the names and dtypes of the states of parameters of some dtype."""
+    moments = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+    scaled = [name for name, dtype in moments.items() if dtype == torch.uint8]
+    return moments | {scale_name(name): torch.float32 for name in scaled} | _MASTERS[param_dtype]
+
+
+class OptimizerReport(NamedTuple):
+    """Where optimizer states are on this rank, and the cost of offload."""
+
+    num_chunks: int
+    chunk_numel: int
+    host_bytes: int
+    device_bytes: int
+    """Bytes of states in host memory, and on the device."""
+    offload_fraction: float
+    """Share of the elements whose states are not on the device."""
+    host_busy_s: float
+    host_wait_s: float
+    """Seconds since the start that the host updated chunks, and that other threads waited for the host."""
+    largest_peak: int
+    """The peak device bytes that `record_memory` ever saw."""
+    disk_bytes: int = 0
+    """Bytes of states on the host's disk."""
+    disk_moved_bytes: int = 0
+    disk_wait_s: float = 0.0
+    """Bytes that updates read from and wrote to the disk since the start, and seconds waited for the disk."""
+
+
+class HybridAdam:
+    """Adam states of this rank's bucket shards.
+
+    Args:
+        shards: the bucket shards in the order of backward; their tensors are not moved.
+        groups: the parameter groups, to which the ranges of shards refer by index.
+        offload: how states are offloaded, which needs one dtype of parameters; None: no state leaves the
+            device.
+        fixed_bytes: bytes of parameters and gradients on the device.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[BucketShard],
+        config: OptimizerConfig,
+        groups: Sequence[ParamGroup],
+        offload: Offload | None = None,
+        fixed_bytes: int = 0,
+    ) -> None:
+        self.shards, self._config, self._groups = shards, config, groups
+        self.step_count = 0
+        self.dtypes: dict[str, torch.dtype] = {}
+        """The dtype of each state, by its name; parameters of one dtype have only some of the states."""
+        for shard in shards:
+            self.dtypes |= self.state_dtypes(shard.param.dtype)
+        on_device = (shard.grad.device for shard in shards if not shard.is_on_host)
+        device = next(on_device, torch.device("cpu"))
+        self._kernel = _device_kernel(device, offload)
+        allocator = offload.device if offload else TorchAllocator(device)
+        copier = StagedCopier(offload.device) if offload else None
+        places = (offload.disk, offload.host_state_bytes) if offload else ()
+        chunk_size = _chunk_size(shards, offload)
+        if torch.uint8 in self.dtypes.values():  # a chunk ends at the end of a block
+            chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
+        self.manager = ChunkManager(chunk_size, allocator, copier, *places)
+        self._chunks_of = self._register(shards, are_moved=offload is not None)
+        self._all_updates = self._build_host_updates(offload) if offload else []
+        self.host_updates, self.disk_updates = (*self._all_updates, None, None)[:2]
+        """Updates of chunks in host memory, and of chunks on disk; None if there are none."""
+        self._disk = offload.disk if offload else None
+        self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
+        self.placement.before_move.append(self.cancel_step)
+        self.manager.allocate(self.state_dtypes)
+        self._scalars: list[AdamScalars] | None = None
+        self._shards_awaited: dict[StateChunk, set[int]] = {}
+        """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
+        self._reductions: dict[StateChunk, list[Joinable]] = {}
+        """Reductions of each chunk's shards that were reported. Buffer groups have separate communicators, so
+        the last reduction to start may not be the last to end."""
+        self._resize_host_buffers()
+        self.copy_model_params_to_main_params()
+
+    def state_dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the names and dtypes of the states of parameters of some dtype."""
+        return state_dtypes(self._config, param_dtype)
+
+    def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
+        for index, shard in enumerate(shards):
+            for range_ in shard.ranges:
+                # Only updates during backward need separate chunks.
+                needs_own_chunk = range_.needs_extra_reduction and are_moved
+                elements = range_._replace(needs_extra_reduction=needs_own_chunk)
+                self.manager.register(index, elements, shard.param.dtype)
+        self.manager.finish_registration()
+        chunks_of: list[list[StateChunk]] = [[] for _ in shards]
+        for chunk in self.manager.chunks:
+            chunk.stays_on_host = any(shards[range_.shard].is_on_host for range_ in chunk.ranges)
+            for index in sorted({range_.shard for range_ in chunk.ranges}):
+                chunks_of[index].append(chunk)
+        return chunks_of
+
+    def _build_host_updates(self, offload: Offload) -> list[HostUpdates]:
+        size = self.manager.size
+        host_bytes = int(size * bytes_of(self.dtypes)) * len(self.manager.chunks)
+        state_bytes = min(host_bytes, offload.host_state_bytes)
+        there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
+        spare_bytes = max(0, offload.host_bytes - there - state_bytes)
+        common = self.shards, self.dtypes, size, offload.device
+        if offload.disk is None:
+            return [HostUpdates(*common, spare_bytes)]
+        spare_bytes //= 2
+        return [HostUpdates(*common, spare_bytes), DiskUpdates(*common, spare_bytes, offload.disk)]
+
+    def _resize_host_buffers(self) -> None:
+        for updates in self._all_updates:
+            updates.resize_buffers(len(self._chunks_of_updates(updates)))
+
+    def _chunks_of_updates(self, updates: HostUpdates) -> list[StateChunk]:
+        on_disk = updates is self.disk_updates
+        return [chunk for chunk in self._chunks_on_host() if chunk.is_on_disk == on_disk]
+
+    def _chunks_on_host(self) -> list[StateChunk]:
+        return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
+
+    def copy_model_params_to_main_params(self) -> None:
+        """Set the masters to the model's parameters; call it after parameters were loaded into the model."""
+        for chunk in self.manager.chunks:
+            chunk.wait_for_transfer()
+            if "master_low" in chunk.states:
+                write_values(chunk.states["master_low"].data, torch.zeros((), dtype=torch.int16))
+            if "master" in chunk.states:
+                for r in chunk.ranges:
+                    master = chunk.states["master"].data[r.in_chunk]
+                    write_values(master, self.shards[r.shard].param[r.in_shard])
+
+    def report(self) -> OptimizerReport:
+        """Report where states are, and the cost of offload."""
+        disk_bytes = self.manager.disk_bytes
+        return OptimizerReport(
+            num_chunks=len(self.manager.chunks),
+            chunk_numel=self.manager.size,
+            host_bytes=self.manager.total_bytes(on_host=True) - disk_bytes,
+            device_bytes=self.manager.total_bytes(on_host=False),
+            offload_fraction=self.manager.offload_fraction,
+            host_busy_s=sum(updates.busy_s for updates in self._all_updates),
+            host_wait_s=sum(updates.waited_s for updates in self._all_updates),
+            largest_peak=self.placement.largest_peak,
+            disk_bytes=disk_bytes,
+            disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
+            disk_wait_s=sum(updates.disk_wait_s for updates in self._all_updates),
+        )
+
+    def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:
+        """Begin a step before its backward; `grad_scale` is the factor on gradients that are not clipped."""
+        self.cancel_step()
+        self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
+        for updates in self._all_updates:
+            updates.start_step(self._scalars)
+        self._shards_awaited = {
+            chunk: {range_.shard for range_ in chunk.ranges}
+            for chunk in self._chunks_on_host()
+            if not chunk.needs_extra_reduction
+        }
+
+    def grad_ready(self, index: int, after: Joinable | None = None) -> None:
+        """Report that the gradient of shard `index` is final, except where it needs an extra reduction.
+
+        From now on it may be copied to the host and used in a speculative update. It is final after the work
+        `after`, or without it after the current stream's work.
+        """
+        for chunk in self._chunks_of[index]:
+            awaited = self._shards_awaited.get(chunk)
+            updates = self.disk_updates if chunk.is_on_disk else self.host_updates
+            if updates is not None and awaited:
+                awaited.remove(index)
+                if after is not None:
+                    self._reductions.setdefault(chunk, []).append(after)
+                if not awaited:
+                    updates.grads_ready(chunk, self._reductions.pop(chunk, []))
+
+    def cancel_step(self) -> None:
+        """Cancel the current step: nothing is updated."""
+        self._shards_awaited, self._reductions = {}, {}
+        for updates in self._all_updates:
+            updates.cancel_step()
+
+    def start_update(self, lr: float | Sequence[float], grad_scale: float) -> None:
+        """Start the update when all gradients are final. Chunks on the host are updated in the background.
+
+        Args:
+            grad_scale: factor on the gradients: clipping, and the inverse of fp16's loss scale.
+        """
+        self.step_count += 1
+        self._shards_awaited, self._reductions = {}, {}
+        self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
+        for updates in self._all_updates:
+            updates.start_updates(self._chunks_of_updates(updates)[::-1], self._scalars)
+
+    @torch.no_grad()
+    def update(self, indices: Sequence[int]) -> None:
+        """Update the elements of some shards whose states are on the device; call `start_update` before."""
+        assert self._scalars is not None, "call start_update first"
+        wanted = set(indices)
+        chunks = dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index])
+        items = []
+        for chunk in chunks:
+            if chunk.is_on_host:
+                continue
+            chunk.wait_for_transfer()
+            for r in chunk.ranges:
+                if r.shard not in wanted:
+                    continue
+                shard = self.shards[r.shard]
+                states = adam_states(chunk.states, r.in_chunk, shard.param[r.in_shard])
+                items.append(UpdateItem(shard.grad[r.in_shard], states, self._scalars[r.group], None, r.draw))
+        with region("update of buckets %s", list(indices)):
+            self._kernel.update(items)
+
+    def wait_for_update(self, index: int, *, block: bool) -> bool:
+        """Make the current stream wait for the new parameters of shard `index`.
+
+        Returns:
+            False if the host has not updated the shard yet and `block` is False.
+        """
+        return all(
+            updates.wait_for_update(chunk, block=block)
+            for chunk in self._chunks_of[index]
+            for updates in self._all_updates
+        )
+
+    def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
+
+        They are valid until the next step, or until chunks move. On a disk, use `on_host` and `write_values`.
+        """
+        for chunk in self._chunks_of[index]:
+            yield from chunk.views(name, index, begin, end)
+
+    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[AdamScalars]:
+        return [
+            AdamScalars(
+                lr=rate,
+                beta1=self._config.adam_beta1,
+                beta2=self._config.adam_beta2,
+                eps=self._config.adam_eps,
+                weight_decay=group.weight_decay,
+                step=step,
+                grad_scale=grad_scale,
+                decoupled_weight_decay=self._config.decoupled_weight_decay,
+            )
+            for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True)
+        ]
+
+
+def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
+    numels = [range_.end - range_.begin for shard in shards for range_ in shard.ranges]
+    if offload is None:
+        return max(1, sum(numels))
+    return offload.chunk_size or find_best_chunk_size(numels)
+
+
+def _device_kernel(device: torch.device, offload: Offload | None) -> AdamKernel:
+    """Return the device's kernel; a simulated device differs from the host, so that tests compare both."""
+    if offload is not None and isinstance(offload.device, SimulatedDevice):
+        return NumpyAdam()
+    return adam_kernel(device)

@@ -1,0 +1,1 @@
+"""Units of parameters that are gathered for a pass and freed after it (ZeRO-3)."""
