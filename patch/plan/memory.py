@@ -18,7 +18,9 @@ from patch.plan import parameters
 from patch.plan.parameters import Unit, element_bytes, parameters_of, place_of
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
-"""Share and bytes of a GPU's memory reserved for CUDA, NCCL, cuDNN and fragmentation."""
+"""Share and bytes of a GPU's memory reserved for CUDA, cuDNN, fragmentation and two NCCL communicators."""
+_COMMUNICATOR_BYTES = 700_000_000
+"""Device memory of each further communicator, not measured here: 544 to 688 MB in NVIDIA/nccl#964."""
 
 
 class RankBytes(NamedTuple):
@@ -193,9 +195,22 @@ def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
         return 0
     if machine.cuda_devices:
         usable -= int(usable * _RESERVED_SHARE) + _RESERVED_BYTES
+        usable -= max(0, _communicators(config) - 2) * _COMMUNICATOR_BYTES
     if config.optimizer.optimizer_offload_policy == "auto":
         usable -= config.optimizer.optimizer_offload_auto_threshold
     return max(usable, 1)
+
+
+def _communicators(config: RunConfig) -> int:
+    """NCCL communicators of a rank: of all ranks, of groups, and one for each neighbouring stage."""
+    parallel, experts = config.parallel, config.experts.expert_model_parallel_size * config.etp_size
+    groups = [config.world_size, config.num_weight_copies, parallel.tensor_model_parallel_size]
+    groups += [parallel.context_parallel_size]
+    if config.model.num_experts:
+        groups += [experts, config.num_expert_copies]
+    if config.gathers_weights_per_pass:  # gathers have their own
+        groups.append(config.num_weight_copies)
+    return sum(size > 1 for size in groups) + min(parallel.pipeline_model_parallel_size - 1, 2)
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:

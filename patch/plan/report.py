@@ -42,6 +42,8 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
     if machine is None:  # a GPU that no preset is like
         return [f"planned for this machine and those like it: {facts.cuda_name}", *lines]
     note = "; for other machines: llama-patch plan --machine h100 --nodes 4 -- RUN"
+    if machine.is_gpu and config.optimizer.optimizer_offload_policy:
+        note += "; the host's rates are assumed: llama-patch doctor measures them"
     times = _time(step_time(config, machine), config, machine).lines if machine.is_gpu else ()
     return [machine_line(machine) + note, *lines, *times]
 

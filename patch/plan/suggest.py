@@ -20,6 +20,8 @@ from patch.text import size_text, timed
 _RANK, _NF4 = ("lora_rank", 16), ("quantize_base", "nf4")
 _MOST_CHANGES = 3
 _NUM_SHOWN = 3
+_NVLS = (9, 0)
+"""Compute capability from which NCCL sums in NVLink's switch, with buffers of its own."""
 
 
 def suggest(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[SearchResult]:
@@ -124,6 +126,8 @@ def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
         for change in row.changes(config) if on_device or row.frees_host else ():
             if row.goes_to_host or change.kind not in ways:
                 ways[change.kind] = change.flags
+    if on_device and config.world_size > 1 and machine.compute_capability >= _NVLS:
+        ways["NCCL"] = "NCCL_NVLS_ENABLE=0 in the environment (fewer buffers of NCCL)"
     *others, last = [*ways.values(), *more]
     take = f"take {', '.join(others)}, or {last}" if others else f"take {last}"
     if on_device and (found := suggest(config, machine)):

@@ -29,7 +29,7 @@ HALF_ATTENTION = 768
 512, 450 at 2048, 600 at 8192."""
 BACKWARD_OF_ATTENTION = 2.5
 """FLOPs of attention's backward over its forward: five products, one of which recomputes the scores."""
-LAUNCHES = (25, 50)
+LAUNCHES = (12, 30)
 """Kernels of a layer's forward and backward with fused operations."""
 _OF_PIECE = 6
 """Host cost of sending a piece of a product, in launches: a receive and a send in one batch, two waits, the
@@ -118,7 +118,7 @@ def product_seconds(
     """
     m, n, k = sides
     size, reached = PRECISIONS[precision].factor_bytes, machine.gemm_share(precision)
-    reached *= machine.reached.sustained * min(sides) / (min(sides) + HALF_REACHED)
+    reached *= machine.sustained * min(sides) / (min(sides) + HALF_REACHED)
     memory = size * (m * k + k * n) + written * m * n
     return max(2 * m * n * k / (machine.peak_flops(precision) * reached), memory / machine.memory_rate)
 
@@ -226,7 +226,7 @@ def _attention(config: RunConfig, machine: Machine) -> float:
     precision: Precision = "fp32" if training.precision == "fp32" else "bf16"
     is_ring = parallel.cp_comm_type == "p2p"
     length = config.sample_length / (parallel.context_parallel_size if is_ring else 1)
-    reached = machine.reached.attention_forward * machine.reached.sustained
+    reached = machine.reached.attention_forward * machine.sustained
     rate = machine.peak_flops(precision) * reached
     return flops / (rate * length / (length + HALF_ATTENTION))
 

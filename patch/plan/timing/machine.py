@@ -34,10 +34,9 @@ class Efficiency:
     attention_backward: float = 0.55
     """550 TFLOP/s (the same paper, figure 6), recomputed scores included."""
     sustained: float = 0.85
-    """Share of single kernels' speed that a step reaches: power, and gaps between kernels. With the kernel
-    rates here LLaMA 8B on eight H100s would have 57 % MFU; the best published has 45 to 50 %."""
-    device_bandwidth: float = 0.85
-    """Kernels that read and write large tensors."""
+    """Share of a GPU's speed that it keeps in a run on several nodes, which waits for the slowest of them."""
+    device_bandwidth: float = 0.88
+    """Kernels that read and write large tensors: the update reaches 3.0 of 3.35 TB/s on an H100."""
     node_link: float = 0.78
     """Bus bandwidth of large collectives over NVLink (nccl-tests: 350 of 450 GB/s, A100 230 of 300)."""
     network: float = 0.85
@@ -115,9 +114,14 @@ class Machine:
         return self.reached.gemm_fp8 if PRECISIONS[precision].is_fp8 else self.reached.gemm
 
     @property
+    def sustained(self) -> float:
+        """Share of single kernels' speed that a step reaches."""
+        return self.reached.sustained if self.nodes > 1 else 1.0
+
+    @property
     def memory_rate(self) -> float:
         """Bytes/s of device memory that kernels reach in a step."""
-        return self.device_bandwidth * self.reached.device_bandwidth * self.reached.sustained
+        return self.device_bandwidth * self.reached.device_bandwidth * self.sustained
 
     @property
     def facts(self) -> MachineFacts:
@@ -198,6 +202,9 @@ def _value(name: str, value: Any, annotation: str, origin: str) -> Any:
     return found
 
 
+_HOST_OF_CORE = 15e9
+"""Bytes/s of host memory for each core beside a GPU, of which the optimizer's kernel reaches 9e9: 16 virtual
+cores of Sapphire Rapids reached 150e9 together. A preset's host has more cores than its memory can feed."""
 _CORE_FLOPS, _CORE_BANDWIDTH, _GLOO_LATENCY, _LAUNCH = 80e9, 10e9, 100e-6, 5e-6
 """Rates of a server CPU's core: fp32 products and copies, assumed; `llama-patch doctor` measures them."""
 
@@ -259,6 +266,7 @@ def _like_a_preset(facts: MachineFacts) -> Machine:
     return dataclasses.replace(
         found[0], name=facts.cuda_name, devices_per_node=facts.cuda_devices, host_memory_bytes=host,
         device_memory_bytes=facts.cuda_memory_bytes, host_cores=facts.cpu_cores,
+        host_bandwidth=min(found[0].host_bandwidth, facts.cpu_cores * _HOST_OF_CORE),
     )  # fmt: skip
 
 

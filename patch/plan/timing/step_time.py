@@ -23,15 +23,16 @@ from patch.plan.activations import boundary_bytes
 from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, state_bytes, usable_device_memory, weights_on_host
-from patch.plan.parameters import Unit, element_bytes, parameters_of
+from patch.plan.parameters import Unit, element_bytes, fuses_gradients, parameters_of
 from patch.plan.pipeline import Schedule, Timing, simulate
 from patch.plan.timing import communication as links
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
 from patch.text import timed
 
-_LOGIT_BYTES = 20
-"""Bytes per logit: written, read for maximum and sum, turned into a gradient, read by two products."""
+_LOGIT_BYTES = {True: 6, False: 20}
+"""Bytes per logit outside of products. On a GPU two Triton kernels read it twice and write it once in 16 bits;
+without them it is written, read for maximum and sum, turned into a gradient, and read by two products."""
 
 _SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
 """Backward hides the update of at most half of the host's states, and makes this update take 1.36 times as
@@ -118,21 +119,25 @@ def _loss(config: RunConfig, machine: Machine) -> float:
     sides, sums = (tokens, rows, config.model.hidden_size), links.tp_collective_seconds(config, machine)
     product = product_seconds(machine, precision, sides, element_bytes(precision))
     products = (2 if config.adapter.is_on else 3) * product
-    return products + tokens * rows * _LOGIT_BYTES / machine.memory_rate + 2 * sums
+    return products + tokens * rows * _LOGIT_BYTES[machine.is_gpu] / machine.memory_rate + 2 * sums
 
 
 def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
-    """Forward reads and writes rows; backward computes the whole weight's gradient and accumulates it.
-    Beside adapters there is no backward.
+    """Forward reads and writes rows. Backward zeroes the main gradient once and adds rows to it, or without
+    fusion computes the whole weight's gradient and accumulates it. Beside adapters there is no backward.
     """
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     boundary, sums = boundary_bytes(config), links.tp_collective_seconds(config, machine)
-    types = config.training.precision, config.optimizer.main_grads_dtype
-    weight = rows * config.model.hidden_size * 2 * sum(map(element_bytes, types))
+    size, main = map(element_bytes, (config.training.precision, config.optimizer.main_grads_dtype))
     forward = 2 * boundary / machine.memory_rate + sums
     if config.adapter.is_on:
         return forward, 0.0
-    return forward, (weight + 2 * boundary) / machine.memory_rate + sums / 2
+    traffic, weight = 2 * boundary, rows * config.model.hidden_size
+    if fuses_gradients(config, cuda=machine.is_gpu):
+        traffic += 2 * boundary * main / size + weight * main * config.reductions_per_step / config.num_micro_batches
+    else:
+        traffic += 2 * weight * (size + main)
+    return forward, traffic / machine.memory_rate + sums / 2
 
 
 class StepPart(NamedTuple):
@@ -220,16 +225,12 @@ def _after_last_backward(costs: StepCosts) -> Iterator[StepPart]:
         if not config.gathers_weights_per_pass:  # else the passes gather them
             yield StepPart("weights, exposed", _gathering(costs))
     fraction = offloaded_fraction(config, machine)
-    held = parameters.elements_kept_per_rank(config, None, is_shared=config.zero_stage.shards_gradients)
     read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
     update = own * costs.update * (1 - fraction)
-    text = (
-        f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam {timed(update)}; "
-        f"{held / 1e6:.0f} M gradients cleared"
-    )
-    yield StepPart("norm and update", own * read + update + held * read + latency, text)
+    text = f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam {timed(update)}"
+    yield StepPart("norm and update", own * read + update + latency, text)
     if fraction:
         yield StepPart("states on the host, exposed", _host_update(costs, own * fraction))
 

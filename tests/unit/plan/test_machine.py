@@ -1,5 +1,6 @@
 """Machines: presets, this one, and files, which are read as they were written."""
 
+import dataclasses
 import json
 
 import pytest
@@ -29,6 +30,7 @@ def test_a_presets_peak_is_that_of_metrics(name):
     facts = machine.facts
     assert (facts.cuda_devices, facts.cuda_memory_bytes) == (8, machine.device_memory_bytes)
     assert this_machine(facts, 1) == machine
+    assert this_machine(dataclasses.replace(facts, cpu_cores=16), 1).host_bandwidth == 16 * 15e9
 
 
 def test_a_file_may_change_some_fields_of_a_preset(tmp_path):

@@ -67,6 +67,14 @@ def test_a_measured_machine_and_this_one_can_be_planned(tmp_path, capsys):
     assert "no layout fits the memory of 1 devices and their hosts: take" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "is_said"), [("h100", False), ("h200", True)])
+def test_a_search_says_that_narrow_moments_need_no_host(capsys, name, is_said):
+    options = [f"--machine={name}", "--devices-per-node=1", "--search"]
+    assert main([*options, "--", "--model-size=8B", "--seq-length=8192"]) == 0
+    said = "--exp-avg-sq-dtype bf16 (other numerics) no states are on the host"
+    assert (said in capsys.readouterr().out) == is_said
+
+
 def test_a_removed_flag_names_what_to_do(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--search", "--plot=a.png", "--", "--model-size=8B"])
