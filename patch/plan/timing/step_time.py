@@ -31,8 +31,8 @@ from patch.plan.timing.machine import Machine
 from patch.text import timed
 
 _LOGIT_BYTES = {True: 6, False: 20}
-"""Bytes per logit outside of products. On a GPU two Triton kernels read it twice and write it once in 16 bits;
-without them it is written, read for maximum and sum, turned into a gradient, and read by two products."""
+"""Bytes per logit. On a GPU, Triton kernels read it twice and write it once, in 16 bits, outside of products.
+On a CPU it is written, read for maximum and sum, turned into a gradient, and read by two products."""
 
 _SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
 """Backward hides the update of at most half of the host's states, and makes this update take 1.36 times as
@@ -134,7 +134,8 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
         return forward, 0.0
     traffic, weight = 2 * boundary, rows * config.model.hidden_size
     if fuses_gradients(config, cuda=machine.is_gpu):
-        traffic += 2 * boundary * main / size + weight * main * config.reductions_per_step / config.num_micro_batches
+        zeroed = config.reductions_per_step / config.num_micro_batches
+        traffic += 2 * boundary * main / size + weight * main * zeroed
     else:
         traffic += 2 * weight * (size + main)
     return forward, traffic / machine.memory_rate + sums / 2
