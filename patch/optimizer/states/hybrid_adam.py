@@ -61,6 +61,8 @@ class OptimizerReport(NamedTuple):
     disk_moved_bytes: int = 0
     disk_wait_s: float = 0.0
     """Bytes that updates read from and wrote to the disk since the start, and seconds waited for the disk."""
+    speculation_failure_rate: float | None = None
+    """Recent share of steps whose speculative updates were wrong, e.g. by clipping; None without offload."""
 
 
 class HybridAdam:
@@ -183,6 +185,7 @@ class HybridAdam:
             disk_bytes=disk_bytes,
             disk_moved_bytes=self._disk.num_bytes_moved if self._disk else 0,
             disk_wait_s=sum(updates.disk_wait_s for updates in self._all_updates),
+            speculation_failure_rate=self.host_updates.failure_rate if self.host_updates else None,
         )
 
     def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:

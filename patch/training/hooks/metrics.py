@@ -63,12 +63,14 @@ def measured(run: Run, result: StepResult, step_time_ms: float) -> dict[str, flo
     On a GPU, memory is GPU memory; on the CPU, it is the memory of the process. The loss is -inf on stages
     before the last.
     """
-    report, disk = run.optimizer.report(), {}
+    report, offload = run.optimizer.report(), {}
+    if report.speculation_failure_rate is not None:
+        offload["speculation_failure_rate"] = report.speculation_failure_rate
     if run.config.optimizer.offload_folder is not None:  # since the start
-        disk = {"disk_moved_gib": report.disk_moved_bytes / _GIB, "disk_wait_s": report.disk_wait_s}
+        offload |= {"disk_moved_gib": report.disk_moved_bytes / _GIB, "disk_wait_s": report.disk_wait_s}
     return {
         **_offloaded_activations(run),
-        **disk,
+        **offload,
         "loss": result.loss,
         **result.extra_metrics,
         "step_time_ms": step_time_ms,
