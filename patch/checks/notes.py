@@ -22,6 +22,7 @@ _INTERLEAVING = (
     "overlap_p2p_communication_warmup_flush",
     "microbatch_group_size_per_virtual_pipeline_stage",
 )
+_OF_OFFLOAD = ("optimizer_offload_chunk_size", "optimizer_offload_streamed", "offload_folder")
 _STAGES = (
     "pipeline_model_parallel_layout",
     *SPLIT_ACCOUNTING_FLAGS,
@@ -59,7 +60,7 @@ def _idle_layout(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str
     yield sharded_by_none, ("fp8_param_gather",), ": no replicas share optimizer states"
     yield policy != "static", ("optimizer_offload_fraction",), with_policy
     yield policy != "auto", ("optimizer_offload_auto_threshold",), with_policy
-    yield policy is None, ("optimizer_offload_chunk_size", "offload_folder"), with_policy
+    yield policy is None, _OF_OFFLOAD, with_policy
     without_folder = optimizer.offload_folder is None
     yield without_folder, ("optimizer_offload_host_share",), f" without {where('offload_folder')}"
     at_less = f" without {where('data_parallel_sharding')} parameters"

@@ -77,6 +77,12 @@ class OptimizerConfig:
     optimizer_offload_chunk_size: int | None = flag(
         "elements of a chunk, the unit in which states are placed and moved; 0: searched", none=0
     )
+    optimizer_offload_streamed: float = flag(
+        "share of the states in host memory that the GPU updates: they are copied to it and back in each step",
+        0.0,
+        at_least=0,
+        at_most=1,
+    )
     param_persistence_threshold: int = flag(
         "--data-parallel-sharding parameters: parameters of fewer elements stay whole on every rank",
         100_000,

@@ -10,6 +10,7 @@ from patch.memory.offload_device import (
     HostAllocator,
     Joinable,
     OffloadDevice,
+    PinnedAllocator,
     TorchAllocator,
     host_zeros,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "HostAllocator",
     "Joinable",
     "OffloadDevice",
+    "PinnedAllocator",
     "SavedTensors",
     "SimulatedDevice",
     "SimulatedOutOfMemory",

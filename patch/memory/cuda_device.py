@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -50,8 +50,9 @@ class CudaDevice:
         self.device = device
         self._fragmentation = Fragmentation()
         self._streams = streams_of(device)
-        self._d2h_stream, self._h2d_stream, self._join_stream = (
-            stream_of(device, f"{what}: {purpose}") for purpose in ("to host", "to device", "reductions")
+        self._d2h_stream, self._h2d_stream, self._join_stream, self._aside_stream = (
+            stream_of(device, f"{what}: {purpose}")
+            for purpose in ("to host", "to device", "reductions", "aside")
         )
 
     def set_device(self) -> None:
@@ -98,6 +99,14 @@ class CudaDevice:
             with self._streams.stream(self._h2d_stream):
                 after.wait()
         return self._copy(copies, self._h2d_stream)
+
+    def run_aside(self, work: Callable[[], object], after: Sequence[Event]) -> Event:
+        """Run `work` on a stream of its own, in call order."""
+        with self._streams.stream(self._aside_stream):
+            for event in after:
+                event.wait()
+            work()
+        return self._aside_stream.record_event()
 
     def usable_bytes(self) -> int:
         """Return the bytes that are free or reserved by torch, minus bytes lost to fragmentation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
@@ -115,6 +115,20 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return HOST.allocate(numel, dtype)
 
 
+class PinnedAllocator:
+    """Host memory that a device copies from and to at full speed."""
+
+    def __init__(self, device: OffloadDevice) -> None:
+        self._device = device
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Allocate a buffer of (numel,) zeros."""
+        return self._device.allocate_pinned(numel, dtype).zero_()
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Do nothing: the pages are unmapped with the buffer."""
+
+
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(source, target) pairs of equal shapes and dtypes."""
 
@@ -153,6 +167,9 @@ class OffloadDevice(Allocator, Protocol):
 
     def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
         """Start copies to the device, after `after` if it is given; return an event at their end."""
+
+    def run_aside(self, work: Callable[[], object], after: Sequence[Event]) -> Event:
+        """Run kernels on a stream of their own, after `after`; return an event at their end."""
 
     def usable_bytes(self) -> int:
         """Return the bytes that this process may use on the device: bytes in use plus free bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -94,6 +94,11 @@ class SimulatedDevice:
         """Copy at once."""
         for source, target in copies:
             target.copy_(source)
+        return _FinishedEvent()
+
+    def run_aside(self, work: Callable[[], object], after: Sequence[Event]) -> Event:
+        """Run `work` at once."""
+        work()
         return _FinishedEvent()
 
     def usable_bytes(self) -> int:

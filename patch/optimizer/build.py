@@ -77,8 +77,9 @@ def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: in
         if config.optimizer_offload_policy == "static"
         else AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     )
-    chunk_size = config.optimizer_offload_chunk_size or 0
-    if config.offload_folder is None:
-        return Offload(offload_device, policy, chunk_size, host_bytes)
-    disk = DiskMemory(Path(config.offload_folder))
-    return Offload(offload_device, policy, chunk_size, host_bytes, disk, config.host_state_bytes(host_bytes))
+    disk = None if config.offload_folder is None else DiskMemory(Path(config.offload_folder))
+    return Offload(
+        offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes, disk,
+        config.host_state_bytes(host_bytes), config.optimizer_offload_streamed,
+        CudaDevice(device, "streamed states") if device.type == "cuda" else None,
+    )  # fmt: skip

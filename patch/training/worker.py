@@ -57,7 +57,7 @@ _PER_MACHINE_FIELDS = frozenset(
     "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
     "lora_load output_path save stop_file log_dir eval_tasks_path optimizer_offload_policy "
     "optimizer_offload_fraction optimizer_offload_auto_threshold optimizer_offload_chunk_size "
-    "offload_folder optimizer_offload_host_share simulated_device_memory".split()
+    "optimizer_offload_streamed offload_folder optimizer_offload_host_share simulated_device_memory".split()
 )
 """Fields that may differ between machines: paths, and the placement of optimizer states."""
 

@@ -88,8 +88,8 @@ def _resize_memory(tensor: torch.Tensor, num_bytes: int) -> None:
 class FakeOffloadDevice(CudaDevice):
     """The product's streams and copies on a fake device."""
 
-    def __init__(self, fake: FakeDevice) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, fake: FakeDevice, what: str = "states") -> None:
+        super().__init__(torch.device("cpu"), what)
         self._fake = fake
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -13,8 +13,7 @@ ColossalAI's Gemini.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -105,6 +104,13 @@ class ChunkRange(NamedTuple):
         return slice(self.offset, self.offset + self.end - self.begin)
 
 
+class Transfer(Protocol):
+    """Copies that have begun."""
+
+    def result(self) -> None:
+        """Block until the copies have ended."""
+
+
 class StateChunk:
     """The states of up to `size` elements, one `Chunk` for each state; without buffers until `allocate`."""
 
@@ -116,8 +122,11 @@ class StateChunk:
         self.is_on_host = self.stays_on_host = False
         """Whether the states are not on the device but in host memory or on disk; whether they never move to
         the device, because their parameters are in host memory."""
+        self.is_streamed = False
+        """Whether the device updates the states while they are in host memory (streamed_update.py)."""
         self.states: dict[str, Chunk] = {}
-        self._transfer: Future[None] | None = None
+        self.transfer: Transfer | None = None
+        """The last copies of the states, if nothing has waited for them."""
 
     @property
     def numel(self) -> int:
@@ -183,16 +192,16 @@ class StateChunk:
         elif is_host:
             copier.copy_to_host(copies)
         else:
-            self._transfer = copier.copy_to_device(copies)
+            self.transfer = copier.copy_to_device(copies)
         for chunk in self.states.values():
             chunk.memory.free(chunk.data)
         self.states, self.is_on_host = twins, is_host
 
     def wait_for_transfer(self) -> None:
         """Wait until the last move is complete; call it before the states are used."""
-        if self._transfer is not None:
-            self._transfer.result()
-            self._transfer = None
+        if self.transfer is not None:
+            self.transfer.result()
+            self.transfer = None
 
 
 class ChunkManager:
@@ -206,6 +215,7 @@ class ChunkManager:
         device: the memory of chunks that are not on the host.
         copier: copies chunks that move, or None if chunks never move.
         disk: memory of chunks on the host that do not fit into `host_bytes`, or None if all fit.
+        pinned: memory of streamed chunks on the host.
     """
 
     def __init__(
@@ -215,8 +225,9 @@ class ChunkManager:
         copier: StagedCopier | None = None,
         disk: Allocator | None = None,
         host_bytes: int = UNLIMITED,
+        pinned: Allocator = HOST,
     ) -> None:
-        self.size, self._device, self._copier = size, device, copier
+        self.size, self._device, self._copier, self._pinned = size, device, copier, pinned
         self._disk, self._host_bytes = disk, host_bytes
         self.chunks: list[StateChunk] = []
         self._open: dict[tuple[bool, torch.dtype], StateChunk] = {}
@@ -262,8 +273,12 @@ class ChunkManager:
         left, found = self._host_bytes, []
         for chunk in reversed([chunk for chunk in self.chunks if chunk.is_on_host]):
             left -= chunk.num_bytes
-            found.append((chunk, HOST if self._disk is None or left >= 0 else self._disk))
+            memory = self._host_memory(chunk)
+            found.append((chunk, memory if self._disk is None or left >= 0 else self._disk))
         return found[::-1]
+
+    def _host_memory(self, chunk: StateChunk) -> Allocator:
+        return self._pinned if chunk.is_streamed else HOST
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
         """Move a chunk that is not being updated to the host or to the device.
@@ -277,7 +292,8 @@ class ChunkManager:
             try:
                 if chunk.is_on_disk:
                     chunk.reset_device(HOST, self._copier, is_host=True)
-                chunk.reset_device(HOST if to_host else self._device, self._copier, is_host=to_host)
+                memory = self._host_memory(chunk) if to_host else self._device
+                chunk.reset_device(memory, self._copier, is_host=to_host)
             finally:
                 self._settle(self._copier)
 

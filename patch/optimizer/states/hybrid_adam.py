@@ -14,7 +14,14 @@ import torch
 from patch.compat.torch_internals import region
 from patch.config.choices import MOMENT_BLOCK
 from patch.config.schema import OptimizerConfig
-from patch.memory import Joinable, SimulatedDevice, StagedCopier, TorchAllocator, write_values
+from patch.memory import (
+    Joinable,
+    PinnedAllocator,
+    SimulatedDevice,
+    StagedCopier,
+    TorchAllocator,
+    write_values,
+)
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.low_bit_moments import DTYPES, bytes_of, scale_name
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -24,6 +31,7 @@ from patch.optimizer.states.chunk import BucketShard, ChunkManager, StateChunk, 
 from patch.optimizer.states.disk_update import DiskUpdates
 from patch.optimizer.states.host_update import HostUpdates, adam_states
 from patch.optimizer.states.offload import Offload, Placement
+from patch.optimizer.states.streamed_update import StreamedUpdates
 
 _MASTERS = {
     torch.float32: {},
@@ -95,15 +103,20 @@ class HybridAdam:
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
-        places = (offload.disk, offload.host_state_bytes) if offload else ()
+        places = (
+            (offload.disk, offload.host_state_bytes, PinnedAllocator(offload.device)) if offload else ()
+        )
         chunk_size = _chunk_size(shards, offload)
         if torch.uint8 in self.dtypes.values():  # a chunk ends at the end of a block
             chunk_size = -(-chunk_size // MOMENT_BLOCK) * MOMENT_BLOCK
         self.manager = ChunkManager(chunk_size, allocator, copier, *places)
-        self._chunks_of = self._register(shards, are_moved=offload is not None)
-        self._all_updates = self._build_host_updates(offload) if offload else []
-        self.host_updates, self.disk_updates = (*self._all_updates, None, None)[:2]
-        """Updates of chunks in host memory, and of chunks on disk; None if there are none."""
+        streamed = offload.streamed if offload else 0.0
+        self._chunks_of = self._register(shards, are_moved=offload is not None, streamed=streamed)
+        self.host_updates, self.disk_updates, self.streamed_updates = self._build_updates(offload)
+        """Updates of chunks in host memory by the host, of chunks on disk, and of chunks in host memory by the
+        device; None if there are none."""
+        every = self.host_updates, self.disk_updates, self.streamed_updates
+        self._all_updates = [updates for updates in every if updates is not None]
         self._disk = offload.disk if offload else None
         self.placement = Placement(self.manager, offload, fixed_bytes, self._resize_host_buffers)
         self.placement.before_move.append(self.cancel_step)
@@ -121,7 +134,9 @@ class HybridAdam:
         """Return the names and dtypes of the states of parameters of some dtype."""
         return state_dtypes(self._config, param_dtype)
 
-    def _register(self, shards: Sequence[BucketShard], *, are_moved: bool) -> list[list[StateChunk]]:
+    def _register(
+        self, shards: Sequence[BucketShard], *, are_moved: bool, streamed: float
+    ) -> list[list[StateChunk]]:
         for index, shard in enumerate(shards):
             for range_ in shard.ranges:
                 # Only updates during backward need separate chunks.
@@ -132,29 +147,44 @@ class HybridAdam:
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
             chunk.stays_on_host = any(shards[range_.shard].is_on_host for range_ in chunk.ranges)
+            # Evenly spread, so that device and host both begin with parameters that are needed early.
+            before, after = (int(streamed * (chunk.index + n)) for n in (0, 1))
+            chunk.is_streamed = before < after and not chunk.stays_on_host
             for index in sorted({range_.shard for range_ in chunk.ranges}):
                 chunks_of[index].append(chunk)
         return chunks_of
 
-    def _build_host_updates(self, offload: Offload) -> list[HostUpdates]:
+    def _build_updates(
+        self, offload: Offload | None
+    ) -> tuple[HostUpdates | None, DiskUpdates | None, StreamedUpdates | None]:
+        if offload is None:
+            return None, None, None
         size = self.manager.size
         host_bytes = int(size * bytes_of(self.dtypes)) * len(self.manager.chunks)
         state_bytes = min(host_bytes, offload.host_state_bytes)
         there = sum(shard.param.nbytes + shard.grad.nbytes for shard in self.shards if shard.is_on_host)
         spare_bytes = max(0, offload.host_bytes - there - state_bytes)
-        common = self.shards, self.dtypes, size, offload.device
-        if offload.disk is None:
-            return [HostUpdates(*common, spare_bytes)]
-        spare_bytes //= 2
-        return [HostUpdates(*common, spare_bytes), DiskUpdates(*common, spare_bytes, offload.disk)]
+        common = self.shards, self.dtypes, size
+        streamed, disk = None, None
+        if offload.streamed:
+            streamed = StreamedUpdates(*common, offload.streams or offload.device, self._kernel)
+        if offload.disk is not None:
+            spare_bytes //= 2
+            disk = DiskUpdates(*common, offload.device, spare_bytes, offload.disk)
+        return HostUpdates(*common, offload.device, spare_bytes), disk, streamed
 
     def _resize_host_buffers(self) -> None:
         for updates in self._all_updates:
             updates.resize_buffers(len(self._chunks_of_updates(updates)))
 
-    def _chunks_of_updates(self, updates: HostUpdates) -> list[StateChunk]:
-        on_disk = updates is self.disk_updates
-        return [chunk for chunk in self._chunks_on_host() if chunk.is_on_disk == on_disk]
+    def _updates_of(self, chunk: StateChunk) -> HostUpdates | StreamedUpdates | None:
+        """Return what updates a chunk on the host."""
+        if chunk.is_on_disk:
+            return self.disk_updates
+        return self.streamed_updates if chunk.is_streamed else self.host_updates
+
+    def _chunks_of_updates(self, updates: HostUpdates | StreamedUpdates) -> list[StateChunk]:
+        return [chunk for chunk in self._chunks_on_host() if self._updates_of(chunk) is updates]
 
     def _chunks_on_host(self) -> list[StateChunk]:
         return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
@@ -208,7 +238,7 @@ class HybridAdam:
         """
         for chunk in self._chunks_of[index]:
             awaited = self._shards_awaited.get(chunk)
-            updates = self.disk_updates if chunk.is_on_disk else self.host_updates
+            updates = self._updates_of(chunk)
             if updates is not None and awaited:
                 awaited.remove(index)
                 if after is not None:

@@ -27,6 +27,10 @@ class Offload:
     """Memory of offloaded states that do not fit into host memory, or None."""
     host_state_bytes: int = UNLIMITED
     """Host memory for states, if there is a disk."""
+    streamed: float = 0.0
+    """Share of the chunks that the device updates while their states are in host memory."""
+    streams: OffloadDevice | None = None
+    """The same device with other streams for those states; None: `device`."""
 
 
 class Placement:

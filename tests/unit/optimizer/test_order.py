@@ -39,6 +39,8 @@ pytestmark = pytest.mark.long
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
 CLIPPED, FREE = 0.3, 0.0
+STREAMED = 0.0, 0.6
+"""Shares of the states on the host that the device updates, by the order of execution."""
 ALIKE, LONE, INSTANCES, ALONE = "alike", "lone", "instances", "alone"
 CASES = [
     (ZeroStage.NONE, torch.bfloat16, FREE, ALIKE),
@@ -158,7 +160,11 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
 def faked(order: Order, host_bytes: int, case: tuple) -> dict[str, Any]:
     fake = FakeDevice(order)
     with on(fake) as kernel:
-        offload = Offload(FakeOffloadDevice(fake), RandomPolicy(order), CHUNK, host_bytes)  # type: ignore[arg-type]
+        streams = FakeOffloadDevice(fake, "streamed states")
+        offload = Offload(
+            FakeOffloadDevice(fake), RandomPolicy(order), CHUNK, host_bytes,  # type: ignore[arg-type]
+            streamed=STREAMED[ORDERS.index(order) % 2], streams=streams,
+        )  # fmt: skip
         found = train(case, offload, fake)
     return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
 
@@ -271,7 +277,8 @@ def test_no_order_of_execution_changes_a_bit(outcomes: dict, case: tuple, order:
     assert ours["bits"] == expected["bits"] and ours["arrays"].keys() == expected["arrays"].keys()
     for name, values in expected["arrays"].items():
         assert np.isfinite(values).all() and np.array_equal(ours["arrays"][name], values), name
-    assert not ours["faults"] and ours["updates"] > 20
+    least = 8 if STREAMED[ORDERS.index(order) % 2] else 20
+    assert not ours["faults"] and ours["updates"] > least
 
 
 def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:

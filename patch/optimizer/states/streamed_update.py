@@ -1,0 +1,130 @@
+"""Updates on the device of chunks whose states are in pinned host memory.
+
+    states copied to a buffer on the device -> Adam kernel, in the buffer -> states copied back
+
+It begins when the gradient norm is known, in the order in which parameters are needed, on streams of its own.
+So the bus carries one chunk in each direction while a third one is updated, beside the next forward and beside
+updates on the host. Gradients and parameters stay on the device. Kernels on device and host have equal bits,
+so the streamed share changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from patch.compat.torch_internals import region
+from patch.memory import Event, Joinable, OffloadDevice
+from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem
+from patch.optimizer.kernels.low_bit_moments import elements_of
+from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
+from patch.optimizer.states.host_update import adam_states
+
+NUM_BUFFERS = 3
+"""Chunks whose states have a buffer on the device: one is copied there, one is updated, one is copied back."""
+
+
+class _Buffer:
+    def __init__(self, states: dict[str, Chunk]) -> None:
+        self.states = states
+        self.copied_back: Event | None = None
+
+
+class _CopiesBack:
+    """The copies of a chunk's new states to the host, as `StateChunk.wait_for_transfer` waits for them."""
+
+    def __init__(self, end: Event) -> None:
+        self._end = end
+
+    def result(self) -> None:
+        """Block until the copies have ended."""
+        self._end.synchronize()
+
+
+class StreamedUpdates:
+    """The streamed updates of a rank; see HostUpdates for the arguments and for methods of the same names.
+
+    Args:
+        kernel: the device's kernel.
+    """
+
+    failure_rate, busy_s, waited_s, disk_wait_s = 0.0, 0.0, 0.0, 0.0
+    """No update is speculative, and no thread of the host works or waits."""
+
+    def __init__(
+        self,
+        shards: Sequence[BucketShard],
+        dtypes: Mapping[str, torch.dtype],
+        size: int,
+        device: OffloadDevice,
+        kernel: AdamKernel,
+    ) -> None:
+        self._shards, self._dtypes, self._size, self._device = shards, dtypes, size, device
+        self._kernel = kernel
+        self._buffers: list[_Buffer] = []
+        self._updated: dict[StateChunk, Event] = {}
+        """The end of each chunk's update in the last step."""
+        self._last: Event | None = None
+        """The end of all copies back that have begun."""
+
+    def resize_buffers(self, num_chunks: int) -> None:
+        """Allocate or free buffers for `num_chunks` streamed chunks; call it between two steps.
+
+        Raises:
+            OutOfMemoryError: the device has no room for them.
+        """
+        while len(self._buffers) > min(num_chunks, NUM_BUFFERS):
+            for chunk in self._buffers.pop().states.values():
+                chunk.memory.free(chunk.data)
+        while len(self._buffers) < min(num_chunks, NUM_BUFFERS):
+            states = {
+                name: Chunk(self._size // elements_of(name), self._device, dtype)
+                for name, dtype in self._dtypes.items()
+            }
+            self._buffers.append(_Buffer(states))
+
+    def start_step(self, expected: Sequence[AdamScalars]) -> None:
+        """Do nothing: updates begin with `start_updates`."""
+
+    def grads_ready(self, chunk: StateChunk, after: Sequence[Joinable]) -> None:
+        """Do nothing: gradients stay where they are."""
+
+    def cancel_step(self) -> None:
+        """Do nothing: before `start_updates` nothing has begun."""
+
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
+        """Queue the updates of all streamed chunks, in the order in which their parameters are needed."""
+        self._updated = {}
+        final = self._device.record_event()
+        for number, chunk in enumerate(chunks):
+            buffer = self._buffers[number % len(self._buffers)]
+            self._update(chunk, buffer, scalars, final)
+
+    def _update(
+        self, chunk: StateChunk, buffer: _Buffer, scalars: Sequence[AdamScalars], final: Event
+    ) -> None:
+        there = [(chunk.states[name].data, each.data[: chunk.states[name].size])
+                 for name, each in buffer.states.items() if name in chunk.states]  # fmt: skip
+        # Copies back run in order, so the last use of the buffer is behind the chunk's own last copy back.
+        arrived = self._device.copy_to_device(there, buffer.copied_back or self._last)
+        items = []
+        for r in chunk.ranges:
+            shard = self._shards[r.shard]
+            states = adam_states(buffer.states, r.in_chunk, shard.param[r.in_shard])
+            items.append(UpdateItem(shard.grad[r.in_shard], states, scalars[r.group], None, r.draw))
+
+        def update() -> None:
+            with region("streamed update of chunk %d", chunk.index):
+                self._kernel.update(items)
+
+        self._updated[chunk] = updated = self._device.run_aside(update, [final, arrived])
+        back = [(on_device, on_host) for on_host, on_device in there]
+        self._last = buffer.copied_back = self._device.copy_to_host(back, updated)
+        chunk.transfer = _CopiesBack(self._last)
+
+    def wait_for_update(self, chunk: StateChunk, *, block: bool) -> bool:
+        """Make the current stream wait for a chunk's new parameters, if it is being updated; return True."""
+        if chunk in self._updated:
+            self._updated[chunk].wait()
+        return True
