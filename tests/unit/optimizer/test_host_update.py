@@ -64,7 +64,11 @@ def train(rank: int, run: tuple, place: tuple | None, folder: Path) -> dict[str,
     model, offload, policy = OddModel(dtype=dtype), None, RandomPolicy(rank)
     is_random = place is not None and place[0] == RANDOM
     if place is not None:
-        offload = Offload(SimulatedDevice(UNLIMITED), policy, place[1]) if is_random else on_host(*place[:2])
+        offload = (
+            Offload(SimulatedDevice(UNLIMITED), policy, place[1], streamed=0.4)
+            if is_random
+            else on_host(*place[:2])
+        )
         for host_bytes in place[2:]:
             offload = replace(offload, disk=DiskMemory(folder), host_state_bytes=host_bytes)
     changes = {"clip_grad": clip_grad, "reduce_bucket_size": 200, "initial_loss_scale": 1024.0}

@@ -81,7 +81,7 @@ def train_moved(rank: int, world_size: int) -> list[list[float]]:
     for is_moved, clip_grad in ((False, 0.0), (True, 0.0), (False, 1e-3), (True, 1e-3)):
         torch.manual_seed(0)
         model, policy = Layers(torch.bfloat16), RandomPolicy(0)
-        offload = Offload(SimulatedDevice(UNLIMITED), policy, 1000) if is_moved else None
+        offload = Offload(SimulatedDevice(UNLIMITED), policy, 1000, streamed=0.5) if is_moved else None
         optimizer = build_optimizer(model, ZeroStage.NONE, offload=offload, clip_grad=clip_grad, **settings)
         for index in range(8):
             optimizer.placement.apply()

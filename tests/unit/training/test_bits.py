@@ -97,7 +97,7 @@ RUNS = {
     "host, part, full": Row(
         {
             "dp": 2, **SHARDED, **CHUNKS, **ON_HOST, "optimizer_offload_fraction": 0.6,
-            "cpu_offloading_weights_fraction": 0.5, "recompute_granularity": "full",
+            "optimizer_offload_streamed": 0.5, "cpu_offloading_weights_fraction": 0.5, "recompute_granularity": "full",
         },
         "zero-2, bf16", ("losses", "weights"),
     ),
@@ -105,6 +105,11 @@ RUNS = {
     "zero-1, bf16 gradients": Row({"dp": 2, **ZERO_1, **BF16_GRADIENTS}, "bf16 gradients"),
     "zero-2, bf16": Row({"dp": 2, **ZERO_2, **CHUNKS}),
     "zero-2, bf16, half": Row({"dp": 2, **ZERO_2, **CHUNKS, **HALF}, "zero-2, bf16", EVERYTHING),
+    "zero-2, bf16, streamed": Row(
+        {"dp": 2, **ZERO_2, **CHUNKS, **HALF, "optimizer_offload_fraction": 1.0,
+         "optimizer_offload_streamed": 0.7},
+        "zero-2, bf16", EVERYTHING,
+    ),
     "zero-2, bf16, auto": Row({"dp": 2, **ZERO_2, **CHUNKS, **AUTO}, "zero-2, bf16", EVERYTHING),
     "pp, tied, bf16": Row({"pp": 2, **TIED, **CHUNKS}),
     "pp, tied, bf16, half": Row({"pp": 2, **TIED, **CHUNKS, **HALF}, "pp, tied, bf16", EVERYTHING),

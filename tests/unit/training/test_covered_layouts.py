@@ -81,6 +81,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
             "optimizer_offload_policy": "static",
             "optimizer_offload_fraction": 0.5,
             "optimizer_offload_chunk_size": 1999,
+            "optimizer_offload_streamed": 0.5,
         },
     },
     "PR": {precision: {"precision": precision} for precision in ("fp32", "bf16", "fp16", "fp8")}
