@@ -78,7 +78,7 @@ class OptimizerConfig:
         "elements of a chunk, the unit in which states are placed and moved; 0: searched", none=0
     )
     optimizer_offload_streamed: float = flag(
-        "share of the states in host memory that the GPU updates: they are copied to it and back in each step",
+        "share of the states in host memory that the GPU updates: copied there and back in each step",
         0.0,
         at_least=0,
         at_most=1,

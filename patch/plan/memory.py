@@ -13,7 +13,14 @@ from patch.config import RunConfig
 from patch.config.choices import PRECISIONS
 from patch.device import MachineFacts
 from patch.families.adapters import packed_bytes
-from patch.layout.buckets import MAX_IN_FLIGHT, NUM_BF16_SENDS_IN_FLIGHT, NUM_GATHERED_UNITS, NUM_STAGING
+from patch.layout.buckets import (
+    CHUNK_UNIT,
+    MAX_IN_FLIGHT,
+    NUM_BF16_SENDS_IN_FLIGHT,
+    NUM_GATHERED_UNITS,
+    NUM_STAGING,
+    NUM_STREAMED,
+)
 from patch.plan import parameters
 from patch.plan.parameters import Unit, element_bytes, parameters_of, place_of
 
@@ -130,14 +137,22 @@ def disk_bytes(config: RunConfig, machine: MachineFacts, pp_rank: int | None = N
     return max(0, off_device - config.optimizer.host_state_bytes(share))
 
 
+def _streaming_bytes(config: RunConfig) -> int:
+    optimizer = config.optimizer
+    if not (optimizer.optimizer_offload_policy and optimizer.optimizer_offload_streamed):
+        return 0
+    chunk = optimizer.optimizer_offload_chunk_size or CHUNK_UNIT
+    return int(NUM_STREAMED * chunk * state_bytes(config))
+
+
 def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
     """Return the peak bytes of gradients on a rank beside the main gradients.
 
     These are: ZeRO-2's staging buffers (one has the size of the norms' bucket if only norms stay whole); sent
     and received bf16 messages with NCCL; with gloo the buffers of messages in flight; dummy gradients for
-    autograd if layers accumulate the main gradients.
+    autograd if layers accumulate the main gradients; buffers of streamed states.
     """
-    dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda)
+    dummy_wgrads = _dummy_wgrad_bytes(config, cuda=cuda) + _streaming_bytes(config)
     shares, optimizer = config.num_state_shards, config.optimizer
     if shares == 1 and not config.gathers_weights_per_pass:
         return dummy_wgrads

@@ -171,7 +171,8 @@ def test_resume_after_sigterm_to_one_of_two_machines_repeats_the_run_with_states
     )
 
     offloading = sft_command(office, tmp_path / "out", OPTIMIZER_OFFLOAD="auto")
-    result = call([*offloading, "--simulated-device-memory=1e9", "--optimizer-offload-auto-threshold=1e6"])
+    result = call([*offloading, "--simulated-device-memory=1e9", "--optimizer-offload-auto-threshold=1e6",
+                   "--optimizer-offload-streamed=0.5"])  # fmt: skip
     assert result.returncode == 0, result.stderr
     first, *_, last = records = training_records(tmp_path / "out")
     fractions = [record["offload_fraction"] for record in records]

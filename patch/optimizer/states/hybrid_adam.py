@@ -113,8 +113,8 @@ class HybridAdam:
         streamed = offload.streamed if offload else 0.0
         self._chunks_of = self._register(shards, are_moved=offload is not None, streamed=streamed)
         self.host_updates, self.disk_updates, self.streamed_updates = self._build_updates(offload)
-        """Updates of chunks in host memory by the host, of chunks on disk, and of chunks in host memory by the
-        device; None if there are none."""
+        """Updates by the host of chunks in its memory and of chunks on disk, and by the device of chunks in
+        host memory. None if there are none."""
         every = self.host_updates, self.disk_updates, self.streamed_updates
         self._all_updates = [updates for updates in every if updates is not None]
         self._disk = offload.disk if offload else None

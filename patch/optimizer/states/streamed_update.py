@@ -3,9 +3,9 @@
     states copied to a buffer on the device -> Adam kernel, in the buffer -> states copied back
 
 It begins when the gradient norm is known, in the order in which parameters are needed, on streams of its own.
-So the bus carries one chunk in each direction while a third one is updated, beside the next forward and beside
-updates on the host. Gradients and parameters stay on the device. Kernels on device and host have equal bits,
-so the streamed share changes none.
+So the bus carries one chunk in each direction while a third one is updated, beside the next forward and
+beside updates on the host. Gradients and parameters stay on the device. Kernels on device and host have equal
+bits, so the streamed share changes none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from patch.compat.torch_internals import region
+from patch.layout.buckets import NUM_STREAMED
 from patch.memory import Event, Joinable, OffloadDevice
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem
 from patch.optimizer.kernels.low_bit_moments import elements_of
 from patch.optimizer.states.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.states.host_update import adam_states
-
-NUM_BUFFERS = 3
-"""Chunks whose states have a buffer on the device: one is copied there, one is updated, one is copied back."""
 
 
 class _Buffer:
@@ -74,10 +72,10 @@ class StreamedUpdates:
         Raises:
             OutOfMemoryError: the device has no room for them.
         """
-        while len(self._buffers) > min(num_chunks, NUM_BUFFERS):
+        while len(self._buffers) > min(num_chunks, NUM_STREAMED):
             for chunk in self._buffers.pop().states.values():
                 chunk.memory.free(chunk.data)
-        while len(self._buffers) < min(num_chunks, NUM_BUFFERS):
+        while len(self._buffers) < min(num_chunks, NUM_STREAMED):
             states = {
                 name: Chunk(self._size // elements_of(name), self._device, dtype)
                 for name, dtype in self._dtypes.items()

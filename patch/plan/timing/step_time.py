@@ -132,7 +132,7 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     forward = 2 * boundary / machine.memory_rate + sums
     if config.adapter.is_on:
         return forward, 0.0
-    traffic, weight = 2 * boundary, rows * config.model.hidden_size
+    traffic, weight = 2.0 * boundary, rows * config.model.hidden_size
     if fuses_gradients(config, cuda=machine.is_gpu):
         zeroed = config.reductions_per_step / config.num_micro_batches
         traffic += 2 * boundary * main / size + weight * main * zeroed
@@ -322,20 +322,23 @@ def _host_update(costs: StepCosts, elements: float) -> float:
     Gradients are copied to the host behind the last backward, during which at most half of the states are
     updated. The other states are updated after the norm, during the next forward, which needs its first
     weights at once. Weights on the host need no copies: their gradients are already there, and their new
-    values stay there.
+    values stay there. Streamed states are updated by the device after the norm.
     """
     config, machine = costs.config, costs.machine
     main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
     link = machine.host_link_bandwidth * machine.reached.host_link
     copied = max(0.0, elements - costs.states * weights_on_host(config))
-    down, up = copied * (main + weight) / link, copied * weight / link
+    streamed = copied * config.optimizer.optimizer_offload_streamed  # their states are copied both ways
+    copied, elements = copied - streamed, elements - streamed
+    down = copied * (main + weight) / link
+    up = (copied * weight + streamed * state_bytes(config)) / link
     update = elements * _update_bytes(config) / host_rate(config, machine)
     processes = config.parallel.nproc_per_node
     stays = config.optimizer.host_state_bytes(machine.host_memory_bytes // processes)
     on_disk = max(0.0, elements * state_bytes(config) - stays)  # read and written beside the kernel
     update = max(update, 2 * on_disk * processes / (machine.disk_bandwidth * machine.reached.disk))
     forward, backward, _ = costs.of_rank(0)
-    early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
+    early = min(_SPECULATIVE_SHARE, backward / max(update * _SHADOW_FACTOR, 1e-9))
     return max(0.0, down - backward) + max(0.0, max(update * (1 - early), up) - forward)
 
 

@@ -110,3 +110,18 @@ def test_several_nodes_wait_for_the_slowest():
     two, one = (dataclasses.replace(H100, nodes=nodes) for nodes in (2, 1))
     assert two.sustained == H100.reached.sustained and one.sustained == 1
     assert layer_times(run(), two).forward.total > layer_times(run(), one).forward.total
+
+
+def test_streamed_states_leave_the_host_less_to_do():
+    """Few cores; copies both ways take 10 bytes of each state, and hide behind the forward."""
+    host = dataclasses.replace(H100, devices_per_node=1, host_bandwidth=16 * 15e9)
+    seconds = []
+    for share in (0, 0.5, 1):
+        flags = f"--optimizer-offload-policy static --optimizer-offload-streamed {share}"
+        flags += " --global-batch-size 1 --nproc-per-node 1"
+        config = run(length=8192, flags=flags, machine=host, sharding="")
+        seconds.append(parts(config, host)["states on the host, exposed"])
+    costs = StepCosts(config, host)
+    copies = 10 * costs.states / (host.host_link_bandwidth * host.reached.host_link)
+    assert seconds[1] < seconds[2] < seconds[0]
+    assert seconds[2] == pytest.approx(copies - costs.forward[0], rel=1e-3)

@@ -97,7 +97,8 @@ RUNS = {
     "host, part, full": Row(
         {
             "dp": 2, **SHARDED, **CHUNKS, **ON_HOST, "optimizer_offload_fraction": 0.6,
-            "optimizer_offload_streamed": 0.5, "cpu_offloading_weights_fraction": 0.5, "recompute_granularity": "full",
+            "optimizer_offload_streamed": 0.5, "cpu_offloading_weights_fraction": 0.5,
+            "recompute_granularity": "full",
         },
         "zero-2, bf16", ("losses", "weights"),
     ),
