@@ -38,7 +38,7 @@ bucket is complete. With ZeRO-3 the third is for parameters that stay whole, and
 bucket."""
 NUM_GATHERED_UNITS = 2
 """Units whose weights are whole at once with ZeRO-3: one computes, the next is being gathered."""
-NUM_STREAMED, CHUNK_UNIT = 3, 8 << 20
+NUM_STREAMED, CHUNK_UNIT = 3, 32 << 20
 """Chunks of streamed states with a buffer on the device: one is copied there, one is updated, one is copied
 back. The smallest size of a large model's chunk, in elements."""
 MAX_IN_FLIGHT = 4

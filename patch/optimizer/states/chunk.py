@@ -22,7 +22,7 @@ from patch.memory import HOST, UNLIMITED, Allocator, StagedCopier, TorchAllocato
 from patch.optimizer.kernels.low_bit_moments import RngCoords, elements_of
 
 # The search for a chunk size tries this many multiples of a unit: CHUNK_UNIT, or 1/64 of a small model.
-_CANDIDATES, _UNITS_OF_SMALL = 16, 64
+_CANDIDATES, _UNITS_OF_SMALL = 4, 64
 _NOWHERE = TorchAllocator(torch.device("meta"))
 
 
