@@ -185,7 +185,7 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     """Bytes of one micro-batch's loss: gradients until its backward; a chunk's logits and sums in forward.
 
     Not for `--precision-align`, which has all logits. On GPUs Triton's kernels need no float32 copy of a
-    chunk's logits. A loss with a teacher needs one, another one at the temperature, and the teacher's numbers.
+    chunk's logits. A loss with a teacher needs one, one at the temperature, and the teacher's numbers.
     A CPU accumulates another dtype through a float32 copy of the weight's gradient.
     """
     training, hidden = config.training, config.model.hidden_size

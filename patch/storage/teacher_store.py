@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities on disk: `llama-patch evaluate --distill-to` writes them, a student reads them.
+"""A teacher's log-probabilities on disk: `llama-patch evaluate --distill-to` writes, a student reads them.
 
     STORE/teacher.json   `StoreHeader`
     STORE/rows.bin       of each row: SHA-256 of its content, end in the other files (tokens), CRC-32 (`_ROW`)

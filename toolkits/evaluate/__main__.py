@@ -3,7 +3,7 @@
     llama-patch evaluate FOLDER --tasks a,b --tasks-path DIR [--limit N] [--json FILE] [-- FLAGS OF A RUN]
     llama-patch evaluate FOLDER --distill-to STORE [--top-k K] [--temperature T] -- FLAGS OF THE STUDENT'S RUN
 
-The second form stores the K likeliest tokens after each token of a training set, for a student's --distill-from.
+The second form stores the K likeliest successors of each token, for --distill-from of a student's run.
 The model runs in the code of a training run. Flags of a run may follow `--`, for example
 --tensor-model-parallel-size 2 --nproc-per-node 4 --precision fp32, --tokenizer-name-or-path for a checkpoint
 that records no tokenizer, or --eval-tasks-allow-code.
@@ -167,11 +167,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("model", metavar="FOLDER", help="a Hugging Face folder or org/name, or a checkpoint")
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--tasks", metavar="LIST", help="names of tasks, groups, tags: a,b,c")
-    work.add_argument("--distill-to", type=_new_folder, metavar="STORE", help="new folder, for --distill-from")
+    work.add_argument("--distill-to", type=_new_folder, metavar="STORE", help="folder for --distill-from")
     parser.add_argument("--tasks-path", metavar="DIR", help="folder of their YAML files [those of lm-eval]")
     parser.add_argument("--limit", type=positive, default=0, metavar="N", help="questions of each [all]")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the scores there")
-    parser.add_argument("--top-k", type=positive, default=64, metavar="K", help="likeliest tokens [%(default)s]")
+    parser.add_argument("--top-k", type=positive, default=64, metavar="K", help="tokens [%(default)s]")
     parser.add_argument("--temperature", type=_temperature, default=1.0, metavar="T", help="[%(default)s]")
     return parser.parse_args(argv)
 

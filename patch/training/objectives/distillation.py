@@ -77,7 +77,7 @@ class TaughtSource:
 
     def __getitem__(self, index: int) -> Sample:
         sample, count = self._source[index], self._rows.header.top_k
-        ids = torch.zeros(len(sample.tokens), count, dtype=torch.int32)
+        ids = torch.arange(count, dtype=torch.int32).repeat(len(sample.tokens), 1)  # all different
         logs = torch.zeros(len(sample.tokens), count + 1)
         if (digest := digest_of(sample)) is not None:
             learned = sample.loss_mask != 0
@@ -149,7 +149,7 @@ class Distillation(Objective):
         )
 
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
-        """Return means over tokens of the loss and its parts; without a teacher, cross entropy is the loss."""
+        """Return means over tokens of the loss and its parts; an evaluation has cross entropy alone."""
         sums = output if output.dim() else torch.stack((output, output, torch.zeros_like(output)))
         return dict(zip(self.reported, sums / divisor, strict=True))
 
