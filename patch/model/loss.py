@@ -33,9 +33,10 @@ from patch.model.weight_gradient import add_gradient, add_product, has_epilogue
 class TeacherTokens(NamedTuple):
     """A teacher's log-probabilities of a micro-batch, and their part in the loss (distillation).
 
-    The K + 1 outcomes of a token are the chosen tokens, and all other tokens together. If p and q are the
-    probabilities of teacher and student at the temperature, the loss of a token is
-    alpha * temperature**2 * sum(p * log(p / q)) + (1 - alpha) * cross entropy. Source: arXiv:1503.02531.
+    The K + 1 outcomes of a token are the chosen tokens, and all other tokens together. Teacher and student
+    give them the probabilities p and q at the temperature T (arXiv:1503.02531). The loss of a token is
+
+        alpha * T**2 * sum(p * log(p / q)) + (1 - alpha) * cross entropy
     """
 
     ids: torch.Tensor

@@ -244,7 +244,8 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
             )
         else:
             stored = f"{config.data.distill_from} is not on this machine: its bytes are not counted"
-        yield _row("teacher", f"{stored}; the loss is computed by torch, not by a fused kernel")
+        kernels = "; the loss has no fused kernel, torch computes it" if machine.cuda_devices else ""
+        yield _row("teacher", stored + kernels)
 
 
 def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:

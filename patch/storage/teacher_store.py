@@ -36,7 +36,7 @@ _MOST_INDEX_BYTES = 1 << 34
 
 @dataclass(frozen=True, slots=True)
 class StoreHeader:
-    """What a store holds, and for which runs it was written."""
+    """Facts of a store: its teacher, its size, and the runs for which it was written."""
 
     teacher: str
     """Its folder, for messages."""

@@ -238,7 +238,7 @@ def test_loss_with_a_teacher_is_torchs_divergence_and_cross_entropy(
                 assert all(own <= bound for own, bound in zip(errors, bounds, strict=True)), (count, errors)
 
 
-def run_peaks(rank: int, world_size: int) -> tuple[int, int]:
+def run_peaks(rank: int, world_size: int) -> tuple[int, int, int]:
     tokens, vocab_size, width = 2048, 4096, 16
     config = small_run(vocab_size=vocab_size, hidden_size=width)
     compat.apply(cuda=False)
@@ -249,18 +249,24 @@ def run_peaks(rank: int, world_size: int) -> tuple[int, int]:
     learned = LossMask(torch.ones(1, tokens), 1.0)
     part = VocabularyShard(0, vocab_size, group)
 
-    def chunked() -> None:
-        linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=False, chunk=128).backward()
+    ids, logs = torch.arange(3).expand(1, tokens, 3), torch.full((1, tokens, 4), 0.25).log()
+    with_teacher = learned._replace(teacher=TeacherTokens(ids, logs, 0.5, 2.0))
+
+    def chunked(learned: LossMask = learned) -> None:
+        losses = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=False, chunk=128)
+        losses.flatten()[0].backward()
 
     def plain() -> None:
         F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum").backward()
 
-    return peak_bytes(plain, CPU.device), peak_bytes(chunked, CPU.device)
+    works = plain, chunked, partial(chunked, with_teacher)
+    return tuple(peak_bytes(work, CPU.device) for work in works)
 
 
 def test_the_logits_never_exist_at_once() -> None:
-    plain, chunked = run_distributed(run_peaks, 1)[0]
+    plain, chunked, taught = run_distributed(run_peaks, 1)[0]
     assert plain > 2048 * 4096 * 4 and chunked < plain / 8
+    assert taught < chunked + 1.1 * 128 * 4096 * 4, "one more float32 copy of a chunk, as the plan says"
 
 
 @pytest.mark.parametrize(

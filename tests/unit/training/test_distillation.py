@@ -33,9 +33,11 @@ from patch.preflight.validate import teacher_is_of_this_run
 from patch.storage.teacher_store import read_header
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks.hook import Record
-from patch.training.objectives.distillation import TeacherPass, write_store
 from patch.training.setup import build_run
+from patch.training.teacher import TeacherPass, write_store
 from patch.training.trainer import Trainer
+
+pytestmark = pytest.mark.long
 
 VOCABULARY, LENGTH, STEPS, ALPHA = 400, 48, 3, 0.7
 BOUND = 1e-4
