@@ -52,7 +52,7 @@ class StoreHeader:
     tokens: int
     """Tokens with a loss, of all rows."""
     index: str
-    """SHA-256 of rows.bin."""
+    """SHA-256 of rows.bin, and so of all that the store says."""
 
     @property
     def token_bytes(self) -> int:
@@ -106,7 +106,7 @@ class TeacherRows:
     """
 
     def __init__(self, folder: str) -> None:
-        self.header, self._folder = read_header(folder), folder
+        self.header, self.folder = read_header(folder), folder
         count, width = self.header.rows, self.header.top_k * _NUMBER_BYTES
         self._widths = width, width + _NUMBER_BYTES
         try:
@@ -138,7 +138,7 @@ class TeacherRows:
         return ids, logs
 
     def _mapped(self, name: str, width: int) -> mmap.mmap:
-        with open_to_read(Path(self._folder) / name) as file:
+        with open_to_read(Path(self.folder) / name) as file:
             found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(found) != self.header.tokens * width:
             raise ValueError(f"{name} has {len(found)} bytes, expected {self.header.tokens * width}")
@@ -146,7 +146,7 @@ class TeacherRows:
 
     def _damaged(self, why: str) -> DataError:
         return DataError(
-            f"{self._folder} is damaged: {why}; write it again (llama-patch evaluate --distill-to)",
+            f"{self.folder} is damaged: {why}; write it again (llama-patch evaluate --distill-to)",
             field="distill_from",
         )
 

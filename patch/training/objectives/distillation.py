@@ -18,6 +18,7 @@ from patch.data.samples import SampleSource
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConfigError, DataError
 from patch.model import LlamaModel, LossMask, PackedSequences, TeacherTokens
+from patch.preflight.data_record import SetRecord
 from patch.storage.teacher_store import TeacherRows
 from patch.training.objectives.objective import Objective
 
@@ -116,7 +117,9 @@ class Distillation(Objective):
             train = TaughtSource(sets.train, rows)
             own = range(dist.get_rank(), len(train), dist.get_world_size())
             train.refuse_missing(own, self.config.training.seed)
-        return sets._replace(train=train)
+        index = rows.header.index
+        store = SetRecord(rows.folder, index, "", {"the teacher's store": index}, reads_clock=False)
+        return sets._replace(train=train, records=[*sets.records, store])
 
     def forward(
         self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float

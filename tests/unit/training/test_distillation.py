@@ -26,7 +26,7 @@ from patch.data import load_sft, load_tokenizer
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.sft.options import SftOptions
 from patch.device import MachineFacts
-from patch.distributed.collectives import max_over_world
+from patch.distributed.collectives import from_rank_0, max_over_world
 from patch.distributed.groups import initialize
 from patch.errors import ConfigError, DataError
 from patch.preflight.validate import teacher_is_of_this_run
@@ -36,6 +36,7 @@ from patch.training.hooks.hook import Record
 from patch.training.setup import build_run
 from patch.training.teacher import TeacherPass, write_store
 from patch.training.trainer import Trainer
+from patch.training.worker import _compare_data
 
 pytestmark = pytest.mark.long
 
@@ -54,6 +55,7 @@ DATA = {
 STORES: dict[str, tuple[dict[str, Any], int, float]] = {
     "padded": ({"tp": 2, "sequence_parallel": True, "micro_batch_size": 1}, 7, 2.0),
     "packed": ({"pp": 2, "packing": True, "micro_batch_size": 1}, 7, 2.0),
+    "other": ({"dp": 2, "micro_batch_size": 1}, 6, 2.0),
     "whole": ({"cp": 2, "global_batch_size": 3, "micro_batch_size": 3}, VOCABULARY, 1.5),
 }
 """Layout of the teacher, tokens that it stores, and the temperature."""
@@ -83,6 +85,7 @@ def config_of(folder: Path, student: str, **changes: Any) -> RunConfig:
 def train(config: RunConfig) -> list[Record]:
     compat.apply(cuda=False)
     run, hook = build_run(config, CPU, initialize(config, CPU), PhaseClock()), Records()
+    from_rank_0(lambda: _compare_data(run))
     hook.on_evaluate = hook.on_log  # type: ignore[method-assign]
     assert Trainer(run, [hook]).train() == 0
     new_job()
@@ -124,12 +127,13 @@ def all_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         (root / "latest_checkpointed_iteration.txt").write_text(f"{STEPS - 1}\n")
     found["again"] = train(config_of(folder, "tp"))
     found["refused"] = [
-        refusal_of(config_of(folder, "dp", output_path=f"{folder}/refused", **own), error)
+        refusal_of(config_of(folder, "dp", **{"output_path": f"{folder}/refused", **own}), error)
         for own, error in (
             ({"train_data_path": str(folder / "more.json")}, DataError),
             ({"distill_from": str(folder / "packed")}, DataError),
             ({"tokenizer_name_or_path": str(folder / "other tokenizer")}, ConfigError),
             ({"distill_from": str(folder / "damaged")}, DataError),
+            ({"distill_from": str(folder / "other"), "output_path": str(folder / "run dp")}, ConfigError),
         )
     ]
     return found
@@ -224,6 +228,7 @@ def test_stores_of_other_rows_and_vocabularies_are_refused(folder: Path, found: 
     for changes in ({"distill_from": None}, {"distill_from": str(folder)}):
         with pytest.raises(ConfigError):
             teacher_is_of_this_run(config_of(folder, "dp", **changes), here)
-    rows, packing, tokenizer, damage = found["refused"]
+    rows, packing, tokenizer, damage, resumed = found["refused"]
     assert "not sample" in rows and "not sample" in packing
     assert "other tokens or ids" in tokenizer and "is damaged" in damage
+    assert "what has changed: the teacher's store" in resumed
