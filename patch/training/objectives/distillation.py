@@ -137,4 +137,5 @@ class Distillation(Objective):
     def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
         """Return means over tokens of the loss and its parts; an evaluation has cross entropy alone."""
         sums = output if output.dim() else torch.stack((output, output, torch.zeros_like(output)))
-        return dict(zip(self.reported, sums / divisor, strict=True))
+        # Each quotient owns its memory: upstream's schedules free the loss, and refuse to free a view.
+        return {name: own / divisor for name, own in zip(self.reported, sums, strict=True)}

@@ -65,8 +65,8 @@ STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp": ("padded", {"dp": 2, "micro_batch_size": 2}),
     "tp": ("padded", {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
     "cp": ("padded", {"cp": 2, "micro_batch_size": 4}),
-    "pp": ("padded", {"pp": 2, "stage": 1, "micro_batch_size": 1}),
-    "packed": ("packed", {"packing": True, "dp": 2, "micro_batch_size": 1}),
+    "pp": ("padded", {"pp": 2, "micro_batch_size": 1}),
+    "packed": ("packed", {"packing": True, "pp": 2, "stage": 1, "micro_batch_size": 1}),
     "whole": ("whole", {"dp": 2, "micro_batch_size": 1}),
 }
 
