@@ -173,7 +173,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the scores there")
     parser.add_argument("--top-k", type=positive, default=64, metavar="K", help="tokens [%(default)s]")
     parser.add_argument("--temperature", type=_temperature, default=1.0, metavar="T", help="[%(default)s]")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    of_other = ("tasks_path", "limit", "json") if options.distill_to else ("top_k", "temperature")
+    for name in of_other:
+        if getattr(options, name) != parser.get_default(name):
+            way = "--tasks" if options.distill_to else "--distill-to"
+            parser.error(f"--{name.replace('_', '-')} goes with {way}")
+    return options
 
 
 def _new_folder(text: str) -> Path:
