@@ -124,8 +124,7 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     from patch.compat import quick_start  # imports torch, which only --dry-run needs in the launcher
 
     with quick_start():
-        from patch.training.objectives.objective import Objective
-    objective = (OBJECTIVES[config.training.objective] or Objective)(config)
+        objective = OBJECTIVES[config.training.objective](config)
     if (samples := objective.show_data(sys.stderr)) is not None:
         sys.stderr.write(describe_length(config, samples) + "\n")
 

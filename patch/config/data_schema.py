@@ -70,6 +70,21 @@ class DataConfig:
     )
     reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
     eod_mask_loss: bool = flag("idxmap: mask the loss where the input is an end-of-document token", False)
+    distill_from: str | None = flag(
+        "learn from a teacher whose log-probabilities llama-patch evaluate --distill-to wrote here; none",
+        none="none",
+    )
+    distill_alpha: float = flag(
+        "--distill-from: share of the divergence from the teacher in the loss; the rest is cross entropy",
+        0.5,
+        above=0,
+        at_most=1,
+    )
+    distill_temperature: float = flag(
+        "--distill-from: temperature at which teacher and student are compared, that of the folder",
+        1.0,
+        above=0,
+    )
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0)
     eval_iters: int | None = flag("most global batches of one evaluation of a set; 0: the whole set", none=0)
     eval_tasks: str | None = flag(

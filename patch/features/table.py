@@ -115,6 +115,9 @@ HOST_ACTIVATIONS = Feature("offload of activations", "cpu_offloading", "false")
 AUTO_RECOMPUTE = Feature("AC=auto", "recompute_granularity", "none, selective or full", on="auto")
 FULL_RECOMPUTE = Feature("AC=full of all layers", "recompute_method", "block", on="uniform",
                          condition=lambda run: run.training.recompute_granularity == "full")
+DISTILLATION = Feature("distillation", "distill_from", "none")
+OWN_OBJECTIVE = Feature("an objective of its own", "objective", "default, sft or pretrain", choice="or",
+                        condition=lambda run: run.training.objective not in ("sft", "pretrain"))
 ENGINE = Feature("Transformer Engine's layers", "transformer_impl", "auto or local", on="transformer_engine")
 
 _LATENT = f"it is not supported with latent attention ({where('kv_lora_rank')})"
@@ -169,6 +172,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(DECOUPLED_LR, LORA, "embedding and output layer are not trained"),
     Conflict(ALIGNMENT, NF4, "an nf4 matrix is dequantized before each matmul"),
     Conflict(FP8, NF4, "an nf4 matrix is multiplied in bf16, fp16 or fp32"),
+    Conflict(DISTILLATION, OWN_OBJECTIVE, "{run.training.objective} has its own loss"),
+    Conflict(DISTILLATION, ALIGNMENT, "transformers' order of operations has no loss of a teacher"),
 )  # fmt: skip
 """All conflicts, each once, in the order in which they are refused."""
 

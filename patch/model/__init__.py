@@ -9,16 +9,18 @@ from patch.model.llama import (
     sharded_weights,
     unchanged_weights,
 )
-from patch.model.loss import LossMask, ScoredTokens, sum_aligned
+from patch.model.loss import LikeliestTokens, LossMask, ScoredTokens, TeacherTokens, sum_aligned
 from patch.model.weight_init import forget_weights, forgetting_weights, initialize_weights
 
 __all__ = [
     "SOURCES",
     "WEIGHT_PREFIXES",
+    "LikeliestTokens",
     "LossMask",
     "LlamaModel",
     "PackedSequences",
     "ScoredTokens",
+    "TeacherTokens",
     "build_llama_model",
     "forget_weights",
     "forgetting_weights",

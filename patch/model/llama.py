@@ -47,11 +47,13 @@ from patch.model.fp8.product import StepWeights
 from patch.model.hf_numerics.layers import AlignedOutput, sources_of
 from patch.model.linear import give_product
 from patch.model.loss import (
+    LikeliestTokens,
     LossMask,
     ScoredTokens,
     VocabularyShard,
     aligned_losses,
     hide_padded_vocabulary,
+    likeliest_tokens,
     linear_cross_entropy,
     log_probabilities,
 )
@@ -154,7 +156,7 @@ class LlamaModel(LanguageModule):
         attention_mask: torch.Tensor | None,
         *,
         labels: torch.Tensor | None = None,
-        loss_mask: LossMask | ScoredTokens | None = None,
+        loss_mask: LossMask | ScoredTokens | LikeliestTokens | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [S, B, H], or the output of the last stage. S counts tokens of this CP
@@ -172,7 +174,7 @@ class LlamaModel(LanguageModule):
                 `loss_mask` the
             sum of the trained tokens' losses, or each token's loss if the gradient is not known, computed
                 without
-            all logits at once. With `ScoredTokens` their log-probabilities.
+            all logits at once. With `ScoredTokens` or `LikeliestTokens` their log-probabilities.
         """
         hidden = None
         if self.pre_process:
@@ -222,7 +224,7 @@ class LlamaModel(LanguageModule):
         return self.rotary_pos_emb(len(first) * over_tp * self.cp_group.size())
 
     def summed_loss(
-        self, hidden: torch.Tensor, labels: torch.Tensor, learned: LossMask | ScoredTokens
+        self, hidden: torch.Tensor, labels: torch.Tensor, learned: LossMask | ScoredTokens | LikeliestTokens
     ) -> torch.Tensor:
         """Return the summed loss, or the log-probabilities, from hidden states [S or S / TP (SP), B, H]."""
         group = self.pg_collection.tp
@@ -237,6 +239,8 @@ class LlamaModel(LanguageModule):
         part = VocabularyShard(group.rank() * len(weight), self.num_vocab_rows, group)
         if isinstance(learned, ScoredTokens):
             return log_probabilities(hidden, weight, learned.choices, part)
+        if isinstance(learned, LikeliestTokens):
+            return likeliest_tokens(hidden, weight, learned, part)
         return linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=self._is_fused)
 
     def setup_embeddings_and_output_layer(self) -> None:

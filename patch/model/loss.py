@@ -30,6 +30,23 @@ from patch.layout import chunk_length
 from patch.model.weight_gradient import add_gradient, add_product, has_epilogue
 
 
+class TeacherTokens(NamedTuple):
+    """A teacher's log-probabilities of a micro-batch, and their part in the loss (distillation).
+
+    The K + 1 outcomes of a token are the chosen tokens, and all other tokens together. Teacher and student
+    give them the probabilities p and q at the temperature T (arXiv:1503.02531). The loss of a token is
+
+        alpha * T**2 * sum(p * log(p / q)) + (1 - alpha) * cross entropy
+    """
+
+    ids: torch.Tensor
+    """Integer [B, S, K]: the chosen tokens, all different."""
+    logs: torch.Tensor
+    """Float32 [B, S, K + 1]: log p of each chosen token, then of the other tokens together."""
+    alpha: float
+    temperature: float
+
+
 class LossMask(NamedTuple):
     """The loss mask of a micro-batch, and the gradient that backward will bring."""
 
@@ -41,6 +58,18 @@ class LossMask(NamedTuple):
     """Expected gradient of the summed loss: loss scale / divisor. If backward brings another value, the
     result is rescaled (one extra rounding). None if it is not known: forward then returns each token's loss.
     """
+    teacher: TeacherTokens | None = None
+    """With a teacher, forward returns three sums: loss, cross entropy, and divergence from the teacher."""
+
+
+class LikeliestTokens(NamedTuple):
+    """Tokens whose likeliest successors are returned, without training."""
+
+    mask: torch.Tensor
+    """[B, S]: not 0 where they are asked for; with CP this rank's part."""
+    number: int
+    """K, at most the size of the vocabulary."""
+    temperature: float
 
 
 class ScoredTokens(NamedTuple):
@@ -72,6 +101,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed loss of the trained tokens, or each token's loss if `learned.gradient` is None.
 
+    With a teacher, Triton's kernels are not used: they have no loss of a teacher.
+
     Backward may run only once. With each token's loss, backward computes the logits again.
 
     Args:
@@ -81,12 +112,12 @@ def linear_cross_entropy(
         labels: [B, S], token ids of the full vocabulary.
         chunk: tokens per chunk; by default `chunk_length`.
     Returns:
-        float32 [], or [B, S] float32, equal on all TP ranks.
+        float32 [], or [3] with a teacher, or [B, S]; equal on all TP ranks.
     """
     chunk = chunk or chunk_length(*weight.shape, cuda=weight.is_cuda)
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
     is_written = is_fused and hasattr(weight, "main_grad_writer")
-    how = _LossOptions(part, chunk, is_fused, needed, is_written)
+    how = _LossOptions(part, chunk, is_fused and learned.teacher is None, needed, is_written, learned.teacher)
     return _LinearCrossEntropy.apply(hidden, weight, labels, learned, how)
 
 
@@ -138,6 +169,7 @@ class _LossOptions(NamedTuple):
     """Whether hidden states and weight need gradients."""
     is_written: bool
     """Whether backward adds the weight's gradient, in float32, to the main gradient."""
+    teacher: TeacherTokens | None = None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -156,6 +188,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return _in_chunks(hidden, weight, labels, mask, how._replace(needed=[False, False]))[0]
         losses, gradients = _in_chunks(hidden, weight, labels, mask * ctx.expected, how)
         ctx.save_for_backward(*gradients)
+        if how.teacher is not None:
+            return torch.stack([(each * mask).sum() for each in losses])
         return (losses * mask).sum()
 
     @staticmethod
@@ -166,7 +200,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             of_hidden, of_weight = _in_chunks(hidden, weight, labels, gradient, ctx.how)[1]
             factor = gradient.new_ones(())
         else:
-            (of_hidden, of_weight), factor = ctx.saved_tensors, gradient / ctx.expected
+            of_loss = gradient if ctx.how.teacher is None else gradient[0]
+            (of_hidden, of_weight), factor = ctx.saved_tensors, of_loss / ctx.expected
             # In place, because a copy of the weight's gradient would be large. Autograd raises if a
             # retained graph runs again.
             for own in (of_hidden, None if ctx.how.is_written else of_weight):
@@ -184,13 +219,17 @@ def _in_chunks(
     gradient: torch.Tensor,
     how: _LossOptions,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return losses [B, S] and gradients of hidden states and weight; `gradient` [B, S] is the losses'."""
+    """Return losses [B, S], or [3, B, S] with a teacher, and gradients of hidden states and weight.
+
+    `gradient` [B, S] is that of the losses.
+    """
     flat = hidden.flatten(0, 1)
     chunks = _Chunks(flat, weight, how)
     each = (tensor.t().flatten().split(how.chunk) for tensor in (labels, gradient))
     begins = range(0, len(flat), how.chunk)
-    losses = torch.cat([chunks.add(begin, ids, own) for begin, ids, own in zip(begins, *each, strict=True)])
-    return losses.view(hidden.shape[:2]).t().contiguous(), chunks.gradients(hidden.shape)
+    found = [chunks.add(begin, ids, own) for begin, ids, own in zip(begins, *each, strict=True)]
+    losses = torch.cat(found, dim=-1).unflatten(-1, hidden.shape[:2]).transpose(-1, -2).contiguous()
+    return losses, chunks.gradients(hidden.shape)
 
 
 class _Chunks:
@@ -198,6 +237,11 @@ class _Chunks:
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, how: _LossOptions) -> None:
         self._hidden, self._weight, self._part, self._is_fused = hidden, weight, how.part, how.is_fused
+        self._teacher = how.teacher
+        """Its tensors are [T, ...], in the order of the hidden states."""
+        if how.teacher is not None:
+            ids, logs = (each.transpose(0, 1).flatten(0, 1) for each in how.teacher[:2])
+            self._teacher = how.teacher._replace(ids=ids, logs=logs)
         self._logits = hidden.new_empty(min(how.chunk, len(hidden)), len(weight))
         self._wide: torch.Tensor | None = None
         """Float32 copy of the logits, or None if they are float32 or Triton is used."""
@@ -219,7 +263,7 @@ class _Chunks:
         hidden = self._hidden[begin : begin + len(labels)]
         logits = self._logits[: len(labels)]
         torch.mm(hidden, self._weight.t(), out=logits)
-        losses = self._losses_and_gradients(logits, labels, gradient)
+        losses = self._losses_and_gradients(logits, labels, gradient, begin)
         if self._hidden_gradient is not None:
             torch.mm(logits, self._weight, out=self._hidden_gradient[begin : begin + len(labels)])
         if self._weight_gradient is not None:
@@ -227,7 +271,7 @@ class _Chunks:
         return losses
 
     def _losses_and_gradients(
-        self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor
+        self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, begin: int
     ) -> torch.Tensor:
         first, num_rows, group = self._part
         if self._is_fused:
@@ -236,11 +280,15 @@ class _Chunks:
 
             return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
         logits[:, num_rows:].fill_(torch.finfo(logits.dtype).min)  # assignment would block the host
-        if self._wide is None:
-            return _losses_and_gradients(logits, labels, gradient, self._part)
-        wide = self._wide[: len(labels)].copy_(logits)
-        losses = _losses_and_gradients(wide, labels, gradient, self._part)
-        logits.copy_(wide)
+        wide = logits if self._wide is None else self._wide[: len(labels)].copy_(logits)
+        if self._teacher is None:
+            losses = _losses_and_gradients(wide, labels, gradient, self._part)
+        else:
+            ids, logs = (each[begin : begin + len(labels)] for each in self._teacher[:2])
+            teacher = self._teacher._replace(ids=ids, logs=logs)
+            losses = _losses_of_student(wide, labels, gradient, teacher, self._part)
+        if self._wide is not None:
+            logits.copy_(wide)
         return losses
 
     def _add_to_weight(
@@ -288,6 +336,91 @@ def _losses_and_gradients(
     logits[cells] -= is_own.float()
     logits *= gradient[:, None]
     return torch.log(sums[1]) - sums[0]
+
+
+def _losses_of_student(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    gradient: torch.Tensor,
+    teacher: TeacherTokens,
+    part: VocabularyShard,
+) -> torch.Tensor:
+    """Return loss, cross entropy and divergence [3, chunk]; overwrite float32 logits with their gradients."""
+    alpha, temperature = teacher.alpha, teacher.temperature
+    others = logits / temperature
+    logs, cells, is_own = _outcomes(others, teacher.ids.long(), part)
+    p, q = teacher.logs.exp(), logs.exp()
+    divergence = (p * (teacher.logs - logs)).sum(dim=1)
+    # The divergence's gradient: q - p of each outcome; the others share theirs by their own probabilities.
+    per_outcome = (q - p) * (gradient * (alpha * temperature))[:, None]
+    others *= per_outcome[:, -1:]
+    others.scatter_add_(1, cells, torch.where(is_own, per_outcome[:, :-1], 0.0))
+    cross_entropy = _losses_and_gradients(logits, labels, gradient * (1 - alpha), part)
+    logits += others
+    loss = alpha * temperature**2 * divergence + (1 - alpha) * cross_entropy
+    return torch.stack((loss, cross_entropy, divergence))
+
+
+def _outcomes(
+    logits: torch.Tensor, ids: torch.Tensor, part: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of tokens `ids` [T, K], and last of all other tokens together, [T, K + 1].
+
+    Overwrites logits [T, V]: 0 for the chosen tokens and the padding, else the share of the token in the
+    probability of the other tokens. Also returns the rows [T, K] of the chosen tokens, 0 where they are not
+    on this TP rank, and whether they are.
+    """
+    first, num_rows, group = part
+    largest = logits.max(dim=-1).values
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    logits -= largest[:, None]
+    cells = ids - first
+    is_own = (cells >= 0) & (cells < num_rows)
+    cells = torch.where(is_own, cells, 0)
+    chosen = torch.where(is_own, logits.gather(1, cells), 0.0)
+    logits.exp_()
+    logits[:, num_rows:].zero_()
+    # The chosen are taken out first: what is left of a likely token's 1 would have no precision.
+    logits.scatter_add_(1, cells, -torch.where(is_own, logits.gather(1, cells), 0.0))
+    sums = torch.cat((chosen, logits.sum(dim=1, keepdim=True)), dim=1)
+    dist.all_reduce(sums, group=group)
+    rest = sums[:, -1:].clamp(min=torch.finfo(sums.dtype).tiny)
+    logits /= rest
+    logs = torch.cat((sums[:, :-1], rest.log()), dim=1)
+    return logs - logs.logsumexp(dim=1, keepdim=True), cells, is_own
+
+
+def likeliest_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, asked: LikeliestTokens, part: VocabularyShard
+) -> torch.Tensor:
+    """Return the likeliest tokens, their log-probabilities, and last that of all other tokens together.
+
+    Args:
+        hidden: [S, B, H], equal on all TP ranks.
+        asked: where, how many (K), and at which temperature.
+    Returns:
+        [B, S, 2 K + 1] float32, equal on all TP ranks: K ids (exact below 2**24), likeliest first, and K + 1
+        log-probabilities; 0 where they are not asked for.
+    """
+    is_asked = asked.mask != 0
+    rows = hidden.transpose(0, 1)[is_asked].split(chunk_length(*weight.shape))
+    found = [_likeliest(torch.mm(own, weight.t()).float() / asked.temperature, asked, part) for own in rows]
+    whole = hidden.new_zeros(*is_asked.shape, 2 * asked.number + 1, dtype=torch.float32)
+    whole[is_asked] = torch.cat(found)
+    return whole
+
+
+def _likeliest(logits: torch.Tensor, asked: LikeliestTokens, part: VocabularyShard) -> torch.Tensor:
+    first, num_rows, group = part
+    logits[:, num_rows:] = torch.finfo(logits.dtype).min
+    own, rows = logits.topk(min(asked.number, logits.shape[1]), dim=1)
+    parts = [torch.empty_like(own) for _ in range(group.size())], [rows.clone() for _ in range(group.size())]
+    for into, tensor in zip(parts, (own, rows + first), strict=True):
+        dist.all_gather(into, tensor.contiguous(), group=group)
+    values, ids = (torch.cat(each, dim=1) for each in parts)
+    order = values.sort(dim=1, descending=True, stable=True).indices[:, : asked.number]
+    ids = ids.gather(1, order)
+    return torch.cat((ids.float(), _outcomes(logits, ids, part)[0]), dim=1)
 
 
 def hide_padded_vocabulary(logits: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from patch.layout import chunk_length
 from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import by_layer, element_bytes, matrices_per_rank
 from patch.plan.pipeline import Schedule, moments
+from patch.storage.teacher_store import known_header
 
 _HALF = 2
 _FP32 = 4
@@ -184,14 +185,19 @@ def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
     """Bytes of one micro-batch's loss: gradients until its backward; a chunk's logits and sums in forward.
 
     Not for `--precision-align`, which has all logits. On GPUs Triton's kernels need no float32 copy of a
-    chunk's logits. A CPU accumulates another dtype through a float32 copy of the weight's gradient.
+    chunk's logits. A loss with a teacher needs one, one at the temperature, and the teacher's numbers.
+    A CPU accumulates another dtype through a float32 copy of the weight's gradient.
     """
     training, hidden = config.training, config.model.hidden_size
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     tokens = config.micro_batch_tokens
     size = element_bytes(training.precision)
     chunk = chunk_length(rows, hidden, cuda=cuda)
-    logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
+    is_taught = config.data.distill_from is not None
+    is_wide = size != _FP32 and (is_taught or not cuda)
+    logits = min(chunk, tokens) * rows * (size + _FP32 * (is_wide + is_taught))
+    if is_taught and (header := known_header(str(config.data.distill_from))):
+        logits += tokens * header.token_bytes
     has_sum = chunk < tokens and size != _FP32
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
     if config.adapter.is_on:  # the weight has no gradient

@@ -21,6 +21,7 @@ from patch.plan.pipeline import Schedule
 from patch.plan.savings import RecomputePlan
 from patch.plan.timing.communication import group_of
 from patch.preflight.checkpoint_places import newest_saved
+from patch.storage.teacher_store import known_header
 from patch.text import counted, scaled, size_text
 
 INDENT = " " * 12
@@ -235,6 +236,16 @@ def _step(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if config.training.objective == "dpo":
         once = "before the first step one forward over all sets gives their reference, unless it is kept"
         yield _row("pairs", f"each lies in one sequence of {length} tokens; {once}")
+    if config.data.distill_from is not None:
+        if header := known_header(config.data.distill_from):
+            stored = (
+                f"{header.teacher} has stored {size_text(header.num_bytes)}: {header.top_k} tokens and the "
+                f"rest for each of {header.tokens} tokens with a loss, in {counted(header.rows, 'row')}"
+            )
+        else:
+            stored = f"{config.data.distill_from} is not on this machine: its bytes are not counted"
+        kernels = "; the loss has no fused kernel, torch computes it" if machine.cuda_devices else ""
+        yield _row("teacher", stored + kernels)
 
 
 def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:

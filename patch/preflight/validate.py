@@ -45,6 +45,7 @@ from patch.storage.names import (
 )
 from patch.storage.places import IN_MEMORY, AnyPath, any_path, file_system_of, nearest_folder
 from patch.storage.remote import RemotePath, is_url
+from patch.storage.teacher_store import read_header
 from patch.text import size_text
 
 _HIGHEST_RATE = 0.1
@@ -304,6 +305,26 @@ def _can_hold_files(folder: Path) -> bool:
         return False
 
 
+def teacher_is_of_this_run(config: RunConfig, machine: MachineFacts) -> None:
+    """Require a store of a teacher (--distill-from) of the run's vocabulary, temperature and kind of rows."""
+    data = config.data
+    if data.distill_from is None:
+        for field in ("distill_alpha", "distill_temperature"):
+            if value_of(config, field) != FIELDS[field].default:
+                refuse(field, value_of(config, field), "--distill-from too", "no teacher is named")
+        return
+    header = read_header(data.distill_from)
+    length = "max_padding_length" if data.dataset_type == "raw" else "seq_length"
+    for field, ours, theirs in (
+        ("vocab_size", config.model.vocab_size, header.vocab_size),
+        ("distill_temperature", data.distill_temperature, header.temperature),
+        (length, config.sample_length, header.sequence_length),
+        ("packing", str(data.packing).lower(), str(header.packing).lower()),
+    ):
+        if ours != theirs:
+            refuse(field, ours, str(theirs), f"{data.distill_from}, written by {header.teacher}, has it")
+
+
 FILE_RULES: tuple[Rule, ...] = (
     weights_are_there,
     weights_have_this_shape,
@@ -311,6 +332,7 @@ FILE_RULES: tuple[Rule, ...] = (
     tokenizer_is_there,
     chat_template_is_there,
     tasks_are_there,
+    teacher_is_of_this_run,
     output_is_writable,
     offload_folder_is_on_a_disk,
     store_is_there,

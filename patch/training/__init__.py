@@ -18,17 +18,24 @@ if TYPE_CHECKING:
 __all__ = ["HOOKS", "OBJECTIVES", "register_hook", "register_objective"]
 
 
+def _token_mean(config: RunConfig) -> Objective:
+    from patch.training.objectives.distillation import Distillation
+    from patch.training.objectives.objective import Objective
+
+    return (Distillation if config.data.distill_from else Objective)(config)
+
+
 def _preference(config: RunConfig) -> Objective:
     from patch.training.objectives.preference import Preference
 
     return Preference(config)
 
 
-OBJECTIVES: dict[str, Callable[[RunConfig], Objective] | None] = {
-    **dict.fromkeys(("default", "sft", "pretrain")),
+OBJECTIVES: dict[str, Callable[[RunConfig], Objective]] = {
+    **dict.fromkeys(("default", "sft", "pretrain"), _token_mean),
     "dpo": _preference,
 }
-"""Factories of the objectives that `--objective` names, or None for the built-in objective."""
+"""Factories of the objectives that `--objective` names."""
 HOOKS: list[Callable[[Run], TrainerHook | None]] = []
 """Factories of additional hooks."""
 

@@ -119,7 +119,7 @@ def build_run(
     ahead = consumed - start * training.global_batch_size
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder)
-    objective = (OBJECTIVES[config.training.objective] or Objective)(config)
+    objective = OBJECTIVES[config.training.objective](config)
     sets = objective.build_datasets(tokenizer, partial(num_train_samples, config, ahead=ahead))
     config = with_samples(config, sets.num_train_samples, ahead=ahead)
     stages, optimizer = build_model(config, groups, context.device)

@@ -1,7 +1,9 @@
 """llama-patch evaluate: scores of lm-evaluation-harness's tasks for a Hugging Face folder or a checkpoint.
 
     llama-patch evaluate FOLDER --tasks a,b --tasks-path DIR [--limit N] [--json FILE] [-- FLAGS OF A RUN]
+    llama-patch evaluate FOLDER --distill-to STORE [--top-k K] [--temperature T] -- FLAGS OF THE STUDENT'S RUN
 
+The second form stores the K likeliest successors of each token, for --distill-from of a student's run.
 The model runs in the code of a training run. Flags of a run may follow `--`, for example
 --tensor-model-parallel-size 2 --nproc-per-node 4 --precision fp32, --tokenizer-name-or-path for a checkpoint
 that records no tokenizer, or --eval-tasks-allow-code.
@@ -14,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,11 @@ from patch.config import RunConfig, read_run, to_yaml, user_message  # noqa: E40
 from patch.config.fields import FIELDS, scalar_of  # noqa: E402
 from patch.config.flags import flag_words  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
-from patch.errors import PatchError, printable  # noqa: E402
+from patch.errors import ConfigError, PatchError, printable  # noqa: E402
 from patch.families import differences  # noqa: E402
 from patch.logger import configure_logging  # noqa: E402
-from toolkits._arguments import ArgumentParser, at_dashes, output_file, positive, typed  # noqa: E402
+from patch.text import to_float  # noqa: E402
+from toolkits._arguments import ArgumentParser, at_dashes, local, output_file, positive, typed  # noqa: E402
 from toolkits.train import RESOLVED  # noqa: E402
 
 _ONE_STEP = (
@@ -50,7 +54,7 @@ def main(argv: list[str]) -> int:
     own, run = at_dashes(argv)
     try:
         if own[:1] == [RESOLVED]:
-            return _evaluate(read_run(Path(own[1])), own[2])
+            return _work(read_run(Path(own[1])), own[2:])
         options = _parse(own)
         with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
             return _start(options, run, Path(folder))
@@ -70,27 +74,37 @@ def _start(options: argparse.Namespace, flags: list[str], folder: Path) -> int:
     from patch.plan.resolve import resolve_run
     from patch.preflight.hub_names import fetch_from_hub
     from patch.preflight.parse import parse_args
-    from patch.preflight.validate import FILE_RULES
+    from patch.preflight.validate import FILE_RULES, check_data
 
     machine = MachineFacts.probe()
-    own = [*_weights(options.model), "--eval-tasks", options.tasks, *_ONE_STEP.split()]
-    own += ["--output-path", str(folder), "--eval-tasks-limit", str(options.limit)]
-    own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
+    own = [*_weights(options.model), *_ONE_STEP.split(), "--output-path", str(folder)]
+    if options.tasks:
+        own += ["--eval-tasks", options.tasks, "--eval-tasks-limit", str(options.limit)]
+        own += ["--eval-tasks-path", options.tasks_path] if options.tasks_path else []
     invocation = parse_args([*own, *flags], os.environ, machine)
     config = invocation.config
-    # Interleaved stages need at least one micro-batch per pipeline rank.
-    batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
-    model = replace(config.model, seq_length=min(_ROW, config.model.max_position_embeddings))
-    config = replace(config, model=model, training=replace(config.training, global_batch_size=batch))
+    if options.tasks:
+        length = min(_ROW, config.model.max_position_embeddings)
+        config = replace(config, model=replace(config.model, seq_length=length))
+    if config.training.global_batch_size == 1:
+        # Interleaved stages need at least one micro-batch per pipeline rank.
+        batch = config.data_parallel_size * config.parallel.pipeline_model_parallel_size
+        batch *= config.training.micro_batch_size
+        config = replace(config, training=replace(config.training, global_batch_size=batch))
     for rule in (*RULES, *FILE_RULES):
         rule(config, machine)
     config, _ = resolve_run(fetch_from_hub(config, weights=True), machine)
-    result = "" if options.json is None else str(options.json.resolve())
+    arguments = ["" if options.json is None else str(options.json.resolve())]
+    if options.distill_to:
+        check_data(config)
+        if not 1 <= options.top_k <= config.model.vocab_size:
+            raise ConfigError(f"--top-k: got {options.top_k}, expected 1 to {config.model.vocab_size}")
+        arguments = [str(options.distill_to.resolve()), str(options.top_k), str(options.temperature)]
     if "LOCAL_RANK" in os.environ:
-        return _evaluate(config, result)
+        return _work(config, arguments)
     file = folder / "run.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
-    command = [RESOLVED, str(file), result]
+    command = [RESOLVED, str(file), *arguments]
     return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
 
 
@@ -114,6 +128,20 @@ def _weights(model: str) -> list[str]:
     return [word for name, value in given.items() for word in flag_words(FIELDS[name], value)]
 
 
+def _work(config: RunConfig, arguments: Sequence[str]) -> int:
+    """Work as a worker; `arguments` are the file of the scores, or folder, K and temperature of a store."""
+    from patch.compat import quick_start
+
+    if len(arguments) == 1:
+        return _evaluate(config, *arguments)
+    with quick_start():
+        from patch.training.teacher import TeacherPass, write_store
+
+    folder, top_k, temperature = arguments
+    write_store(config, TeacherPass(Path(folder), int(top_k), float(temperature)))
+    return 0
+
+
 def _evaluate(config: RunConfig, result: str) -> int:
     """Evaluate as a worker. Rank 0 prints the scores, and writes them to `result` unless it is empty."""
     from patch.compat import quick_start
@@ -134,14 +162,37 @@ def _evaluate(config: RunConfig, result: str) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    usage = "%(prog)s FOLDER --tasks LIST [...] [-- FLAGS OF A RUN]"
+    usage = "%(prog)s FOLDER --tasks LIST | --distill-to STORE [...] [-- FLAGS OF A RUN]"
     parser = ArgumentParser(prog=typed("python -m toolkits.evaluate"), usage=usage, description=__doc__)
     parser.add_argument("model", metavar="FOLDER", help="a Hugging Face folder or org/name, or a checkpoint")
-    parser.add_argument("--tasks", required=True, metavar="LIST", help="names of tasks, groups, tags: a,b,c")
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument("--tasks", metavar="LIST", help="names of tasks, groups, tags: a,b,c")
+    work.add_argument("--distill-to", type=_new_folder, metavar="STORE", help="folder for --distill-from")
     parser.add_argument("--tasks-path", metavar="DIR", help="folder of their YAML files [those of lm-eval]")
     parser.add_argument("--limit", type=positive, default=0, metavar="N", help="questions of each [all]")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the scores there")
-    return parser.parse_args(argv)
+    parser.add_argument("--top-k", type=positive, default=64, metavar="K", help="tokens [%(default)s]")
+    parser.add_argument("--temperature", type=_temperature, default=1.0, metavar="T", help="[%(default)s]")
+    options = parser.parse_args(argv)
+    of_other = ("tasks_path", "limit", "json") if options.distill_to else ("top_k", "temperature")
+    for name in of_other:
+        if getattr(options, name) != parser.get_default(name):
+            way = "--tasks" if options.distill_to else "--distill-to"
+            parser.error(f"--{name.replace('_', '-')} goes with {way}")
+    return options
+
+
+def _new_folder(text: str) -> Path:
+    if (folder := local(text)).exists():
+        raise argparse.ArgumentTypeError(f"{text} is there already; expected the name of a new folder")
+    return folder
+
+
+def _temperature(text: str) -> float:
+    number = to_float(text)
+    if number is None or number <= 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
+    return number
 
 
 if __name__ == "__main__":

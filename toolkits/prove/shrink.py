@@ -44,7 +44,7 @@ _GIVEN_ANEW: dict[str, Any] = {
     "columns": None, "chat_template": None, "chat_template_kwargs": None, "split": None,
     "max_dropped_share": 1.0, "data_workers": 1,
     "eval_interval": STEPS, "eval_iters": 1,
-    **{name: field.default for name, field in FIELDS.items() if name.startswith("eval_tasks")},
+    **{name: each.default for name, each in FIELDS.items() if name.startswith(("eval_tasks", "distill"))},
 }  # fmt: skip
 """New values: sizes and paths that do not matter for the comparison; a learning rate that changes the weights
 by the second step; and an epsilon that keeps an update from being only the sign of a small gradient, which

@@ -126,10 +126,24 @@ def _fail(error: Exception) -> NoReturn:
 def scores_of_weights(config: RunConfig) -> dict[str, float]:
     """Join a job, score the weights at --load, leave the job; return the scores on every rank.
 
-    Only layout, precision and tasks of `config` matter: there is no training, and so no gradients or states.
-
     Raises:
         PatchError: weights, tokenizer or tasks cannot be read; on all ranks.
+    """
+    run = run_of_weights(config)
+    hook = TaskScores(run)
+    with evaluating(run):
+        scores = hook.evaluate(0)
+    shutdown()
+    return scores
+
+
+def run_of_weights(config: RunConfig) -> Run:
+    """Join a job, and return the run of the weights at --load, without data, gradients and optimizer states.
+
+    Only layout, precision and weights of `config` matter.
+
+    Raises:
+        PatchError: weights or tokenizer cannot be read; on all ranks.
     """
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
@@ -143,8 +157,4 @@ def scores_of_weights(config: RunConfig) -> dict[str, float]:
     data = RunData(Objective(config), cast(StepReader, None), {})  # nothing is read
     run = Run(config, context.device, groups, stages, optimizer, data, tokenizer=tokenizer)
     load_start(run)
-    hook = TaskScores(run)
-    with evaluating(run):
-        scores = hook.evaluate(0)
-    shutdown()
-    return scores
+    return run

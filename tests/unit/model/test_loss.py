@@ -18,7 +18,7 @@ from training_runs import CPU, build_stages
 from patch import compat
 from patch.distributed.groups import initialize
 from patch.model import LlamaModel, LossMask, initialize_weights
-from patch.model.loss import VocabularyShard, chunk_length, linear_cross_entropy
+from patch.model.loss import TeacherTokens, VocabularyShard, chunk_length, linear_cross_entropy
 from toolkits.benchmarks._measure import peak_bytes
 
 LENGTH, ROWS, GRADIENT = 22, 2, 0.25
@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PRECISIONS = ["fp32", "bf16", "fp16"]
 CHUNKS = [1, 7, LENGTH * ROWS]
+TAUGHT = [(3, 1.0), (250, 2.5)]
+"""Tokens of a teacher, and its temperature; 250 are the whole vocabulary."""
 
 
 class Found(NamedTuple):
@@ -63,6 +65,14 @@ class Problem:
         self.learned = LossMask((torch.rand(ROWS, LENGTH) < 0.7).float(), GRADIENT)
         self.learned.mask[0, 3] = 0
 
+    def teacher(self, count: int, temperature: float, vocab_size: int) -> TeacherTokens:
+        """Of random logits."""
+        logits = (torch.randn(LENGTH, ROWS, vocab_size) * 3).transpose(0, 1)
+        logs = F.log_softmax(logits / temperature, dim=2)
+        top, ids = logs.topk(count, dim=2)
+        rest = logs.exp().scatter(2, ids, 0.0).sum(dim=2, keepdim=True).clamp(min=1e-38).log()
+        return TeacherTokens(ids.int(), torch.cat((top, rest), dim=2), 0.7, temperature)
+
     def upstream(self) -> Found:
         """By megatron-core's output layer and cross entropy, which hold all logits."""
 
@@ -92,7 +102,20 @@ class Problem:
 
         return self._found(loss, self.whole)
 
-    def exact(self, vocab_size: int) -> Found:
+    def taught(self, chunk: int, teacher: TeacherTokens) -> Found:
+        """With the gradient that was expected; the loss is the three sums."""
+        weight, learned = self.model.output_layer.weight, self.learned._replace(teacher=teacher)
+        part = VocabularyShard(self.group.rank() * len(weight), self.model.num_vocab_rows, self.group)
+
+        def losses(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+            return linear_cross_entropy(
+                hidden, weight, self.labels, learned, part, is_fused=False, chunk=chunk
+            )
+
+        return self._found(losses, self.whole)
+
+    def exact(self, vocab_size: int, teacher: TeacherTokens | None = None) -> Found:
         """In float64, from the whole vocabulary; the weight's gradient is this rank's part."""
         own = self.model.output_layer.weight.detach()
         rows = gather_from_tensor_model_parallel_region(own.t().contiguous(), group=self.group).t()
@@ -100,16 +123,33 @@ class Problem:
         logits = (hidden @ weight[:vocab_size].t()).transpose(0, 1).flatten(0, 1)
         losses = F.cross_entropy(logits, self.labels.flatten(), reduction="none")
         loss = (losses * self.learned.mask.flatten()).sum()
-        (loss * GRADIENT).backward()
+        if teacher is not None:
+            kl = self._divergence(logits, teacher)
+            whole = teacher.temperature**2 * teacher.alpha * kl + (1 - teacher.alpha) * loss
+            loss = torch.stack((whole, loss, kl))
+        (loss.flatten()[0] * GRADIENT).backward()
         part = weight.grad[self.group.rank() * len(own) :][: len(own)]
         return Found(loss.detach(), hidden.grad, part)
+
+    def _divergence(self, logits: torch.Tensor, teacher: TeacherTokens) -> torch.Tensor:
+        """By torch's kl_div. If all tokens are chosen, it is that of the whole vocabulary."""
+        ids, goal = (tensor.flatten(0, 1) for tensor in teacher[:2])
+        logs = F.log_softmax(logits / teacher.temperature, dim=1)
+        own = logs.gather(1, ids.long())
+        if ids.shape[1] == logs.shape[1]:
+            goal = goal[:, :-1]
+        else:
+            rest = logs.exp().scatter(1, ids.long(), 0.0).sum(dim=1, keepdim=True).log()
+            own = torch.cat((own, rest), dim=1)
+        each = F.kl_div(own, goal.double(), reduction="none", log_target=True).sum(dim=1)
+        return (each * self.learned.mask.flatten()).sum()
 
     def _found(self, compute: Any, hidden: torch.Tensor) -> Found:
         weight = self.model.output_layer.weight
         weight.grad = None
         leaf = hidden.detach().clone().requires_grad_()
         loss = compute(leaf)
-        (loss * GRADIENT).backward()
+        (loss.flatten()[0] * GRADIENT).backward()
         return Found(loss.detach(), leaf.grad, weight.grad)
 
 
@@ -134,6 +174,10 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
             "upstream's error": upstream.errors(exact) if case[0] != "sp" else None,
             "errors": [problem.in_chunks(chunk).errors(exact) for chunk in CHUNKS],
         }
+        for count, temperature in TAUGHT:
+            teacher = problem.teacher(min(count, vocab_size), temperature, vocab_size)
+            exact, runs = problem.exact(vocab_size, teacher), [problem.taught(c, teacher) for c in CHUNKS]
+            found[case][f"taught {count}"] = [run.errors(exact) for run in runs]
     check_other_backwards(problem)
     return found
 
@@ -180,7 +224,21 @@ def test_chunks_are_as_precise_as_upstream(results: list, case: str, precision: 
             assert all(own <= 1.5 * other + 1e-7 for own, other in zip(errors, of_upstream, strict=True))
 
 
-def run_peaks(rank: int, world_size: int) -> tuple[int, int]:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_with_a_teacher_is_torchs_divergence_and_cross_entropy(
+    results: list, case: str, precision: str
+) -> None:
+    """In float64, also that of the whole vocabulary; rounded as the loss without a teacher."""
+    for rank in results:
+        of_upstream = rank["tp" if case == "sp" else case, precision]["upstream's error"]
+        bounds = [5 * error + 1e-6 for error in of_upstream]
+        for count, _ in TAUGHT:
+            for errors in rank[case, precision][f"taught {count}"]:
+                assert all(own <= bound for own, bound in zip(errors, bounds, strict=True)), (count, errors)
+
+
+def run_peaks(rank: int, world_size: int) -> tuple[int, int, int]:
     tokens, vocab_size, width = 2048, 4096, 16
     config = small_run(vocab_size=vocab_size, hidden_size=width)
     compat.apply(cuda=False)
@@ -191,18 +249,24 @@ def run_peaks(rank: int, world_size: int) -> tuple[int, int]:
     learned = LossMask(torch.ones(1, tokens), 1.0)
     part = VocabularyShard(0, vocab_size, group)
 
-    def chunked() -> None:
-        linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=False, chunk=128).backward()
+    ids, logs = torch.arange(3).expand(1, tokens, 3), torch.full((1, tokens, 4), 0.25).log()
+    with_teacher = learned._replace(teacher=TeacherTokens(ids, logs, 0.5, 2.0))
+
+    def chunked(learned: LossMask = learned) -> None:
+        losses = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=False, chunk=128)
+        losses.flatten()[0].backward()
 
     def plain() -> None:
         F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum").backward()
 
-    return peak_bytes(plain, CPU.device), peak_bytes(chunked, CPU.device)
+    works = plain, chunked, partial(chunked, with_teacher)
+    return tuple(peak_bytes(work, CPU.device) for work in works)
 
 
 def test_the_logits_never_exist_at_once() -> None:
-    plain, chunked = run_distributed(run_peaks, 1)[0]
+    plain, chunked, taught = run_distributed(run_peaks, 1)[0]
     assert plain > 2048 * 4096 * 4 and chunked < plain / 8
+    assert taught < chunked + 1.1 * 128 * 4096 * 4, "one more float32 copy of a chunk, as the plan says"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Distillation: a student learns the likeliest tokens of a teacher (arXiv:1503.02531), stored once on disk.
+
+`patch.training.teacher` writes the store in a job of its own. The student finds each row by its content. The
+loss is in `patch.model.loss` (`TeacherTokens`). Evaluations have plain cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from patch.data import Batch, DataSets, Sample
+from patch.data.samples import SampleSource
+from patch.distributed.collectives import all_or_none
+from patch.errors import ConfigError, DataError
+from patch.model import LlamaModel, LossMask, PackedSequences, TeacherTokens
+from patch.preflight.data_record import SetRecord
+from patch.storage.teacher_store import TeacherRows
+from patch.training.objectives.objective import Objective
+
+_IDS, _LOGS = "teacher_ids", "teacher_logs"
+
+
+def digest_of(sample: Sample) -> bytes | None:
+    """Return the SHA-256 of what decides a row's losses, or None if no token has a loss.
+
+    These are the tokens up to the last one with a loss, their labels and weights, and where sequences begin.
+    So the id of the padding does not count.
+    """
+    learned = torch.nonzero(sample.loss_mask).flatten()
+    if not len(learned):
+        return None
+    end = int(learned[-1]) + 1
+    found = sha256()
+    for tensor in (sample.tokens, sample.labels, sample.loss_mask):
+        found.update(tensor[:end].numpy().tobytes())
+    if sample.lengths is not None:
+        begins = sample.lengths.cumsum(0, dtype=torch.int64)
+        found.update(begins[begins < end].numpy().tobytes())
+    return found.digest()
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Return a hash of a tokenizer's tokens and their ids."""
+    return sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+class TaughtSource:
+    """Training samples with the teacher's log-probabilities of their tokens, as extra tensors."""
+
+    def __init__(self, source: SampleSource, rows: TeacherRows) -> None:
+        self._source, self._rows = source, rows
+        self.is_shuffled = source.is_shuffled
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample, count = self._source[index], self._rows.header.top_k
+        ids = torch.arange(count, dtype=torch.int32).repeat(len(sample.tokens), 1)  # all different
+        logs = torch.zeros(len(sample.tokens), count + 1)
+        if (digest := digest_of(sample)) is not None:
+            learned = sample.loss_mask != 0
+            stored = self._rows.find(digest)
+            for whole, own in zip((ids, logs), stored, strict=True):
+                found = torch.frombuffer(bytearray(own), dtype=whole.dtype)
+                whole[learned] = found.view(-1, whole.shape[1])
+        return sample._replace(extra_tensors={**sample.extra_tensors, _IDS: ids, _LOGS: logs})
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        return self._source.place(index)
+
+    def refuse_missing(self, indices: range, seed: int) -> None:
+        """Require the store to have these samples.
+
+        Raises:
+            DataError: it lacks one.
+        """
+        for index in indices:
+            digest, header = digest_of(self._source[index]), self._rows.header
+            if digest is not None and digest not in self._rows:
+                raise DataError(
+                    f"the store of {header.teacher} has {header.rows} rows (seed {header.seed}), but not "
+                    f"sample {index + 1} of {len(self)} of this run (seed {seed}), {self.place(index)}; "
+                    "expected the same data, chat template, packing and, for pre-training, seed and number "
+                    "of samples. Write it with this run's flags",
+                    field="distill_from",
+                )
+
+
+class Distillation(Objective):
+    """A share of the divergence from the teacher, and cross entropy: see `TeacherTokens`."""
+
+    reported = ("loss", "cross_entropy", "divergence")
+
+    def build_datasets(self, tokenizer: Any, num_train_samples: Callable[[int], int]) -> DataSets:
+        """Read the data sets, and find each training sample in the store.
+
+        Raises:
+            ConfigError: the store is of another tokenizer.
+            DataError: the store is damaged, or lacks a sample.
+        """
+        sets = super().build_datasets(tokenizer, num_train_samples)
+        with all_or_none():
+            rows = TeacherRows(str(self.config.data.distill_from))
+            if vocabulary_hash(tokenizer) != rows.header.tokenizer:
+                raise ConfigError(
+                    f"the tokenizer has other tokens or ids than that of the teacher {rows.header.teacher}; "
+                    "expected equal vocabularies. Choose a teacher of the same family",
+                    field="distill_from",
+                )
+            train = TaughtSource(sets.train, rows)
+            own = range(dist.get_rank(), len(train), dist.get_world_size())
+            train.refuse_missing(own, self.config.training.seed)
+        index = rows.header.index
+        store = SetRecord(rows.folder, index, "", {"the teacher's store": index}, reads_clock=False)
+        return sets._replace(train=train, records=[*sets.records, store])
+
+    def forward(
+        self, model: LlamaModel, batch: Batch, packed: PackedSequences | None, gradient: float
+    ) -> torch.Tensor:
+        """See `Objective`. Batches of an evaluation have no teacher."""
+        data, teacher = self.config.data, None
+        if _IDS in batch.extra_tensors:
+            ids, logs = batch.extra_tensors[_IDS], batch.extra_tensors[_LOGS]
+            teacher = TeacherTokens(ids, logs, data.distill_alpha, data.distill_temperature)
+        learned = LossMask(batch.loss_mask, gradient, teacher)
+        return model(
+            batch.tokens, None, None, labels=batch.labels, loss_mask=learned, packed_seq_params=packed
+        )
+
+    def report(self, output: torch.Tensor, batch: Batch, divisor: float) -> Mapping[str, torch.Tensor]:
+        """Return means over tokens of the loss and its parts; an evaluation has cross entropy alone."""
+        sums = output if output.dim() else torch.stack((output, output, torch.zeros_like(output)))
+        # Each quotient owns its memory: upstream's schedules free the loss, and refuse to free a view.
+        return {name: own / divisor for name, own in zip(self.reported, sums, strict=True)}
