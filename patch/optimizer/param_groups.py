@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
-from patch.errors import ConfigError
+from patch.errors import ConfigError, TrainingError
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,21 @@ def default_param_groups(
         )
         for (is_decoupled, holders, decays), params in members.items()
     ]
+
+
+def group_rates(lr: float | Sequence[float], groups: Sequence[ParamGroup]) -> list[float]:
+    """Return the learning rate of each group in one step, multipliers included.
+
+    Raises:
+        TrainingError: `lr` is a sequence with another number of rates than of groups.
+    """
+    rates = [lr] * len(groups) if isinstance(lr, (int, float)) else lr
+    if len(rates) != len(groups):
+        raise TrainingError(
+            f"got {len(rates)} learning rates for {len(groups)} parameter groups, expected one rate for all "
+            "groups, or one for each"
+        )
+    return [rate * group.lr_multiplier for rate, group in zip(rates, groups, strict=True)]
 
 
 def assign_groups(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.choices import PRECISIONS, Recompute
+from patch.config.schedule import learning_rate
 from patch.device import MachineFacts
 from patch.families import expert_layers, weight_rows
 from patch.families.weights import TIED_OUTPUT
@@ -246,6 +247,8 @@ def _run(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if training.train_epochs is not None:
         steps = f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     yield _row("run", steps)
+    if training.train_epochs is None:
+        yield _rates(config)
     if found := newest_saved(config):  # by its name only; completeness is not checked
         root, newest = found
         of_all = "" if is_counted_in_samples(config) else f" of {training.train_iters}"
@@ -278,6 +281,14 @@ def _warnings(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         )
 
 
+def _rates(config: RunConfig) -> PlanRow:
+    """Learning rates of a run whose steps are known."""
+    iters, style = config.training.train_iters, config.optimizer.lr_decay_style
+    steps = [max(1, round(share * iters / 4)) for share in range(5)]
+    rates = ", ".join(f"{learning_rate(step, iters, config.optimizer):.3g}" for step in steps)
+    return _row("rate", f"{rates} at 0, 25, 50, 75, 100 % of {counted(iters, 'step')} ({style})")
+
+
 _TABLE = (_model, _state, _memory, _bubble, _step, _run, _warnings)
 
 
@@ -288,16 +299,20 @@ def _epochs(number: str) -> str:
 def describe_length(config: RunConfig, one_pass: int) -> str:
     """Return a line about the steps and epochs of the run; `one_pass` samples are one epoch.
 
+    If the run has a number of epochs, a second line has its learning rates.
+
     Raises:
         ConfigError: the epochs have fewer steps than the warm-up.
     """
     taken = num_train_samples(config, one_pass)
-    steps = with_samples(config, taken).training.train_iters
+    resolved = with_samples(config, taken)
+    steps = resolved.training.train_iters
     epochs = _epochs(f"{taken / one_pass:.3g}")
     asked = config.training.train_epochs
     is_more = asked is not None and taken > 1.5 * asked * one_pass
     why = f" ({asked:g} asked, but a step takes {config.training.global_batch_size})" if is_more else ""
-    return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}{why}"
+    length = f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}{why}"
+    return length if asked is None else "\n".join([length, *_rates(resolved).lines])
 
 
 def start_lines(config: RunConfig, machine: MachineFacts) -> list[str]:

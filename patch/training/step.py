@@ -119,7 +119,8 @@ def train_step(run: Run, iteration: int, before_change: Callable[[], None] = lam
 
 def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float:
     place = place_in_schedule(run.config, iteration, ahead=run.samples_ahead)
-    return learning_rate(*place, run.config.optimizer, group)
+    highest, lowest = (group.max_lr, group.min_lr) if group is not None else (None, None)
+    return learning_rate(*place, run.config.optimizer, max_lr=highest, min_lr=lowest)
 
 
 def _start_sums(
