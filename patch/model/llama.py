@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from patch.config.schema import ModelConfig, RunConfig
 from patch.distributed.context_group import Zigzag
 from patch.families.adapters import INSIDE
+from patch.families.selection import Selection
 from patch.features.backends import Backends
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import follow_offloaded
@@ -44,6 +45,7 @@ from patch.model.attention.rotary import RotaryTable, attention_factor, inverse_
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
 from patch.model.fp8.product import StepWeights
+from patch.model.frozen import freeze_weights
 from patch.model.hf_numerics.layers import AlignedOutput, sources_of
 from patch.model.linear import give_product
 from patch.model.loss import (
@@ -332,8 +334,11 @@ def build_llama_model(
     builder = kind(config, upstream, groups, backends, aligned, step_weights, saved)
     num_stages = upstream.virtual_pipeline_model_parallel_size or 1
     stages = [LlamaModel(builder, vp_stage).to(device) for vp_stage in range(num_stages)]
-    for stage in stages if config.adapter.is_on else ():
-        add_adapters(stage, config, groups)
+    for stage in stages:
+        if config.adapter.is_on:
+            add_adapters(stage, config, groups)
+        elif config.selection != Selection():
+            freeze_weights(stage, config)
     return stages
 
 

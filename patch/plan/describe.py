@@ -77,6 +77,8 @@ def _model(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     if rank := config.adapter.lora_rank:
         trained = parameters.trained_parameters(config)
         size += f"; adapters of rank {rank} train: {scaled(trained)} ({trained / total:.2%})"
+    elif (trained := parameters.trained_parameters(config)) < total:
+        size += f"; {scaled(trained)} train ({trained / total:.2%})"
     yield _row("parameters", size, *_shapes(config))
     if model.num_experts:
         yield _experts(config)
@@ -149,11 +151,14 @@ def _state(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
         f"on the host = {optimizer}",
     )
     trained = parameters.trained_parameters(config)
-    saved = [int(trained * num_bytes) for num_bytes in (kind.weight_bytes, memory.state_bytes(config))]
+    stored = trained if config.adapter.is_on else parameters.total_parameters(config.model)
+    saved = int(stored * kind.weight_bytes), int(trained * memory.state_bytes(config))
+    of_frozen = f" + {stored - trained:.0f} frozen x {kind.weight_bytes}" if stored > trained else ""
     yield _row(
         "checkpoint",
         f"{size_text(sum(saved))} = weights {size_text(saved[0])} + optimizer {size_text(saved[1])}",
-        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes); the "
+        f"{trained:.0f} parameters x ({kind.weight_bytes} + {memory.state_bytes(config):g} bytes)"
+        f"{of_frozen}; the "
         f"weights alone are what {'adapter/' if config.adapter.is_on else 'an export'} takes",
     )
 

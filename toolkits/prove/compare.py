@@ -162,9 +162,9 @@ class _Folder:
             return found
         if kept_as == "fp16":
             return self.tensors(step, "optimizer.state.master")
-        low = self.tensors(step, "optimizer.state.master_low")
+        low, zero = self.tensors(step, "optimizer.state.master_low"), torch.zeros(())
         return {
-            name: (high.float().view(torch.int32) + low[name].int()).view(torch.float32).double()
+            name: (high.float().view(torch.int32) + low.get(name, zero).int()).view(torch.float32).double()
             for name, high in found.items()
         }
 
@@ -202,7 +202,9 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def _distances(ours: Tensors, theirs: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
-    found = {name: float((ours[name] - b).norm()) / max(scales[name], 1e-30) for name, b in theirs.items()}
+    """Divide by the scales; a weight without an update, and so without a scale, must have the same bits."""
+    scale = {name: max(scales.get(name, 0.0), 1e-30) for name in theirs}
+    found = {name: float((ours[name] - b).norm()) / scale[name] for name, b in theirs.items()}
     return {name: distance if math.isfinite(distance) else math.inf for name, distance in found.items()}
 
 
