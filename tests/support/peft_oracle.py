@@ -125,6 +125,13 @@ def peft_steps(
     )  # fmt: skip
     known = {"lr": config.optimizer.lr, "is_bf16": is_bf16}
     written = WrittenAdamW(theirs.values(), known) if aligned else None
+    if ratio := config.adapter.lora_plus_ratio:
+        from peft.optimizers import create_loraplus_optimizer
+
+        written = create_loraplus_optimizer(
+            model, torch.optim.AdamW, lr=config.optimizer.lr, loraplus_lr_ratio=ratio,
+            loraplus_weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8,
+        )  # fmt: skip
     rows = _rows_of_steps(config, num_steps)
     trainer = Recorded(model, settings, train_dataset=rows, optimizers=(written, None))
     trainer.train()

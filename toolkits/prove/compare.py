@@ -173,9 +173,11 @@ class _Folder:
         optimizer, rate = self.run.optimizer, self.record(step, "lr")
         first, second = (self.tensors(step, state) for state in MOMENTS)
         of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
+        of_b = self.run.adapter.lora_plus_ratio or 1.0
+        rates = {name: rate * (of_b if "lora_B" in name else 1.0) for name in first}
         return {
             name: float(
-                (rate * moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)).norm()
+                (rates[name] * moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)).norm()
             )
             for name, moment in first.items()
         }
