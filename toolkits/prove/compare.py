@@ -175,12 +175,11 @@ class _Folder:
         of_first, of_second = (1 - beta**step for beta in (optimizer.adam_beta1, optimizer.adam_beta2))
         of_b = self.run.adapter.lora_plus_ratio or 1.0
         rates = {name: rate * (of_b if "lora_B" in name else 1.0) for name in first}
-        return {
-            name: float(
-                (rates[name] * moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)).norm()
-            )
+        steps = {
+            name: moment / of_first / ((second[name] / of_second).sqrt() + optimizer.adam_eps)
             for name, moment in first.items()
         }
+        return {name: float((rates[name] * each).norm()) for name, each in steps.items()}
 
 
 def _number(ours: _Folder, theirs: _Folder, kind: str, step: int, bound: float) -> _Found:
