@@ -44,6 +44,7 @@ from patch.model.attention.packed_sequences import PackedSequences, give_own_pos
 from patch.model.attention.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.backends import backends_on
 from patch.model.configuration import transformer_config
+from patch.model.embedding_noise import EmbeddingNoise
 from patch.model.fp8.product import StepWeights
 from patch.model.frozen import freeze_weights
 from patch.model.hf_numerics.layers import AlignedOutput, sources_of
@@ -99,6 +100,9 @@ class LlamaModel(LanguageModule):
             # Set on the instance, because megatron-core builds this layer.
             layer = self.embedding.word_embeddings
             layer.forward = partial(look_up, layer)
+        self.embedding_noise = EmbeddingNoise()
+        if self.pre_process:  # before the norm, as in transformers
+            self.embedding.register_forward_hook(self.embedding_noise)
         if traits.embedding_norm and self.pre_process:
             # The spec does not include the embedding. With SP the norm gets this rank's part of the tokens.
             self.embedding.norm = builder.norm(self.config, model.hidden_size, model.norm_epsilon)

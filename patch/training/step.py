@@ -30,6 +30,8 @@ from patch.training.guards.phases import Phase
 from patch.training.run_state import random_state, set_random_state
 from patch.training.state_placement import OomRetry, apply_placement
 from patch.training.step_data import (
+    NOISE_KEYS,
+    NOISE_SCALES,
     BatchCounts,
     ReadOutcome,
     StepBatches,
@@ -202,6 +204,9 @@ def _forward_step(
         detached = {name: each.detach() for name, each in report.items()}
         return report["loss"], batch.loss_mask.sum().int(), detached
 
+    noise = model.embedding_noise
+    noise.keys, noise.scales = (batch.extra_tensors.get(name) for name in (NOISE_KEYS, NOISE_SCALES))
     output = objective.forward(model, batch, packed, scale / divisor)
+    noise.keys = noise.scales = None  # other forwards have no noise
     run.phases.go_on(Phase.BACKWARD)
     return output, loss_of
