@@ -197,10 +197,7 @@ class TrainingConfig:
         "the only weights that train, as in --freeze, which may take some away; none: all", none="none"
     )
     neftune_noise_alpha: float | None = flag(
-        "NEFTune: noise on embeddings in training, uniform within alpha / sqrt(tokens of the sequence x "
-        "hidden size); 5 is usual; 0: none",
-        none=0,
-        above=0,
+        "NEFTune: alpha of the uniform noise on embeddings in training; 5 is usual; 0: none", none=0, above=0
     )
     precision: Precision = flag(
         "dtype of weights and activations; masters stay fp32; fp8: bf16 with fp8 matmuls in the layers",

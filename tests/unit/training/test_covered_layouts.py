@@ -143,7 +143,8 @@ RULES_OF_ROWS = [
     *(
         Rule((*names.split(),), functools.partial(agree, names))
         for names in (
-            "PR model", "PR LoRA", "PR offload", "model LoRA", "model EP instances", "PR freeze", "LoRA freeze",
+            *("PR model", "PR LoRA", "PR offload", "model LoRA", "model EP instances"),
+            *("PR freeze", "LoRA freeze"),
         )
     ),
     Rule(("PP", "VPP"), lambda pp, vpp: pp == "2" or vpp == "1"),
